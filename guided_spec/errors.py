@@ -1,0 +1,104 @@
+"""Everything guided_spec raises.
+
+GuidedSpecError
+├── ConfigError (also a ValueError)      an argument is out of range or of the wrong kind
+│   └── UnknownProposerError             a proposer name that nobody registered
+├── ModelError                           a model or tokenizer cannot be loaded or used
+│   └── VocabularyMismatchError          a draft model with another vocabulary than the target
+├── RequestError                         one request cannot be served; the others go on
+│   ├── PromptError                      empty, of the wrong type, or longer than the context
+│   └── RequestCancelledError            the caller cancelled it
+└── GrammarError                         something about one request's grammar
+    ├── GrammarCompileError              the schema, regex or grammar is broken
+    │   ├── UnsupportedSchemaError       valid, but the backend would not enforce all of it
+    │   └── UnsatisfiableGrammarError    no text at all can match it
+    ├── GrammarStateError                the matcher refused a token that was already committed
+    └── GrammarDeadEndError              no token of the vocabulary can continue the text
+"""
+
+__all__ = [
+    "ConfigError",
+    "GrammarCompileError",
+    "GrammarDeadEndError",
+    "GrammarError",
+    "GrammarStateError",
+    "GuidedSpecError",
+    "ModelError",
+    "PromptError",
+    "RequestCancelledError",
+    "RequestError",
+    "UnknownProposerError",
+    "UnsatisfiableGrammarError",
+    "UnsupportedSchemaError",
+    "VocabularyMismatchError",
+]
+
+
+class GuidedSpecError(Exception):
+    """The root: catch this to catch everything guided_spec raises on purpose."""
+
+
+class ConfigError(GuidedSpecError, ValueError):
+    """An argument is out of range or of the wrong kind.
+
+    The message names the argument, the value it had and what to pass instead.
+    """
+
+    def __init__(self, argument: str, value: object, fix: str) -> None:
+        self.argument = argument
+        self.value = value
+        self.fix = fix
+        super().__init__(f"{argument}={_shorten(value)}: {fix}")
+
+
+class UnknownProposerError(ConfigError):
+    """A proposer name that is neither built in, registered nor an entry point."""
+
+
+class ModelError(GuidedSpecError):
+    """A model or tokenizer cannot be loaded or used; the message says what is missing."""
+
+
+class VocabularyMismatchError(ModelError):
+    """The draft model's vocabulary is not the target's."""
+
+
+class RequestError(GuidedSpecError):
+    """One request cannot be served; the rest of its batch goes on."""
+
+
+class PromptError(RequestError):
+    """The prompt is empty, of the wrong type, or longer than the context."""
+
+
+class RequestCancelledError(RequestError):
+    """The caller cancelled the request before it finished."""
+
+
+class GrammarError(GuidedSpecError):
+    """Something about one request's grammar."""
+
+
+class GrammarCompileError(GrammarError):
+    """The schema, regex or grammar is broken; the message carries the backend's reason."""
+
+
+class UnsupportedSchemaError(GrammarCompileError):
+    """The schema is valid, but the backend would silently leave some of it unenforced."""
+
+
+class UnsatisfiableGrammarError(GrammarCompileError):
+    """No text made of the model's tokens can match the grammar."""
+
+
+class GrammarStateError(GrammarError):
+    """The matcher refused a token that was committed: text and grammar state disagree."""
+
+
+class GrammarDeadEndError(GrammarError):
+    """No token of the vocabulary can legally continue the text generated so far."""
+
+
+def _shorten(value: object, limit: int = 80) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"

@@ -1,0 +1,68 @@
+"""What a grammar backend has to be. xgrammar's matcher satisfies ``GrammarMatcher`` as it is."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher"]
+
+
+class GrammarMatcher(Protocol):
+    """One text's position in a grammar. Used by one thread at a time."""
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, when the grammar refuses it."""
+        ...
+
+    # xgrammar takes tensors and arrays alike, hence Any.
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index`` of a contiguous CPU int32 [rows, W] bitmask; does not move.
+
+        Bit ``t % 32`` of word ``t // 32`` is 1 when token t may come next. Returns whether the
+        row forbids anything. Must not be called on a terminated matcher.
+        """
+        ...
+
+    def fork(self) -> GrammarMatcher:
+        """An independent copy at the same position."""
+        ...
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens."""
+        ...
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        ...
+
+
+class CompiledGrammar(Protocol):
+    """A grammar compiled for one vocabulary: immutable, shared by requests."""
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        ...
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """A matcher of a stricter grammar in one fixed whitespace style, to draft from.
+
+        None when the grammar leaves no whitespace free. Never used for masks.
+        """
+        ...
+
+
+class GrammarBackend(Protocol):
+    """Compiles grammars for one vocabulary. ``compile`` may be called from several threads."""
+
+    vocabulary: Vocabulary
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``.
+
+        Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable
+        in full) or UnsatisfiableGrammarError (nothing matches).
+        """
+        ...
