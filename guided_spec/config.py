@@ -1,0 +1,56 @@
+"""The engine's settings, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from guided_spec.errors import ConfigError
+
+__all__ = ["EngineConfig"]
+
+LARGEST_DRAFT = 64
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineConfig:
+    """How much the engine drafts, batches and stores.
+
+    num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
+    max_forced_tokens: what the grammar may add to a draft where it leaves no choice, 0 to 64.
+    max_batch_size: requests that decode together at most; more wait in a queue.
+    max_model_len: prompt and output tokens of one request at most; None takes the model's own
+        limit, but not more than 4096.
+    prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
+    kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the memory
+        that is free. Fewer slots than ``max_batch_size`` fit then, and requests queue.
+    compile_threads: grammars compiled at the same time.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    num_draft_tokens: int = 5
+    max_forced_tokens: int = 16
+    max_batch_size: int = 16
+    max_model_len: int | None = None
+    prefill_tokens: int = 1024
+    kv_memory_bytes: int | None = None
+    compile_threads: int = 2
+
+    def __post_init__(self) -> None:
+        _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
+        _require("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
+        _require("max_batch_size", self.max_batch_size, low=1)
+        _require("max_model_len", self.max_model_len, low=2)
+        _require("prefill_tokens", self.prefill_tokens, low=1)
+        _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
+        _require("compile_threads", self.compile_threads, low=1)
+
+
+def _require(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
+    if value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(name, value, "must be an int")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(name, value, f"must be {bound}")

@@ -1,0 +1,111 @@
+"""What a step works on, and what a proposer and a target have to be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
+from guided_spec.ops.warp import Sampling
+from guided_spec.types import Draft, Noise
+
+__all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput"]
+
+
+class TargetOutput(NamedTuple):
+    """One verify forward.
+
+    logits: [B, K + 1, V]: row i follows the last committed token and i draft tokens.
+    hidden_states: [B, K + 1, len(aux_hidden_layers) * H], in the order of the layers; None when the
+        proposer asked for none.
+    """
+
+    logits: Tensor
+    hidden_states: Tensor | None = None
+
+
+@dataclass(slots=True)
+class DecodeBatch:
+    """The requests that decode together in one step.
+
+    slots: [B] each request's KV slot, the key under which a proposer may keep state; ascending.
+    contexts: [B] prompt and output tokens so far. The last one is not in the KV cache yet.
+    prompt_lengths: [B] how many of them are the prompt.
+    constraints: [B] None for a free request.
+    limits: [B] draft tokens that still fit the request, at most.
+    sampling: the requests' parameters, on ``device``.
+    mask_rows: host memory for the masks.
+    num_draft_tokens: K for proposers that could go on for ever.
+    features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens before
+        the last one that became known since the request's previous step (all of the prompt but its
+        last token at the first); None where the proposer asked for none.
+    """
+
+    slots: tuple[int, ...]
+    contexts: tuple[Sequence[int], ...]
+    prompt_lengths: tuple[int, ...]
+    constraints: tuple[Constraint | None, ...]
+    limits: tuple[int, ...]
+    sampling: Sampling
+    mask_rows: MaskRows
+    num_draft_tokens: int
+    vocab_size: int
+    device: torch.device
+    features: tuple[Tensor | None, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def positions(self, offset: int = 0) -> Tensor:
+        """int64 [B]: the absolute position of the next token of each request, plus ``offset``."""
+        return torch.tensor([len(c) + offset for c in self.contexts], device=self.device)
+
+    def draft_noise(self, positions: Tensor) -> Tensor:
+        """[B, V] exponential(1) to sample the draft tokens at ``positions`` int64 [B] with."""
+        return exponential_noise(self.sampling.seeds, positions, Stream.DRAFT, self.vocab_size)
+
+    def verify_noise(self) -> Noise:
+        """The noise of one rejection step, for drafts of any length the mask rows have room for."""
+        batch, depths = len(self), self.mask_rows.depths
+        if self.sampling.all_greedy:  # one-hot targets decide alike under any noise
+            accept = torch.zeros(batch, depths, device=self.device)
+            return Noise(accept, torch.ones(batch, 1, device=self.device))
+        first = self.positions()
+        depth = torch.arange(depths, device=self.device)
+        accept = uniform_noise(self.sampling.seeds, first.unsqueeze(1) + depth, Stream.ACCEPT)
+        sample = exponential_noise(self.sampling.seeds, first, Stream.SAMPLE, self.vocab_size)
+        return Noise(accept, sample)
+
+
+class Proposer(Protocol):
+    """Drafts tokens for the target to verify. See docs/add_a_proposer.md."""
+
+    aux_hidden_layers: tuple[int, ...]
+    """Hidden states it wants from the target: index i is the input of layer i. () for none."""
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """Draft up to ``batch.num_draft_tokens`` tokens a request, on ``batch.device``.
+
+        Continues after ``lookahead.drafted`` and tells the lookahead every token it drafts, by
+        ``accept`` or ``extend``; the draft returned holds its own tokens only.
+        """
+        ...
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget what is kept for these slots: their requests have ended."""
+        ...
+
+
+class TargetModel(Protocol):
+    """The model whose distribution the output has."""
+
+    def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
+        """One forward over each request's last token and its draft; may return before it is done."""
+        ...

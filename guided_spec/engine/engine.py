@@ -1,0 +1,193 @@
+"""The loop: admit, read prompts, speculate, commit. One call of ``step`` is one round of it.
+
+An engine is used by one thread. ``guided_spec.engine.llm`` runs it in a thread of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import wait
+
+import torch
+
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.engine.request import Request, State
+from guided_spec.engine.scheduler import Scheduler
+from guided_spec.engine.target import SlotTarget
+from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.ops.warp import Sampling
+from guided_spec.step import Step, commit, speculative_step
+
+__all__ = ["Engine"]
+
+
+class Engine:
+    """Continuous batching over fixed KV slots: requests enter and leave at any step.
+
+    model: the target, with one slot for each request that may run at once.
+    proposer: see ``guided_spec.proposers``.
+    """
+
+    def __init__(self, model: CausalLM, proposer: Proposer, config: EngineConfig) -> None:
+        self._model = model
+        self._config = config
+        self._proposer = proposer
+        self._target = SlotTarget(model, proposer.aux_hidden_layers)
+        self._scheduler = Scheduler(model.num_slots)
+        depths = max(config.num_draft_tokens, 1) + 2 * config.max_forced_tokens + 1
+        self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
+        self._sampling: tuple[tuple[Request, ...], Sampling] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request has not ended."""
+        return bool(self._scheduler)
+
+    def add(self, request: Request) -> None:
+        """Queue a request; it is admitted by a later ``step``."""
+        self._scheduler.add(request)
+
+    def cancel_all(self) -> None:
+        """End every request; the engine may go on with new ones."""
+        for request in self._scheduler:
+            request.is_cancelled = True
+        self._drop_ended()
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """One round. A request that fails is ended with its error; the others go on."""
+        self._drop_ended()
+        self._admit()
+        if not self._scheduler.running():
+            self._wait_for_a_grammar()
+            return
+        try:
+            self._prefill()
+            self._decode()
+        except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
+            self._fail_running(error)
+        self._drop_ended()
+
+    def _drop_ended(self) -> None:
+        for request in self._scheduler:
+            if request.is_cancelled:
+                request.fail(RequestCancelledError("the request was cancelled"))
+        slots = self._scheduler.remove_finished()
+        if slots:
+            self._target.release(slots)
+            self._proposer.release(slots)
+
+    def _admit(self) -> None:
+        for request in self._scheduler.ready():
+            try:
+                if request.grammar is not None:
+                    request.constraint = Constraint(request.grammar.result())
+            except GuidedSpecError as error:
+                request.fail(error)
+                continue
+            except Exception as error:  # a backend may raise anything; it concerns this request
+                request.fail(GrammarError(f"the grammar could not be compiled: {error}"))
+                continue
+            self._scheduler.admit(request)
+            request.stats.start()
+
+    def _wait_for_a_grammar(self) -> None:
+        futures = [request.grammar for request in self._scheduler if request.grammar is not None]
+        if futures:
+            # Not for ever: a cancellation has to be seen.
+            wait(futures, timeout=0.05, return_when="FIRST_COMPLETED")
+
+    def _fail_running(self, error: Exception) -> None:
+        for request in self._scheduler.running():
+            failure = error if isinstance(error, GuidedSpecError) else None
+            failure = failure or ModelError(f"the step failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error if failure is not error else None
+            request.fail(failure)
+
+    def _prefill(self) -> None:
+        """One forward over prompts, right-padded, at most ``prefill_tokens`` tokens in all.
+
+        The last prompt token is left for the first speculative step.
+        """
+        rows: list[Request] = []
+        width = 0
+        for request in self._scheduler.running(State.PREFILL):
+            if self._shares_prefill(request):
+                continue
+            missing = request.prompt_length - 1 - request.num_cached
+            wider = max(width, min(missing, self._config.prefill_tokens))
+            if rows and wider * (len(rows) + 1) > self._config.prefill_tokens:
+                break
+            rows.append(request)
+            width = wider
+        if width > 0:
+            starts = [request.num_cached for request in rows]
+            chunks = [r.tokens[r.num_cached : r.prompt_length - 1][:width] for r in rows]
+            self._target.prefill([request.slot for request in rows], starts, chunks)
+            for request, chunk in zip(rows, chunks, strict=True):
+                request.num_cached += len(chunk)
+        for request in rows:
+            if request.num_cached == request.prompt_length - 1:
+                request.state = State.DECODE
+                self._hand_on(request)
+
+    def _shares_prefill(self, request: Request) -> bool:
+        """Whether the request waits for another sample of its prompt, which is being read."""
+        leader = request.leader
+        return leader is not None and leader.state is State.PREFILL and leader.slot >= 0
+
+    def _hand_on(self, leader: Request) -> None:
+        """Give a prompt that was just read to the samples that wait for it."""
+        for request in self._scheduler.running(State.PREFILL):
+            if request.leader is leader and request.num_cached == 0:
+                self._target.share_prefill(leader.slot, request.slot, leader.num_cached)
+                request.num_cached = leader.num_cached
+                request.state = State.DECODE
+
+    def _decode(self) -> None:
+        requests = self._scheduler.running(State.DECODE)
+        if not requests:
+            return
+        batch = self._batch(requests)
+        step = speculative_step(self._target, self._proposer, batch, batch.verify_noise())
+        committed = commit(batch, step.accepted)
+        self._target.commit(batch, [row.num_accepted for row in committed])
+        self._count(requests, step, [row.num_accepted for row in committed])
+        for request, row in zip(requests, committed, strict=True):
+            request.append(row.token_ids)
+            if row.error is not None:
+                request.fail(row.error)
+
+    def _batch(self, requests: Sequence[Request]) -> DecodeBatch:
+        slots = tuple(request.slot for request in requests)
+        return DecodeBatch(
+            slots=slots,
+            contexts=tuple(request.tokens for request in requests),
+            prompt_lengths=tuple(request.prompt_length for request in requests),
+            constraints=tuple(request.constraint for request in requests),
+            limits=tuple(request.draft_room for request in requests),
+            sampling=self._sampling_of(tuple(requests)),
+            mask_rows=self._rows,
+            num_draft_tokens=self._config.num_draft_tokens,
+            vocab_size=self._model.vocab_size,
+            device=self._model.device,
+            features=self._target.take_features(slots),
+        )
+
+    def _sampling_of(self, requests: tuple[Request, ...]) -> Sampling:
+        if self._sampling is None or self._sampling[0] != requests:
+            params, seeds = [r.params for r in requests], [r.seed for r in requests]
+            self._sampling = (requests, Sampling.stack(params, seeds, self._model.device))
+        return self._sampling[1]
+
+    def _count(self, requests: Sequence[Request], step: Step, num_accepted: list[int]) -> None:
+        drafted = step.draft.num_tokens.tolist()
+        share = step.lookahead.fill_seconds / len(requests)
+        rows = zip(requests, drafted, num_accepted, step.lookahead.forced, strict=True)
+        for request, num_drafted, accepted, forced in rows:
+            request.stats.count_step(num_drafted, accepted, forced)
+            request.stats.mask_seconds += share

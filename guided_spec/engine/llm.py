@@ -1,0 +1,210 @@
+"""LLM: the public face of the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+from guided_spec.engine.prompt import Prompt, split_prompts
+from guided_spec.engine.request import Request
+from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.stats import RequestStats
+from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.types import MAX_SEED, SamplingParams
+
+__all__ = ["LLM"]
+
+Params = SamplingParams | Sequence[SamplingParams] | None
+
+
+class LLM:
+    """Constrained speculative generation with a Hugging Face causal language model.
+
+    model: a hub id, a folder, or a loaded ``PreTrainedModel``; None takes the bundled model.
+    proposer: who drafts, see ``guided_spec.proposers``. None takes
+        ``chain:grammar_forced+draft_model`` where there is a draft model, and
+        ``chain:grammar_forced+ngram`` otherwise.
+    draft: the draft model or head, like ``model``. The bundled model brings its own.
+    options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
+
+    One LLM may be used from many threads and tasks at once: their requests share batches. It is
+    closed when it is garbage collected, by ``close``, or as a context manager.
+
+    Raises ConfigError and ModelError.
+    """
+
+    def __init__(
+        self,
+        model: Any = None,
+        proposer: str | None = None,
+        num_draft_tokens: int = 5,
+        *,
+        draft: Any = None,
+        **options: Any,
+    ) -> None:
+        options["num_draft_tokens"] = num_draft_tokens
+        setup = Setup.build(model, proposer, draft, Options.from_dict(options))
+        self.tokenizer = setup.tokenizer
+        self.config = setup.config
+        self.proposer = setup.proposer_name
+        self.max_model_len = setup.max_model_len
+        self.vocabulary = setup.vocabulary
+        self._encoder = setup.encoder
+        self._grammars = setup.grammars
+        self._worker = setup.worker
+        self._close = weakref.finalize(self, setup.close)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> list[RequestOutput]:
+        """Generate for one prompt or several; returns one output a prompt, in their order.
+
+        params: one for all prompts, or one for each; None is ``SamplingParams()``. A request that
+        cannot be served comes back with ``finish_reason="error"`` and its ``error``; the others are
+        served.
+        """
+        collector = _Collector()
+        for chunk in self.stream(prompts, params):
+            collector.add(chunk)
+        return collector.outputs()
+
+    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[Chunk]:
+        """Generate, yielding text as it is committed; leaving the loop early cancels the rest."""
+        chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
+        requests = self._submit(prompts, params, chunks.put)
+        try:
+            for _ in requests:
+                while (chunk := chunks.get()).completion is None:
+                    yield chunk
+                yield chunk
+        finally:
+            _cancel(requests)
+
+    async def agenerate(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> list[RequestOutput]:
+        """``generate`` for asyncio. Cancelling the task cancels the requests."""
+        collector = _Collector()
+        async for chunk in self.astream(prompts, params):
+            collector.add(chunk)
+        return collector.outputs()
+
+    async def astream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+    ) -> AsyncIterator[Chunk]:
+        """``stream`` for asyncio."""
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
+
+        def report(chunk: Chunk) -> None:
+            if not loop.is_closed():
+                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
+
+        requests = self._submit(prompts, params, report)
+        try:
+            for _ in requests:
+                while (chunk := await chunks.get()).completion is None:
+                    yield chunk
+                yield chunk
+        finally:
+            _cancel(requests)
+
+    def close(self) -> None:
+        """Cancel what runs and free the engine's thread."""
+        self._close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _submit(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: Params,
+        report: Callable[[Chunk], None],
+    ) -> list[Request | None]:
+        """Queue every sample of every prompt; None stands for one that failed at once."""
+        requests: list[Request | None] = []
+        listed = split_prompts(prompts)
+        for index, (prompt, param) in enumerate(zip(listed, _match(params, listed), strict=True)):
+            try:
+                requests.extend(self._requests(index, prompt, param, report))
+            except GuidedSpecError as error:
+                for sample in range(param.n):
+                    failed = Completion("", [], "error", error, RequestStats())
+                    report(Chunk(index, sample, "", failed))
+                    requests.append(None)
+        self._worker.submit([request for request in requests if request is not None])
+        return requests
+
+    def _requests(
+        self, index: int, prompt: Prompt, params: SamplingParams, report: Callable[[Chunk], None]
+    ) -> list[Request]:
+        prompt_ids = self._encoder.encode(prompt)
+        _check_stop_ids(params, self.vocabulary.vocab_size)
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        samples: list[Request] = []
+        for sample in range(params.n):
+            request = Request(
+                prompt_ids,
+                params,
+                self.vocabulary,
+                # Samples differ by their seed; the first one is what n=1 would have given.
+                seed=(seed + sample) % (MAX_SEED + 1),
+                max_length=self.max_model_len,
+                report=report,
+                grammar=None if params.grammar is None else self._grammars.submit(params.grammar),
+                leader=samples[0] if samples else None,
+                index=(index, sample),
+            )
+            samples.append(request)
+        return samples
+
+
+class _Collector:
+    """Sorts completions by prompt and sample."""
+
+    def __init__(self) -> None:
+        self._completions: dict[tuple[int, int], Completion] = {}
+
+    def add(self, chunk: Chunk) -> None:
+        if chunk.completion is not None:
+            self._completions[chunk.prompt_index, chunk.sample_index] = chunk.completion
+
+    def outputs(self) -> list[RequestOutput]:
+        prompts: dict[int, list[Completion]] = {}
+        for (prompt, _), completion in sorted(self._completions.items(), key=lambda item: item[0]):
+            prompts.setdefault(prompt, []).append(completion)
+        return [RequestOutput(index, tuple(group)) for index, group in prompts.items()]
+
+
+def _match(params: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * len(prompts)
+    matched = list(params)
+    if not all(isinstance(one, SamplingParams) for one in matched):
+        raise ConfigError("params", params, "must be a SamplingParams, or a list of them")
+    if len(matched) != len(prompts):
+        fix = f"pass one SamplingParams, or {len(prompts)}: one for each prompt"
+        raise ConfigError("params", f"{len(matched)} of them", fix)
+    return matched
+
+
+def _check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
+    for token in params.stop_token_ids:
+        if token >= vocab_size:
+            fix = f"ids must be below the vocabulary's {vocab_size}"
+            raise ConfigError("stop_token_ids", token, fix)
+
+
+def _cancel(requests: Sequence[Request | None]) -> None:
+    for request in requests:
+        if request is not None:
+            request.is_cancelled = True

@@ -1,0 +1,60 @@
+"""One request's text as it is committed: whole characters only, and never part of a stop string."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from guided_spec.grammar.text import TextDecoder
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["OutputText"]
+
+
+class OutputText:
+    """Decodes tokens into text and watches for stop strings, also across token boundaries.
+
+    text: what has been released. Text that could still turn out to be the beginning of a stop
+        string, or of a character, is held back until that is known.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
+        self.text = ""
+        self.is_stopped = False
+        self._decoder = TextDecoder(vocabulary)
+        self._stop = tuple(stop)
+        self._held = ""
+
+    def feed(self, token_id: int) -> bool:
+        """Append a token; returns whether a stop string is now complete, which ends the text."""
+        self._held += self._decoder.feed([token_id])
+        if self._stop:
+            self._find_stop()
+        if not self.is_stopped:
+            self._release(len(self._held) - self._tail_in_doubt())
+        return self.is_stopped
+
+    def finish(self) -> None:
+        """The text ends here: release what was held back, unless a stop string ended it."""
+        if not self.is_stopped:
+            self._held += self._decoder.flush()
+            self._release(len(self._held))
+
+    def _release(self, length: int) -> None:
+        self.text += self._held[:length]
+        self._held = self._held[length:]
+
+    def _find_stop(self) -> None:
+        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:
+            self._release(min(found))
+            self.is_stopped = True
+
+    def _tail_in_doubt(self) -> int:
+        """How many characters at the end may be the beginning of a stop string."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest

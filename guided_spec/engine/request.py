@@ -1,0 +1,114 @@
+"""One sample on its way through the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from enum import Enum, auto
+
+from guided_spec.engine.output_text import OutputText
+from guided_spec.engine.outputs import Chunk, Completion, FinishReason
+from guided_spec.engine.stats import RequestStats
+from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.types import SamplingParams
+
+__all__ = ["Request", "State"]
+
+
+class State(Enum):
+    """Where a request is: in the queue, reading its prompt, writing, or done."""
+
+    WAITING = auto()
+    PREFILL = auto()
+    DECODE = auto()
+    FINISHED = auto()
+
+
+class Request:
+    """One sample of one prompt: its tokens, its constraint, and whom it reports to.
+
+    prompt_index, sample_index: its place in the caller's list.
+    prompt_ids: at least one token. max_length: prompt and output tokens at most.
+    grammar: the grammar being compiled; None for free text.
+    leader: the first sample of the same prompt, whose prefill is shared; None for the first itself.
+    report: called with every chunk, from the engine's thread.
+    """
+
+    def __init__(
+        self,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        vocabulary: Vocabulary,
+        *,
+        seed: int,
+        max_length: int,
+        report: Callable[[Chunk], None],
+        grammar: Future[CompiledGrammar] | None = None,
+        leader: Request | None = None,
+        index: tuple[int, int] = (0, 0),
+    ) -> None:
+        self.prompt_index, self.sample_index = index
+        self.params = params
+        self.seed = seed
+        self.grammar = grammar
+        self.leader = leader
+        self.constraint: Constraint | None = None
+        self.state = State.WAITING
+        self.slot = -1
+        self.tokens = list(prompt_ids)
+        self.prompt_length = len(prompt_ids)
+        self.num_cached = 0
+        self.is_cancelled = False
+        self.stats = RequestStats(prompt_tokens=len(prompt_ids), seed=seed)
+        self._report = report
+        self._max_length = min(max_length, len(prompt_ids) + params.max_tokens)
+        self._output = OutputText(vocabulary, params.stop)
+        self._sent = 0
+        self._stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            self._stop_ids |= frozenset(vocabulary.stop_token_ids)
+
+    @property
+    def draft_room(self) -> int:
+        """Draft tokens that may be of use: one more token always follows the accepted ones."""
+        return self._max_length - len(self.tokens) - 1
+
+    def append(self, token_ids: list[int]) -> None:
+        """Commit tokens one by one until something ends the text; the rest is dropped."""
+        for index, token_id in enumerate(token_ids):
+            self.tokens.append(token_id)
+            ended = self._is_end(token_id, is_last=index == len(token_ids) - 1)
+            if ended or self._output.feed(token_id):
+                return self.finish("stop")
+            if len(self.tokens) >= self._max_length:
+                return self.finish("length")
+        return self._send(None)
+
+    def finish(self, reason: FinishReason, error: GuidedSpecError | None = None) -> None:
+        """End the request and report its completion. Does nothing if it has ended already."""
+        if self.state is State.FINISHED:
+            return
+        self.state = State.FINISHED
+        self._output.finish()
+        output_ids = self.tokens[self.prompt_length :]
+        self.stats.output_tokens = len(output_ids)
+        self.stats.stop()
+        self._send(Completion(self._output.text, output_ids, reason, error, self.stats))
+
+    def fail(self, error: GuidedSpecError) -> None:
+        """End the request with an error; what it wrote so far is kept."""
+        self.finish("error", error)
+
+    def _is_end(self, token_id: int, *, is_last: bool) -> bool:
+        if self.constraint is not None and is_last and self.constraint.is_terminated:
+            return True
+        return token_id in self._stop_ids
+
+    def _send(self, completion: Completion | None) -> None:
+        text = self._output.text[self._sent :]
+        self._sent += len(text)
+        if text or completion is not None:
+            self._report(Chunk(self.prompt_index, self.sample_index, text, completion))

@@ -1,0 +1,64 @@
+"""Which requests hold a slot, and which of them work in the next forward."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from guided_spec.engine.request import Request, State
+
+__all__ = ["Scheduler"]
+
+
+class Scheduler:
+    """First come, first served, as soon as a slot is free and the grammar is compiled.
+
+    num_slots: requests that can run at once; the others wait.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}
+        self._free = list(range(num_slots))
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every request that has not ended: first the running ones by slot, then the queue."""
+        yield from self.running()
+        yield from tuple(self._waiting)
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def running(self, state: State | None = None) -> list[Request]:
+        """The requests that hold a slot, by slot; only those in ``state`` if one is given."""
+        requests = [self._running[slot] for slot in sorted(self._running)]
+        return [r for r in requests if state is None or r.state is state]
+
+    def ready(self) -> list[Request]:
+        """Waiting requests whose grammar is done, at most as many as there are free slots.
+
+        A request whose grammar is still being compiled is overtaken by those behind it.
+        """
+        done = [r for r in self._waiting if r.grammar is None or r.grammar.done()]
+        return done[: len(self._free)]
+
+    def admit(self, request: Request) -> None:
+        """Give a waiting request the lowest free slot."""
+        self._waiting.remove(request)
+        self._free.sort()
+        request.slot = self._free.pop(0)
+        request.state = State.PREFILL
+        self._running[request.slot] = request
+
+    def remove_finished(self) -> list[int]:
+        """Take out the requests that have ended; returns the slots that became free."""
+        self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
+        slots = [slot for slot, r in self._running.items() if r.state is State.FINISHED]
+        for slot in slots:
+            del self._running[slot]
+        self._free.extend(slots)
+        return slots

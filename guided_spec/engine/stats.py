@@ -1,0 +1,72 @@
+"""What speculation did for one request."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+__all__ = ["RequestStats"]
+
+
+@dataclass(slots=True)
+class RequestStats:
+    """Counters of one request, final when it ends.
+
+    prompt_tokens, output_tokens: lengths, the end-of-text token included.
+    steps: target forwards that decoded this request, prefill not counted.
+    drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
+    forced, forced_accepted: those of them that the grammar left no choice about.
+    mask_seconds: host time spent on filling masks, this request's share of its batches.
+    seconds: from the start of the request's prefill to its end.
+    seed: the seed that was used, given or drawn.
+    """
+
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    steps: int = 0
+    drafted: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    forced: int = 0
+    forced_accepted: int = 0
+    mask_seconds: float = 0.0
+    seconds: float = 0.0
+    seed: int = 0
+    _started: float = field(default=0.0, repr=False, compare=False)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per target forward: 1.0 without speculation."""
+        return self.output_tokens / self.steps if self.steps else 0.0
+
+    @property
+    def forwards_per_token(self) -> float:
+        """Target forwards per output token: 1.0 without speculation."""
+        return self.steps / self.output_tokens if self.output_tokens else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of ``seconds``."""
+        return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    def start(self) -> None:
+        """Start the clock."""
+        self._started = time.perf_counter()
+
+    def stop(self) -> None:
+        """Stop the clock; a request that never ran took no time."""
+        if self._started:
+            self.seconds = time.perf_counter() - self._started
+
+    def count_step(self, drafted: int, accepted: int, forced: list[int]) -> None:
+        """Add one step: ``accepted`` of ``drafted`` tokens, those at ``forced`` being forced."""
+        self.steps += 1
+        _count(self.drafted, drafted)
+        _count(self.accepted, accepted)
+        self.forced += len(forced)
+        self.forced_accepted += sum(position < accepted for position in forced)
+
+
+def _count(positions: list[int], length: int) -> None:
+    positions.extend([0] * (length - len(positions)))
+    for position in range(length):
+        positions[position] += 1

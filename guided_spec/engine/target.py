@@ -1,0 +1,82 @@
+"""The target: a causal LM over KV slots, as the step and the prefill see it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.types import Draft
+
+__all__ = ["SlotTarget"]
+
+
+class SlotTarget:
+    """Verifies drafts and reads prompts; keeps the hidden states a proposer asked for.
+
+    layers: hidden states to capture, see ``Proposer.aux_hidden_layers``.
+    """
+
+    def __init__(self, model: CausalLM, layers: tuple[int, ...] = ()) -> None:
+        self._model = model
+        self._layers = layers
+        self._features: dict[int, list[Tensor]] = {}
+        self._verified: Tensor | None = None
+
+    def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
+        """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
+        counts = [len(row) for row in tokens]
+        padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
+        inputs = SlotInputs(torch.tensor(padded), slots, starts, counts)
+        output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
+        self._model.commit(counts)
+        self._keep(slots, counts, output.hidden_states)
+
+    def share_prefill(self, source: int, slot: int, length: int) -> None:
+        """Give ``slot`` the first ``length`` tokens of ``source``, which holds just these."""
+        self._model.copy_slot(source, [slot], length)
+        if source in self._features:
+            self._features[slot] = list(self._features[source])
+
+    def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
+        """One forward over the last committed token and the draft of every request."""
+        last = torch.tensor([[context[-1]] for context in batch.contexts], device=batch.device)
+        token_ids = torch.cat([last, draft.token_ids], 1)
+        starts = [len(context) - 1 for context in batch.contexts]
+        width = token_ids.shape[1]
+        # Padding past a shorter draft is fed like a token: it lands where nothing valid is, and is
+        # overwritten before it can be seen. That spares a download of the drafts' lengths.
+        counts = [min(width, self._model.max_length - start) for start in starts]
+        inputs = SlotInputs(token_ids, batch.slots, starts, counts)
+        output = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
+        assert output.logits is not None
+        self._verified = output.hidden_states
+        return TargetOutput(output.logits, output.hidden_states)
+
+    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int]) -> None:
+        """Keep the state of the last token and the accepted draft of every request."""
+        keep = [accepted + 1 for accepted in num_accepted]
+        self._model.commit(keep)
+        self._keep(batch.slots, keep, self._verified)
+        self._verified = None
+
+    def take_features(self, slots: Sequence[int]) -> tuple[Tensor | None, ...]:
+        """What became known of each slot's hidden states since the last call, and forget it."""
+        return tuple(_join(self._features.pop(slot, None)) for slot in slots)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the hidden states of ended requests."""
+        for slot in slots:
+            self._features.pop(slot, None)
+
+    def _keep(self, slots: Sequence[int], counts: Sequence[int], hidden: Tensor | None) -> None:
+        if hidden is not None:
+            for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
+                self._features.setdefault(slot, []).append(hidden[row, :count])
+
+
+def _join(parts: list[Tensor] | None) -> Tensor | None:
+    return torch.cat(parts) if parts else None

@@ -1,0 +1,224 @@
+"""Forks walked along one draft, and the mask rows they produce.
+
+The mask of draft position i and the mask of target row i are the same row: filled once, used by
+the drafter and by the verifier.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+
+from torch import Tensor
+
+from guided_spec.grammar.constraint import Constraint, Fork
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.types import Draft
+
+__all__ = ["Lookahead"]
+
+# From this many rows on, filling them beside the forward beats the cost of changing threads
+# (docs/performance.md, "Where masks are filled").
+ROWS_WORTH_A_THREAD = 16
+
+
+class _Walk:
+    """One request's way along its draft."""
+
+    __slots__ = ("drafted", "filled", "fork", "is_open", "limit")
+
+    def __init__(self, fork: Fork | None, limit: int) -> None:
+        self.fork = fork
+        self.limit = limit
+        self.drafted: list[int] = []
+        self.filled = 0  # rows 0..filled-1 are in the mask rows
+        self.is_open = limit > 0
+
+
+class Lookahead:
+    """One step's forks. Made by ``fork``, thrown away after ``finish``.
+
+    A proposer either asks ``next_mask`` and answers with ``accept``, depth by depth, or hands whole
+    token lists to ``extend``; both may alternate. ``drafted`` is what the draft holds so far: a
+    proposer continues from there.
+    """
+
+    def __init__(self, walks: list[_Walk], rows: MaskRows) -> None:
+        self._walks = walks
+        self._rows = rows
+        self._is_constrained = any(walk.fork is not None for walk in walks)
+        self.forced: list[list[int]] = [[] for _ in walks]
+        self.fill_seconds = 0.0
+
+    @classmethod
+    def fork(
+        cls, constraints: Sequence[Constraint | None], rows: MaskRows, limits: Sequence[int]
+    ) -> Lookahead:
+        """Put every request's fork where its original stands; the originals are not touched.
+
+        constraints: B of them, None for a free request. limits: B, draft tokens at most; never
+        more than ``rows.depths - 1``, since the last row belongs to the token after the draft.
+        """
+        rows.clear()
+        walks = [
+            _Walk(None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
+            for constraint, limit in zip(constraints, limits, strict=True)
+        ]
+        return cls(walks, rows)
+
+    @property
+    def drafted(self) -> list[list[int]]:
+        """[B] lists of the legal draft tokens so far. Read only."""
+        return [walk.drafted for walk in self._walks]
+
+    @property
+    def is_open(self) -> list[bool]:
+        """[B]: whether more tokens may be drafted for the request.
+
+        False from its limit on, after an end-of-text token and after an illegal token.
+        """
+        return [walk.is_open for walk in self._walks]
+
+    def next_mask(self) -> Tensor | None:
+        """int32 [B, W] on the device: what may come after each request's draft so far.
+
+        None when no request is constrained. Rows of free and closed requests forbid nothing.
+        """
+        if not self._is_constrained:
+            return None
+        started = time.perf_counter()
+        for request, walk in enumerate(self._walks):
+            if walk.is_open and walk.fork is not None:
+                self._fill_here(request, walk)
+        self.fill_seconds += time.perf_counter() - started
+        return self._rows.at_depths([len(walk.drafted) for walk in self._walks])
+
+    def accept(self, token_ids: Tensor) -> None:
+        """Append one drafted token, int64 [B], to every open request; one download.
+
+        -1 closes the request: nothing more is drafted. So does a token that its mask forbids; it
+        may stand in the draft all the same, where the verifier refuses it.
+        """
+        for request, (walk, token_id) in enumerate(
+            zip(self._walks, token_ids.tolist(), strict=True)
+        ):
+            if not walk.is_open:
+                continue
+            if self._is_legal(request, walk, token_id):
+                self._append(walk, token_id)
+            else:
+                walk.is_open = False
+
+    def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Append a list of tokens to each request; returns what was legal of each.
+
+        Cut at the first illegal token and at the request's limit. Rows are not filled yet: that
+        can wait until the target runs.
+        """
+        legal: list[list[int]] = []
+        for walk, draft in zip(self._walks, drafts, strict=True):
+            start = len(walk.drafted)
+            for token_id in draft:
+                if not walk.is_open:
+                    break
+                self._append(walk, token_id)
+            legal.append(walk.drafted[start:])
+        return legal
+
+    def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """``extend``, and the tokens count as forced by the grammar in the statistics."""
+        starts = [len(walk.drafted) for walk in self._walks]
+        legal = self.extend(drafts)
+        for positions, start, tokens in zip(self.forced, starts, legal, strict=True):
+            positions.extend(range(start, start + len(tokens)))
+        return legal
+
+    def fork_of(self, request: int) -> Fork | None:
+        """The fork of one request, at the end of its draft so far; None if free or closed.
+
+        Whoever borrows it must leave it where it was before any other call.
+        """
+        walk = self._walks[request]
+        return walk.fork if walk.is_open else None
+
+    def start(self, draft: Draft) -> None:
+        """Begin to fill the rows that are still missing, beside whatever runs next."""
+        if draft.token_ids.shape[1] > 0 and not any(walk.drafted for walk in self._walks):
+            self._follow(draft)
+        missing = sum(
+            len(walk.drafted) + 1 - walk.filled for walk in self._walks if walk.fork is not None
+        )
+        if missing >= ROWS_WORTH_A_THREAD:
+            self._rows.filling = _filler().submit(self._fill_missing)
+
+    def finish(self, num_draft: int) -> Tensor | None:
+        """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
+
+        None when no request is constrained. Rows after the end of the text, after an illegal draft
+        token and past a shorter draft's own last row forbid nothing; no such row is ever drawn
+        from, or what is drawn there is dropped.
+        """
+        if not self._is_constrained:
+            return None
+        if self._rows.filling is None:
+            self._fill_missing()
+        else:
+            self._rows.filling.result()
+            self._rows.filling = None
+        return self._rows.first(len(self._walks), num_draft + 1)
+
+    def _follow(self, draft: Draft) -> None:
+        # A proposer that never looked ahead: its tokens are walked now, so that the rows are right.
+        lengths = draft.num_tokens.tolist()
+        rows = draft.token_ids.tolist()
+        self.extend([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+    def _is_legal(self, request: int, walk: _Walk, token_id: int) -> bool:
+        if token_id < 0 or walk.fork is None:
+            return token_id >= 0
+        self._fill_here(request, walk)
+        return self._rows.allows(request, len(walk.drafted), token_id)
+
+    def _append(self, walk: _Walk, token_id: int) -> None:
+        fork = walk.fork
+        if fork is not None and not fork.accept(token_id):
+            walk.is_open = False
+            return
+        walk.drafted.append(token_id)
+        ended = fork is not None and fork.matcher.is_terminated()
+        walk.is_open = not ended and len(walk.drafted) < walk.limit
+
+    def _fill_here(self, request: int, walk: _Walk) -> None:
+        depth = len(walk.drafted)
+        if walk.filled < depth:
+            self._fill_back(request, walk)
+        if walk.filled == depth and walk.fork is not None:
+            self._rows.fill(walk.fork.matcher, request, depth)
+            walk.filled = depth + 1
+
+    def _fill_back(self, request: int, walk: _Walk) -> None:
+        # Tokens were appended unfilled: go back to the first missing row and walk up again.
+        assert walk.fork is not None
+        walk.fork.rollback_to(walk.filled)
+        for depth in range(walk.filled, len(walk.drafted)):
+            self._rows.fill(walk.fork.matcher, request, depth)
+            walk.fork.accept(walk.drafted[depth])
+        walk.filled = len(walk.drafted)
+
+    def _fill_missing(self) -> None:
+        started = time.perf_counter()
+        for request, walk in enumerate(self._walks):
+            if walk.fork is None:
+                continue
+            if walk.filled < len(walk.drafted):
+                self._fill_back(request, walk)
+            if not walk.fork.matcher.is_terminated():
+                self._fill_here(request, walk)
+        self.fill_seconds += time.perf_counter() - started
+
+
+@cache
+def _filler() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

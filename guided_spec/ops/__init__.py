@@ -1,0 +1,1 @@
+"""Tensor operations of the guided step. The plain-torch functions here are the definition."""

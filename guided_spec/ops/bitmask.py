@@ -1,0 +1,47 @@
+"""Token bitmasks: int32 [..., W], bit ``t % 32`` of word ``t // 32`` is 1 when token t is legal.
+
+This is xgrammar's layout, and llguidance's. A row of all ones (-1 in every word) forbids nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["apply_token_bitmask", "num_mask_words", "pack_bitmask", "unpack_bitmask"]
+
+BITS = 32
+
+
+def num_mask_words(vocab_size: int) -> int:
+    """W, the number of int32 words that hold ``vocab_size`` bits."""
+    return -(-vocab_size // BITS)
+
+
+def unpack_bitmask(bitmask: Tensor, vocab_size: int) -> Tensor:
+    """Bitmask int32 [..., W] to bool [..., V] on the same device; True is legal."""
+    shifts = torch.arange(BITS, dtype=torch.int32, device=bitmask.device)
+    bits = (bitmask.unsqueeze(-1) >> shifts) & 1
+    return bits.flatten(-2)[..., :vocab_size].bool()
+
+
+def pack_bitmask(legal: Tensor) -> Tensor:
+    """Bool [..., V] to bitmask int32 [..., W]; the unused bits of the last word are 0."""
+    vocab_size = legal.shape[-1]
+    padding = num_mask_words(vocab_size) * BITS - vocab_size
+    bits = torch.nn.functional.pad(legal.to(torch.int64), (0, padding)).unflatten(-1, (-1, BITS))
+    words = (bits << torch.arange(BITS, device=legal.device)).sum(-1)
+    # Words with the top bit set do not fit int32: wrap them to the negative number they mean.
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def apply_token_bitmask(logits: Tensor, bitmask: Tensor | None) -> Tensor:
+    """Logits [..., V] with illegal tokens at -inf; ``logits`` is not changed.
+
+    bitmask: int32 [..., W] on the device of the logits; None forbids nothing and returns
+        ``logits`` itself.
+    """
+    if bitmask is None:
+        return logits
+    legal = unpack_bitmask(bitmask, logits.shape[-1])
+    return logits.masked_fill(~legal, float("-inf"))

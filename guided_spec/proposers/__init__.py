@@ -1,0 +1,83 @@
+"""The proposers by name, and how a new one joins them.
+
+A name is found in ``PROPOSERS`` (built in, or added by ``register_proposer``) or among the entry
+points of the group ``guided_spec.proposers``. What stands after a colon is the proposer's own
+argument: ``chain:grammar_forced+ngram``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.metadata import entry_points
+from typing import Any
+
+from guided_spec.core import Proposer
+from guided_spec.errors import ConfigError, UnknownProposerError
+from guided_spec.proposers.context import ProposerContext
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "PROPOSERS",
+    "Factory",
+    "ProposerContext",
+    "build_proposer",
+    "proposer_names",
+    "register_proposer",
+]
+
+Factory = Callable[[ProposerContext], Proposer]
+ENTRY_POINT_GROUP = "guided_spec.proposers"
+
+PROPOSERS: dict[str, str | Factory] = {
+    "chain": "guided_spec.proposers.chain:Chain",
+    "draft_model": "guided_spec.proposers.draft_model:DraftModel",
+    "grammar_forced": "guided_spec.proposers.grammar_forced:GrammarForced",
+    "ngram": "guided_spec.proposers.ngram:NGram",
+    "none": "guided_spec.proposers.none:NoDraft",
+}
+
+
+def register_proposer(name: str, factory: str | Factory) -> None:
+    """Add a proposer: a callable that takes a ``ProposerContext``, or ``"module:Callable"``.
+
+    Raises ConfigError when the name is taken or holds one of ``:+``.
+    """
+    if not name or set(name) & set(":+"):
+        raise ConfigError("name", name, "must be a non-empty name without ':' and '+'")
+    if name in PROPOSERS:
+        raise ConfigError("name", name, "is taken; choose another, or delete PROPOSERS[name] first")
+    PROPOSERS[name] = factory
+
+
+def proposer_names() -> list[str]:
+    """Every name that ``build_proposer`` knows, sorted."""
+    return sorted({*PROPOSERS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def build_proposer(spec: str, context: ProposerContext) -> Proposer:
+    """Make the proposer that ``spec`` names, such as ``"ngram"`` or ``"chain:grammar_forced+ngram"``.
+
+    Raises UnknownProposerError, and whatever the proposer's own constructor raises.
+    """
+    name, _, argument = spec.partition(":")
+    return _find(name)(replace(context, argument=argument))
+
+
+def _find(name: str) -> Factory:
+    factory = PROPOSERS.get(name)
+    if factory is None:
+        for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+            loaded: Factory = point.load()
+            return loaded
+        known = ", ".join(proposer_names())
+        raise UnknownProposerError("proposer", name, f"must be one of {known}")
+    return _import(factory) if isinstance(factory, str) else factory
+
+
+def _import(path: str) -> Factory:
+    module, _, attribute = path.partition(":")
+    found: Any = getattr(importlib.import_module(module), attribute)
+    factory: Factory = found
+    return factory

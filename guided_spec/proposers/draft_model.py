@@ -1,0 +1,178 @@
+"""A smaller language model of the same vocabulary drafts for the target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch
+from guided_spec.errors import ConfigError, VocabularyMismatchError
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.proposers.drafting import draft_autoregressively, host_draft
+from guided_spec.types import Draft
+
+__all__ = ["DraftModel"]
+
+
+class DraftModel:
+    """Drafts with any smaller causal LM, batched, with a KV cache of its own.
+
+    The cache's lengths count committed tokens only: every step first feeds what was committed since
+    the last one, and so overwrites what the last draft left behind.
+
+    Raises ConfigError when no draft model is named, ModelError when it cannot be loaded, and
+    VocabularyMismatchError when its tokens are not the target's.
+    """
+
+    aux_hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, context: ProposerContext) -> None:
+        if context.draft is None:
+            fix = "name a smaller model with the target's tokenizer, or choose the proposer ngram"
+            raise ConfigError("draft", None, fix)
+        model = _load(context)
+        limit = getattr(model.config, "max_position_embeddings", None) or context.max_model_len
+        length = min(limit, context.max_model_len)
+        self._model = CausalLM(model, num_slots=context.num_slots, max_length=length)
+        _check_width(self._model.vocab_size, context)
+        self._chunk = context.config.prefill_tokens
+        self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """Up to K tokens a request: masked, and sampled where the request's temperature says so."""
+        rows = [row for row in range(len(batch)) if self._fits(batch, lookahead, row)]
+        if not rows:
+            return host_draft(batch, [[] for _ in lookahead.drafted])
+        drafted = [list(lookahead.drafted[row]) for row in rows]
+        self._catch_up(batch, rows)
+        feeder = _Feeder(self._model, batch, rows)
+        pending = [batch.contexts[row][self._lengths[batch.slots[row]] :] for row in rows]
+        starts = [self._lengths[slot] for slot in feeder.slots]
+        for row in rows:
+            self._lengths[batch.slots[row]] = len(batch.contexts[row])
+        if self._model.has_linear_state:
+            # Such a state cannot be cut back: it is kept as it is after the committed tokens.
+            logits = feeder.feed(pending, starts)
+            saved = self._model.save_states(feeder.slots)
+            logits = feeder.feed_on(drafted, logits)
+            draft = draft_autoregressively(logits, feeder.next, batch, lookahead)
+            self._model.load_states(feeder.slots, saved)
+            return draft
+        tokens = [[*p, *d] for p, d in zip(pending, drafted, strict=True)]
+        return draft_autoregressively(feeder.feed(tokens, starts), feeder.next, batch, lookahead)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots' caches start anew with their next requests."""
+        for slot in slots:
+            self._lengths[slot] = 0
+
+    def _fits(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
+        """Whether the request may draft, and the draft model's context has room for it."""
+        length = len(batch.contexts[row]) + len(lookahead.drafted[row]) + batch.num_draft_tokens
+        has_room = length <= self._model.max_length and batch.num_draft_tokens > 0
+        return lookahead.is_open[row] and has_room
+
+    def _catch_up(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
+        """Feed long stretches of committed tokens (a new prompt) in chunks, but for the last one."""
+        for row in rows:
+            context, slot = batch.contexts[row], batch.slots[row]
+            while len(context) - self._lengths[slot] > self._chunk:
+                start = self._lengths[slot]
+                tokens = torch.tensor([list(context[start : start + self._chunk])])
+                inputs = SlotInputs(tokens, [slot], [start], [self._chunk])
+                self._model.forward(inputs, logits="none")
+                self._model.commit([self._chunk])
+                self._lengths[slot] += self._chunk
+
+
+class _Feeder:
+    """Feeds the drafting rows of one step to the model and spreads the logits over the batch."""
+
+    def __init__(self, model: CausalLM, batch: DecodeBatch, rows: Sequence[int]) -> None:
+        self.slots = [batch.slots[row] for row in rows]
+        self._model = model
+        self._batch = batch
+        self._is_whole = len(rows) == len(batch)
+        self._rows = torch.tensor(list(rows), device=batch.device)
+        self._ends: list[int] = []
+
+    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
+        """[B, V] logits after each row's last token; every row feeds at least one."""
+        counts = [len(row) for row in tokens]
+        padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
+        self._ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        return self._forward(torch.tensor(padded), starts, counts)
+
+    def feed_on(self, tokens: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
+        """``feed`` behind what was fed; rows without tokens keep their ``logits``."""
+        if not any(tokens):
+            return logits
+        after = self.feed(tokens, list(self._ends))
+        has_tokens = torch.tensor([bool(row) for row in tokens], device=logits.device)
+        kept = torch.zeros(len(self._batch), dtype=torch.bool, device=logits.device)
+        kept[self._rows] = has_tokens
+        return torch.where(kept.unsqueeze(1), after, logits)
+
+    def next(self, token_ids: Tensor) -> Tensor:
+        """[B, V] logits after one more token a row, int64 [B]."""
+        tokens = token_ids if self._is_whole else token_ids[self._rows]
+        starts = self._ends
+        self._ends = [end + 1 for end in starts]
+        return self._forward(tokens.unsqueeze(1), starts, [1] * len(starts))
+
+    def _forward(self, tokens: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+        inputs = SlotInputs(tokens, self.slots, starts, counts)
+        logits = self._model.forward(inputs, logits="last").logits
+        assert logits is not None
+        self._model.commit(counts)
+        return self._spread(_fit_width(logits[:, 0], self._batch.vocab_size))
+
+    def _spread(self, logits: Tensor) -> Tensor:
+        if self._is_whole:
+            return logits
+        spread = logits.new_full((len(self._batch), logits.shape[1]), float("-inf"))
+        return spread.index_copy_(0, self._rows, logits)
+
+
+def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
+    """Models of one tokenizer pad their logits differently: padding ids are never drafted."""
+    if logits.shape[-1] >= vocab_size:
+        return logits[..., :vocab_size]
+    return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+
+
+def _load(context: ProposerContext) -> Any:
+    if not isinstance(context.draft, str):
+        return context.draft
+    if context.tokenizer is not None:
+        _check_tokens(load_tokenizer(context.draft), context)
+    return load_model(context.draft, dtype=context.dtype, device=str(context.device))
+
+
+def _check_tokens(tokenizer: Any, context: ProposerContext) -> None:
+    ours, theirs = context.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if ours != theirs:
+        token = next(iter(sorted(ours.items() ^ theirs.items(), key=lambda item: item[1])))[0]
+        raise VocabularyMismatchError(
+            f"draft={context.draft!r}: its tokenizer differs from the target's, first at token "
+            f"{token!r} ({theirs.get(token)} instead of {ours.get(token)}); "
+            "use a draft model of the same family, or the proposer ngram"
+        )
+
+
+def _check_width(vocab_size: int, context: ProposerContext) -> None:
+    if context.tokenizer is None:
+        used = context.vocabulary.vocab_size
+    else:
+        used = len(context.tokenizer)
+    if vocab_size < min(used, context.vocabulary.vocab_size):
+        raise VocabularyMismatchError(
+            f"draft={context.draft!r}: it knows {vocab_size} tokens, the target {used}; "
+            "use a draft model of the same family, or the proposer ngram"
+        )

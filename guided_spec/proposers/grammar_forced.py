@@ -1,0 +1,162 @@
+"""What the grammar leaves no choice about, proposed whole.
+
+A token is rarely forced (after ``{"`` the tokens ``n``, ``na`` and ``name`` may all be legal), but
+the *text* often is. So the search goes byte by byte: as long as exactly one single byte is legal,
+it is forced. The forced text is then tokenised the way the tokenizer would write it. The last token
+may be wrong where the tokenizer would have merged it with what follows; verification is exact, so
+that costs nothing but the token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.core import DecodeBatch
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.proposers.drafting import host_draft
+from guided_spec.types import Draft
+
+__all__ = ["ForcedSearch", "GrammarForced"]
+
+LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text without end
+
+
+class GrammarForced:
+    """Drafts forced text, up to ``config.max_forced_tokens`` tokens; needs no model."""
+
+    aux_hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, context: ProposerContext) -> None:
+        self._limit = context.config.max_forced_tokens
+        self._search = ForcedSearch(context.vocabulary)
+        self._tokens = CanonicalTokens(context)
+        self._styles: dict[int, _Style] = {}
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """The forced tokens after each request's draft so far; none for free requests."""
+        drafts: list[list[int]] = []
+        for request in range(len(batch)):
+            text = self._forced_text(batch, lookahead, request)
+            drafts.append(self._tokens.split(text)[: self._limit])
+        return host_draft(batch, lookahead.extend_forced(drafts))
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget the whitespace style of the ended requests."""
+        for slot in slots:
+            self._styles.pop(slot, None)
+
+    def _forced_text(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bytes:
+        fork, constraint = lookahead.fork_of(request), batch.constraints[request]
+        if fork is None or constraint is None:
+            return b""
+        drafted = lookahead.drafted[request]
+        style = self._styles.get(batch.slots[request])
+        if style is None or style.constraint is not constraint:
+            style = _Style(constraint)
+            self._styles[batch.slots[request]] = style
+        text = style.forced_text(self._search, drafted)
+        return self._search.find(fork.matcher) if text is None else text
+
+
+class ForcedSearch:
+    """Finds forced text by looking at which single bytes a matcher's mask admits."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        ids = vocabulary.single_byte_ids
+        self._bytes = np.flatnonzero(ids >= 0)
+        self._ids = ids[self._bytes]
+        self._words, self._bits = self._ids >> 5, (self._ids & 31).astype(np.int32)
+        self._stops = [(token >> 5, token & 31) for token in vocabulary.stop_token_ids]
+        self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
+
+    def find(self, matcher: GrammarMatcher, limit: int = LONGEST_TEXT) -> bytes:
+        """The bytes that must come next, at most ``limit``; the matcher is left where it was."""
+        found = bytearray()
+        while len(found) < limit and not matcher.is_terminated():
+            matcher.fill_next_token_bitmask(self._row, 0)
+            only = self._only_byte()
+            if only < 0 or not matcher.accept_token(int(self._ids[only])):
+                break
+            found.append(int(self._bytes[only]))
+        matcher.rollback(len(found))
+        return bytes(found)
+
+    def _only_byte(self) -> int:
+        """The index of the one legal byte, -1 if there are several, none, or the text may end."""
+        row = self._row[0]
+        if any((int(row[word]) >> bit) & 1 for word, bit in self._stops):
+            return -1
+        legal = np.flatnonzero((row[self._words] >> self._bits) & 1)
+        return int(legal[0]) if len(legal) == 1 else -1
+
+
+class CanonicalTokens:
+    """Splits text into tokens the way the tokenizer would write it in the middle of a text."""
+
+    # Some tokenizers put a space before a text; behind an anchor they cannot.
+    ANCHORS = ("", "\n", "a", '"')
+
+    def __init__(self, context: ProposerContext) -> None:
+        self._encode = context.encode
+        self._token_bytes = context.vocabulary.token_bytes
+        self.split = lru_cache(maxsize=4096)(self._split)
+
+    def _split(self, data: bytes) -> list[int]:
+        if not data:
+            return []
+        text = data.decode("utf-8", errors="ignore")  # a character cut at the end is left out
+        for anchor in self.ANCHORS:
+            tokens = self._suffix(self._encode(anchor + text), text.encode())
+            if tokens is not None:
+                return tokens
+        return []
+
+    def _suffix(self, tokens: list[int], data: bytes) -> list[int] | None:
+        length = 0
+        for start in range(len(tokens), -1, -1):
+            if length == len(data):
+                found = tokens[start:]
+                spelled = b"".join(self._token_bytes[token] for token in found)
+                return found if spelled == data else None
+            if start > 0:
+                length += len(self._token_bytes[tokens[start - 1]])
+        return None
+
+
+class _Style:
+    """A matcher with fixed whitespace that follows one request, for as long as the model's style
+    is that one; where the mask leaves whitespace free, this is where forced text comes from."""
+
+    def __init__(self, constraint: Constraint) -> None:
+        self.constraint = constraint
+        self._matcher = constraint.compiled.new_style_matcher()
+        self._followed = 0
+
+    def forced_text(self, search: ForcedSearch, drafted: Sequence[int]) -> bytes | None:
+        """The forced bytes after the committed text and ``drafted``; None without a style."""
+        self._follow()
+        if self._matcher is None:
+            return None
+        taken = 0
+        for token in drafted:
+            if not self._matcher.accept_token(token):
+                break
+            taken += 1
+        text = search.find(self._matcher) if taken == len(drafted) else None
+        self._matcher.rollback(taken)
+        return text
+
+    def _follow(self) -> None:
+        for token in self.constraint.committed[self._followed :]:
+            if self._matcher is not None and not self._matcher.accept_token(token):
+                self._matcher = None  # the model writes in another style
+        self._followed = len(self.constraint.committed)
