@@ -84,8 +84,8 @@ class Engine:
     def _admit(self) -> None:
         for request in self._scheduler.ready():
             try:
-                if request.grammar is not None:
-                    request.constraint = Constraint(request.grammar.result())
+                if request.job.grammar is not None:
+                    request.constraint = Constraint(request.job.grammar.result())
             except GuidedSpecError as error:
                 request.fail(error)
                 continue
@@ -96,7 +96,9 @@ class Engine:
             request.stats.start()
 
     def _wait_for_a_grammar(self) -> None:
-        futures = [request.grammar for request in self._scheduler if request.grammar is not None]
+        futures = [
+            request.job.grammar for request in self._scheduler if request.job.grammar is not None
+        ]
         if futures:
             # Not for ever: a cancellation has to be seen.
             wait(futures, timeout=0.05, return_when="FIRST_COMPLETED")
@@ -136,17 +138,31 @@ class Engine:
                 self._hand_on(request)
 
     def _shares_prefill(self, request: Request) -> bool:
-        """Whether the request waits for another sample of its prompt, which is being read."""
-        leader = request.leader
-        return leader is not None and leader.state is State.PREFILL and leader.slot >= 0
+        """Whether the request takes its prompt from another sample, now or once that has read it."""
+        leader = request.job.leader
+        if leader is None or leader.slot < 0 or leader.state is State.FINISHED:
+            return False
+        if leader.state is State.PREFILL:
+            return True
+        # Keys and values of the prompt stay where they are, a linear state and the hidden states
+        # that a proposer takes do not.
+        has_moved_on = self._model.has_linear_state or bool(self._proposer.aux_hidden_layers)
+        if has_moved_on or request.num_cached > 0:
+            return False
+        self._share(leader, request)
+        return True
+
+    def _share(self, leader: Request, request: Request) -> None:
+        length = leader.prompt_length - 1
+        self._target.share_prefill(leader.slot, request.slot, length)
+        request.num_cached = length
+        request.state = State.DECODE
 
     def _hand_on(self, leader: Request) -> None:
         """Give a prompt that was just read to the samples that wait for it."""
         for request in self._scheduler.running(State.PREFILL):
-            if request.leader is leader and request.num_cached == 0:
-                self._target.share_prefill(leader.slot, request.slot, leader.num_cached)
-                request.num_cached = leader.num_cached
-                request.state = State.DECODE
+            if request.job.leader is leader and request.num_cached == 0:
+                self._share(leader, request)
 
     def _decode(self) -> None:
         requests = self._scheduler.running(State.DECODE)
@@ -180,7 +196,7 @@ class Engine:
 
     def _sampling_of(self, requests: tuple[Request, ...]) -> Sampling:
         if self._sampling is None or self._sampling[0] != requests:
-            params, seeds = [r.params for r in requests], [r.seed for r in requests]
+            params, seeds = [r.params for r in requests], [r.job.seed for r in requests]
             self._sampling = (requests, Sampling.stack(params, seeds, self._model.device))
         return self._sampling[1]
 

@@ -6,15 +6,18 @@ import asyncio
 import queue
 import secrets
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from concurrent.futures import wait
+from dataclasses import fields
 from typing import Any
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Prompt, split_prompts
-from guided_spec.engine.request import Request
+from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM"]
@@ -49,11 +52,13 @@ class LLM:
     ) -> None:
         options["num_draft_tokens"] = num_draft_tokens
         setup = Setup.build(model, proposer, draft, Options.from_dict(options))
+        self.model = setup.model
         self.tokenizer = setup.tokenizer
         self.config = setup.config
         self.proposer = setup.proposer_name
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
+        self._draft = setup.draft
         self._encoder = setup.encoder
         self._grammars = setup.grammars
         self._worker = setup.worker
@@ -114,6 +119,19 @@ class LLM:
         finally:
             _cancel(requests)
 
+    def with_proposer(self, proposer: str) -> LLM:
+        """Another LLM on the same weights, with its own KV cache and thread."""
+        settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        return LLM(self.model, proposer, draft=self._draft, tokenizer=self.tokenizer, **settings)
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids, as ``generate`` would see them. Raises PromptError."""
+        return self._encoder.encode(prompt)
+
+    def compile(self, grammars: Iterable[GrammarSpec]) -> None:
+        """Compile grammars ahead of the requests that use them; broken ones are left to those."""
+        wait([self._grammars.submit(grammar) for grammar in grammars])
+
     def close(self) -> None:
         """Cancel what runs and free the engine's thread."""
         self._close()
@@ -150,21 +168,14 @@ class LLM:
         prompt_ids = self._encoder.encode(prompt)
         _check_stop_ids(params, self.vocabulary.vocab_size)
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
-        samples: list[Request] = []
-        for sample in range(params.n):
-            request = Request(
-                prompt_ids,
-                params,
-                self.vocabulary,
-                # Samples differ by their seed; the first one is what n=1 would have given.
-                seed=(seed + sample) % (MAX_SEED + 1),
-                max_length=self.max_model_len,
-                report=report,
-                grammar=None if params.grammar is None else self._grammars.submit(params.grammar),
-                leader=samples[0] if samples else None,
-                index=(index, sample),
-            )
-            samples.append(request)
+        grammar = None if params.grammar is None else self._grammars.submit(params.grammar)
+        first = Job(prompt_ids, params, self.max_model_len, seed, grammar, prompt_index=index)
+        samples = [Request(first, self.vocabulary, report)]
+        for sample in range(1, params.n):
+            # Samples differ by their seed; the first one is what n=1 would have given.
+            seed = (seed + 1) % (MAX_SEED + 1)
+            job = first._replace(seed=seed, sample_index=sample, leader=samples[0])
+            samples.append(Request(job, self.vocabulary, report))
         return samples
 
 

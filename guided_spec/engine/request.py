@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
+from typing import NamedTuple
 
 from guided_spec.engine.output_text import OutputText
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason
@@ -15,7 +16,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 
-__all__ = ["Request", "State"]
+__all__ = ["Job", "Request", "State"]
 
 
 class State(Enum):
@@ -27,48 +28,48 @@ class State(Enum):
     FINISHED = auto()
 
 
-class Request:
-    """One sample of one prompt: its tokens, its constraint, and whom it reports to.
+class Job(NamedTuple):
+    """What one request is to do; never changes.
 
-    prompt_index, sample_index: its place in the caller's list.
     prompt_ids: at least one token. max_length: prompt and output tokens at most.
-    grammar: the grammar being compiled; None for free text.
-    leader: the first sample of the same prompt, whose prefill is shared; None for the first itself.
+    seed: of this sample. grammar: the grammar being compiled, None for free text.
+    prompt_index, sample_index: the request's place in the caller's list.
+    leader: the first sample of the same prompt, whose prefill is shared; None for itself.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    max_length: int
+    seed: int = 0
+    grammar: Future[CompiledGrammar] | None = None
+    prompt_index: int = 0
+    sample_index: int = 0
+    leader: Request | None = None
+
+
+class Request:
+    """One sample's tokens, text, constraint and statistics as they grow.
+
     report: called with every chunk, from the engine's thread.
     """
 
-    def __init__(
-        self,
-        prompt_ids: list[int],
-        params: SamplingParams,
-        vocabulary: Vocabulary,
-        *,
-        seed: int,
-        max_length: int,
-        report: Callable[[Chunk], None],
-        grammar: Future[CompiledGrammar] | None = None,
-        leader: Request | None = None,
-        index: tuple[int, int] = (0, 0),
-    ) -> None:
-        self.prompt_index, self.sample_index = index
-        self.params = params
-        self.seed = seed
-        self.grammar = grammar
-        self.leader = leader
+    def __init__(self, job: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> None:
+        self.job = job
+        self.params = job.params
         self.constraint: Constraint | None = None
         self.state = State.WAITING
         self.slot = -1
-        self.tokens = list(prompt_ids)
-        self.prompt_length = len(prompt_ids)
+        self.tokens = list(job.prompt_ids)
+        self.prompt_length = len(job.prompt_ids)
         self.num_cached = 0
         self.is_cancelled = False
-        self.stats = RequestStats(prompt_tokens=len(prompt_ids), seed=seed)
+        self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
         self._report = report
-        self._max_length = min(max_length, len(prompt_ids) + params.max_tokens)
-        self._output = OutputText(vocabulary, params.stop)
+        self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
+        self._output = OutputText(vocabulary, job.params.stop)
         self._sent = 0
-        self._stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
+        self._stop_ids = frozenset(job.params.stop_token_ids)
+        if not job.params.ignore_eos:
             self._stop_ids |= frozenset(vocabulary.stop_token_ids)
 
     @property
@@ -111,4 +112,4 @@ class Request:
         text = self._output.text[self._sent :]
         self._sent += len(text)
         if text or completion is not None:
-            self._report(Chunk(self.prompt_index, self.sample_index, text, completion))
+            self._report(Chunk(self.job.prompt_index, self.job.sample_index, text, completion))

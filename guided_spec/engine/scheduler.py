@@ -43,7 +43,7 @@ class Scheduler:
 
         A request whose grammar is still being compiled is overtaken by those behind it.
         """
-        done = [r for r in self._waiting if r.grammar is None or r.grammar.done()]
+        done = [r for r in self._waiting if r.job.grammar is None or r.job.grammar.done()]
         return done[: len(self._free)]
 
     def admit(self, request: Request) -> None:

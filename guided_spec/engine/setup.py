@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Any
 
-import torch
+from guided_spec.grammar.compiler import GrammarCompileQueue
 
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
@@ -14,20 +14,19 @@ from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.proposers import ProposerContext, build_proposer
 
-__all__ = ["Options", "Setup", "bundled_model"]
+__all__ = ["Options", "Setup", "bundled_asset"]
 
 LARGEST_DEFAULT_CONTEXT = 4096
 
 
-def bundled_model(name: str) -> str:
-    """The folder of a model that comes with the package: ``"target"`` or ``"draft"``."""
+def bundled_asset(name: str) -> str:
+    """The path of what comes with the package: ``target``, ``draft`` or ``heldout.jsonl``."""
     return str(files("guided_spec") / "assets" / name)
 
 
@@ -76,6 +75,8 @@ class Options:
 class Setup:
     """Everything an ``LLM`` is made of."""
 
+    model: Any
+    draft: Any
     tokenizer: Any
     config: EngineConfig
     proposer_name: str
@@ -89,8 +90,8 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and start the engine's thread."""
         if model is None:
-            model = bundled_model("target")
-            draft = bundled_model("draft") if draft is None else draft
+            model = bundled_asset("target")
+            draft = bundled_asset("draft") if draft is None else draft
         loaded = load_model(model, **options.load) if isinstance(model, str) else model
         tokenizer = _tokenizer(model, options.tokenizer)
         config = options.config
@@ -115,6 +116,8 @@ class Setup:
         engine = Engine(target, build_proposer(name, context), config)
         backend = XGrammarBackend(vocabulary)
         return cls(
+            model=loaded,
+            draft=draft,
             tokenizer=tokenizer,
             config=config,
             proposer_name=name,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 __all__ = ["RequestStats"]
 
@@ -47,6 +48,12 @@ class RequestStats:
     def tokens_per_second(self) -> float:
         """Output tokens per second of ``seconds``."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every counter and every ratio, for JSON."""
+        counters = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        ratios = ("acceptance_length", "forwards_per_token", "tokens_per_second")
+        return counters | {name: getattr(self, name) for name in ratios}
 
     def start(self) -> None:
         """Start the clock."""

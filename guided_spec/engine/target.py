@@ -36,7 +36,10 @@ class SlotTarget:
         self._keep(slots, counts, output.hidden_states)
 
     def share_prefill(self, source: int, slot: int, length: int) -> None:
-        """Give ``slot`` the first ``length`` tokens of ``source``, which holds just these."""
+        """Give ``slot`` the first ``length`` tokens of ``source``.
+
+        A model with a linear state must hold just these in ``source``.
+        """
         self._model.copy_slot(source, [slot], length)
         if source in self._features:
             self._features[slot] = list(self._features[source])

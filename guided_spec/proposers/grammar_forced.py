@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch
 from guided_spec.grammar.constraint import Constraint
@@ -45,8 +45,9 @@ class GrammarForced:
         """The forced tokens after each request's draft so far; none for free requests."""
         drafts: list[list[int]] = []
         for request in range(len(batch)):
-            text = self._forced_text(batch, lookahead, request)
-            drafts.append(self._tokens.split(text)[: self._limit])
+            forced = self._find(batch, lookahead, request)
+            tokens = self._tokens.split(forced.text)
+            drafts.append([*tokens, *forced.stop][: self._limit])
         return host_draft(batch, lookahead.extend_forced(drafts))
 
     def release(self, slots: Sequence[int]) -> None:
@@ -54,17 +55,24 @@ class GrammarForced:
         for slot in slots:
             self._styles.pop(slot, None)
 
-    def _forced_text(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bytes:
+    def _find(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> Forced:
         fork, constraint = lookahead.fork_of(request), batch.constraints[request]
         if fork is None or constraint is None:
-            return b""
+            return Forced(b"")
         drafted = lookahead.drafted[request]
         style = self._styles.get(batch.slots[request])
         if style is None or style.constraint is not constraint:
             style = _Style(constraint)
             self._styles[batch.slots[request]] = style
-        text = style.forced_text(self._search, drafted)
-        return self._search.find(fork.matcher) if text is None else text
+        forced = style.find(self._search, drafted)
+        return self._search.find(fork.matcher) if forced is None else forced
+
+
+class Forced(NamedTuple):
+    """What must come next: text, and behind it the end-of-text token if nothing else may follow."""
+
+    text: bytes
+    stop: tuple[int, ...] = ()
 
 
 class ForcedSearch:
@@ -75,28 +83,31 @@ class ForcedSearch:
         self._bytes = np.flatnonzero(ids >= 0)
         self._ids = ids[self._bytes]
         self._words, self._bits = self._ids >> 5, (self._ids & 31).astype(np.int32)
-        self._stops = [(token >> 5, token & 31) for token in vocabulary.stop_token_ids]
+        self._stops = vocabulary.stop_token_ids
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
-    def find(self, matcher: GrammarMatcher, limit: int = LONGEST_TEXT) -> bytes:
+    def find(self, matcher: GrammarMatcher, limit: int = LONGEST_TEXT) -> Forced:
         """The bytes that must come next, at most ``limit``; the matcher is left where it was."""
         found = bytearray()
-        while len(found) < limit and not matcher.is_terminated():
+        stop: tuple[int, ...] = ()
+        while len(found) < limit:
             matcher.fill_next_token_bitmask(self._row, 0)
-            only = self._only_byte()
-            if only < 0 or not matcher.accept_token(int(self._ids[only])):
+            stops = [token for token in self._stops if self._allows(token)]
+            if stops:
+                stop = tuple(stops) if self._count() == 1 else ()
                 break
-            found.append(int(self._bytes[only]))
+            legal = np.flatnonzero((self._row[0][self._words] >> self._bits) & 1)
+            if len(legal) != 1 or not matcher.accept_token(int(self._ids[legal[0]])):
+                break
+            found.append(int(self._bytes[legal[0]]))
         matcher.rollback(len(found))
-        return bytes(found)
+        return Forced(bytes(found), stop)
 
-    def _only_byte(self) -> int:
-        """The index of the one legal byte, -1 if there are several, none, or the text may end."""
-        row = self._row[0]
-        if any((int(row[word]) >> bit) & 1 for word, bit in self._stops):
-            return -1
-        legal = np.flatnonzero((row[self._words] >> self._bits) & 1)
-        return int(legal[0]) if len(legal) == 1 else -1
+    def _allows(self, token: int) -> bool:
+        return bool((int(self._row[0, token >> 5]) >> (token & 31)) & 1)
+
+    def _count(self) -> int:
+        return int(np.bitwise_count(self._row.view(np.uint32)).sum())
 
 
 class CanonicalTokens:
@@ -141,8 +152,8 @@ class _Style:
         self._matcher = constraint.compiled.new_style_matcher()
         self._followed = 0
 
-    def forced_text(self, search: ForcedSearch, drafted: Sequence[int]) -> bytes | None:
-        """The forced bytes after the committed text and ``drafted``; None without a style."""
+    def find(self, search: ForcedSearch, drafted: Sequence[int]) -> Forced | None:
+        """What is forced after the committed text and ``drafted``; None without a style."""
         self._follow()
         if self._matcher is None:
             return None
@@ -151,9 +162,10 @@ class _Style:
             if not self._matcher.accept_token(token):
                 break
             taken += 1
-        text = search.find(self._matcher) if taken == len(drafted) else None
+        is_open = taken == len(drafted) and not self._matcher.is_terminated()
+        forced = search.find(self._matcher) if is_open else None
         self._matcher.rollback(taken)
-        return text
+        return forced
 
     def _follow(self) -> None:
         for token in self.constraint.committed[self._followed :]:

@@ -1,0 +1,1 @@
+"""Measuring: a workload in, tokens per second and forwards per token out."""

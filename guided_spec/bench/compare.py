@@ -1,0 +1,114 @@
+"""One workload, several proposers, and the baselines: everything measured in one run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from guided_spec.bench.baseline import run_transformers
+from guided_spec.bench.measurement import Measurement, measure_completions
+from guided_spec.bench.validity import is_valid
+from guided_spec.bench.workload import WorkItem
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Completion
+from guided_spec.types import SamplingParams
+
+__all__ = ["Plan", "run_plan"]
+
+WARM_UP = 2  # requests run before the clock starts
+
+
+class Plan(NamedTuple):
+    """What to run.
+
+    proposers: measured in this order, after plain constrained decoding (``none``).
+    """
+
+    items: Sequence[WorkItem]
+    proposers: Sequence[str]
+    params: SamplingParams
+    with_transformers: bool
+
+
+def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
+    """Measure transformers (if asked), ``none`` and every proposer on the same weights.
+
+    ``report`` is told the name of each before it starts. Grammars are compiled before the clock
+    starts, in all of them. The texts of ``none`` are what the others' are compared with.
+    """
+    measurements: list[Measurement] = []
+    report("none")
+    plain, seconds = _run(llm.with_proposer("none"), plan)
+    texts = [completion.text for completion in plain]
+    measurements.append(_measure("none", plain, seconds, plan, texts))
+    if plan.with_transformers:
+        report("transformers")
+        measurements.append(_run_baseline(llm, plan, texts))
+    for name in plan.proposers:
+        report(name)
+        completions, seconds = _run(llm.with_proposer(name), plan)
+        measurements.append(_measure(name, completions, seconds, plan, texts))
+    return measurements
+
+
+class _Timed(NamedTuple):
+    completions: list[Completion]
+    seconds: float
+
+
+def _run(llm: LLM, plan: Plan) -> _Timed:
+    params = [_params(plan.params, item) for item in plan.items]
+    prompts = [item.prompt for item in plan.items]
+    with llm:
+        llm.compile(item.grammar for item in plan.items if item.grammar is not None)
+        llm.generate(prompts[:WARM_UP], params[:WARM_UP])
+        started = time.perf_counter()
+        outputs = llm.generate(prompts, params)
+        seconds = time.perf_counter() - started
+    return _Timed([output.completions[0] for output in outputs], seconds)
+
+
+def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
+    prompts = [llm.encode(item.prompt) for item in plan.items]
+    model, vocabulary = llm.model, llm.vocabulary
+    limit = plan.params.max_tokens
+    warm_up = slice(WARM_UP)
+    run_transformers(model, vocabulary, prompts[warm_up], plan.items[warm_up], max_tokens=limit)
+    run = run_transformers(model, vocabulary, prompts, plan.items, max_tokens=limit)
+    return Measurement(
+        name="transformers",
+        requests=len(prompts),
+        failed=0,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        forwards=run.tokens,
+        valid=_share(is_valid(t, i.grammar) for t, i in zip(run.texts, plan.items, strict=True)),
+        same_text=_share(a == b for a, b in zip(run.texts, texts, strict=True)),
+    )
+
+
+def _measure(
+    name: str,
+    completions: Sequence[Completion],
+    seconds: float,
+    plan: Plan,
+    texts: Sequence[str],
+) -> Measurement:
+    finished = [
+        is_valid(completion.text, item.grammar)
+        for completion, item in zip(completions, plan.items, strict=True)
+        if completion.finish_reason == "stop"
+    ]
+    same = _share(c.text == t for c, t in zip(completions, texts, strict=True))
+    return measure_completions(name, completions, seconds, valid=_share(finished), same_text=same)
+
+
+def _params(params: SamplingParams, item: WorkItem) -> SamplingParams:
+    return replace(params, grammar=item.grammar)
+
+
+def _share(flags: Iterable[bool]) -> float:
+    counted = list(flags)
+    return sum(counted) / len(counted) if counted else 1.0

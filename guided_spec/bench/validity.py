@@ -1,0 +1,37 @@
+"""Does a text match what was asked for? Judged by jsonschema and re, not by the grammar engine."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+
+from guided_spec.grammar.spec import GrammarSpec
+
+__all__ = ["is_valid"]
+
+
+def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
+    """Whether ``text`` satisfies the spec; kinds without an independent judge count as satisfied."""
+    if grammar is None:
+        return True
+    match grammar.kind:
+        case "json_schema":
+            return _is_valid_json(text, json.loads(grammar.source))
+        case "json_object":
+            return _is_valid_json(text, {"type": "object"})
+        case "regex":
+            return re.fullmatch(grammar.source, text) is not None
+        case "choice":
+            return text in json.loads(grammar.source)
+        case _:
+            return True
+
+
+def _is_valid_json(text: str, schema: object) -> bool:
+    try:
+        jsonschema.validate(json.loads(text), schema)  # type: ignore[arg-type]
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True

@@ -1,0 +1,85 @@
+"""``guided-spec bench``: a workload file in, a table and JSON out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from guided_spec.bench.compare import Plan, run_plan
+from guided_spec.bench.measurement import Measurement
+from guided_spec.bench.workload import load_workload
+from guided_spec.cli.console import failures_as_messages, print_json, stderr, stdout
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.types import SamplingParams
+
+__all__ = ["bench"]
+
+DEFAULT_PROPOSERS = "ngram,grammar_forced,draft_model,chain:grammar_forced+draft_model"
+
+
+def bench(
+    workload: Annotated[Path | None, typer.Argument(help="JSON Lines; see the docs.")] = None,
+    proposers: Annotated[str, typer.Option(help="Names, comma-separated.")] = DEFAULT_PROPOSERS,
+    model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
+    draft_model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
+    batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 1,
+    limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write the JSON here too.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+) -> None:
+    """Compare proposers with plain constrained decoding and with transformers' own generate.
+
+    Without WORKLOAD the held-out documents that come with the package are used. transformers is
+    measured at batch size 1 and temperature 0 only, where it does the same work.
+    """
+    with failures_as_messages():
+        items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
+        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+        plan = Plan(items, proposers.split(","), params, batch_size == 1 and temperature == 0)
+        load = {name: value for name, value in (("device", device), ("dtype", dtype)) if value}
+        options = load | {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
+        with LLM(model, "none", draft=draft_model, **options) as llm:
+            measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
+    report = [measurement.as_dict() for measurement in measurements]
+    if output is not None:
+        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print_json(report) if as_json else stdout().print(_table(measurements))
+
+
+def _table(measurements: list[Measurement]) -> Table:
+    table = Table(
+        "proposer",
+        "tokens/s",
+        "forwards/token",
+        "tokens/forward",
+        "drafted",
+        "accepted",
+        "mask µs/token",
+        "valid",
+        "same text",
+    )
+    for m in measurements:
+        masks = "" if m.mask_microseconds is None else f"{m.mask_microseconds:.0f}"
+        table.add_row(
+            m.name,
+            f"{m.tokens_per_second:.0f}",
+            f"{m.forwards_per_token:.3f}",
+            f"{m.acceptance_length:.2f}",
+            str(m.drafted),
+            str(m.accepted),
+            masks,
+            f"{m.valid:.0%}",
+            f"{m.same_text:.0%}",
+        )
+    return table

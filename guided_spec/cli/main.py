@@ -1,0 +1,28 @@
+"""The ``guided-spec`` command and its sub-commands."""
+
+from __future__ import annotations
+
+import typer
+
+from guided_spec.cli.bench import bench
+from guided_spec.cli.check import check
+from guided_spec.cli.generate import generate
+from guided_spec.cli.proposers import proposers
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="guided-spec",
+    help="Text that matches a JSON schema, a regex or a grammar, by speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(generate)
+app.command()(proposers)
+app.command()(check)
+app.command()(bench)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,200 @@
+"""Python regular expressions, rewritten so that the backend reads them as ``re.fullmatch`` does.
+
+The backend's own reading differs without a word: ``.`` takes a newline, ``\\x41b`` is one character,
+anchors inside a pattern are dropped. So the pattern is parsed by ``re``, and only literals, explicit
+ranges, groups, alternatives and greedy repeats are written back.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.charset import (
+    ANY_CHARACTER,
+    JSON_PLAIN,
+    Ranges,
+    category,
+    complement,
+    intersect,
+    normalize,
+)
+
+__all__ = ["Place", "to_fullmatch"]
+
+Place = Literal["text", "json_string"]
+
+_parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
+_NEWLINE: Ranges = ((10, 10),)
+_BEGIN = ("AT_BEGINNING", "AT_BEGINNING_STRING")
+_END = ("AT_END", "AT_END_STRING")
+_REFUSED = {
+    "AT": "an anchor or word boundary (^ $ \\b \\B) inside the pattern",
+    "ASSERT": "lookahead or lookbehind",
+    "ASSERT_NOT": "negative lookahead or lookbehind",
+    "ATOMIC_GROUP": "an atomic group (?>...)",
+    "GROUPREF": "a backreference",
+    "GROUPREF_EXISTS": "a conditional group (?(1)...)",
+    "POSSESSIVE_REPEAT": "a possessive quantifier such as a*+",
+}
+_JSON_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
+
+
+def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
+    """The backend's spelling of ``pattern``: every text it matches satisfies ``re.fullmatch``.
+
+    It matches all such texts, with two exceptions: ``\\d``, ``\\w`` and ``\\s`` stand for ASCII
+    characters only (their negations still leave out the whole Unicode class), and U+0000 is never
+    matched. With ``place="json_string"`` the result matches the inside of a JSON string whose
+    decoded value satisfies the pattern; classes then leave out what JSON would have to escape.
+
+    Raises GrammarCompileError for a pattern that ``re`` refuses or that is no regular language.
+    """
+    try:
+        parsed = _parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
+    try:
+        return _Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge())
+    except RecursionError as error:
+        raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Edge:
+    """Whether an item stands where nothing can come before it, or after it."""
+
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Writer:
+    pattern: str
+    place: Place
+
+    def sequence(self, items: Any, flags: int, edge: _Edge) -> str:
+        if flags & re.IGNORECASE:
+            raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
+        written = []
+        nodes = list(items)
+        for index, (op, value) in enumerate(nodes):
+            first = edge.first and all(_is_begin(*node) for node in nodes[:index])
+            last = edge.last and all(_is_end(*node) for node in nodes[index + 1 :])
+            written.append(self.item(str(op), value, flags, _Edge(first, last)))
+        return "".join(written)
+
+    def item(self, op: str, value: Any, flags: int, edge: _Edge) -> str:
+        match op:
+            case "AT" if (edge.first and str(value) in _BEGIN) or (
+                edge.last and str(value) in _END
+            ):
+                return ""
+            case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+                return self._characters(_set_of(op, value, flags))
+            case "SUBPATTERN":
+                _, added, removed, inner = value
+                return f"(?:{self.sequence(inner, (flags | added) & ~removed, edge)})"
+            case "BRANCH":
+                options = [self.sequence(option, flags, edge) for option in value[1]]
+                return f"(?:{'|'.join(options)})"
+            case (
+                "MAX_REPEAT" | "MIN_REPEAT"
+            ):  # greed changes what is matched first, not what can be
+                return self._repeat(value, flags, edge)
+        raise self._refuse(_REFUSED.get(op, op.lower()), "rewrite it without")
+
+    def _repeat(self, value: Any, flags: int, edge: _Edge) -> str:
+        low, high, inner = value
+        if high == 0:
+            return ""
+        once = high == 1
+        body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
+        if not body:
+            return ""
+        upper = "" if high is _parser.MAXREPEAT else str(high)
+        return f"(?:{body}){{{low},{upper}}}"
+
+    def _characters(self, ranges: Ranges) -> str:
+        ranges = intersect(ranges, ANY_CHARACTER)
+        if self.place == "json_string":
+            plain = intersect(ranges, JSON_PLAIN)
+            if ranges and not plain:
+                return self._escaped(ranges)
+            ranges = plain
+        if not ranges:
+            raise self._refuse("a character class that no character is in", "widen it")
+        if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
+            return f"\\u{{{ranges[0][0]:x}}}"
+        return _write_class(ranges)
+
+    def _escaped(self, ranges: Ranges) -> str:
+        """JSON escapes for characters that cannot stand in a JSON string as they are."""
+        options = []
+        for low, high in ranges:
+            for code in range(low, high + 1):
+                escape = _JSON_ESCAPES.get(code, f"\\u{code:04x}")
+                options.append("".join(f"\\u{{{ord(char):x}}}" for char in escape))
+        return f"(?:{'|'.join(options)})"
+
+    def _refuse(self, what: str, fix: str) -> GrammarCompileError:
+        return GrammarCompileError(f"regex {self.pattern!r}: {what} is not supported; {fix}")
+
+
+def _is_begin(op: Any, value: Any) -> bool:
+    return str(op) == "AT" and str(value) in _BEGIN
+
+
+def _is_end(op: Any, value: Any) -> bool:
+    return str(op) == "AT" and str(value) in _END
+
+
+def _set_of(op: str, value: Any, flags: int) -> Ranges:
+    if op == "LITERAL":
+        return ((value, value),)
+    if op == "NOT_LITERAL":
+        return complement(((value, value),))
+    if op == "ANY":
+        return ANY_CHARACTER if flags & re.DOTALL else complement(_NEWLINE)
+    negated = str(value[0][0]) == "NEGATE"
+    exact = negated or bool(flags & re.ASCII)
+    ranges: list[tuple[int, int]] = []
+    for kind, member in value[1:] if negated else value:
+        match str(kind):
+            case "LITERAL":
+                ranges.append((member, member))
+            case "RANGE":
+                ranges.append(member)
+            case _:
+                ranges.extend(_category(str(member), flags, exact=exact))
+    return complement(normalize(ranges)) if negated else normalize(ranges)
+
+
+def _category(name: str, flags: int, *, exact: bool) -> Ranges:
+    ascii_only = bool(flags & re.ASCII)
+    kind = name.rsplit("_", 1)[-1].lower()  # CATEGORY_NOT_DIGIT: digit
+    if "_NOT_" in name:
+        # Inside [^...] this set is taken away again: it must then be too wide, never too narrow.
+        return complement(category(kind, ascii_only=ascii_only or exact))
+    return category(kind, ascii_only=ascii_only or not exact)
+
+
+def _write_class(ranges: Ranges) -> str:
+    """``[...]`` with "^" last: the backend takes a first "^" for a negation, escaped or not."""
+    parts = []
+    for low, high in ranges:
+        if low <= 0x5E <= high:
+            parts += [_write_range(low, 0x5D)] if low < 0x5E else []
+            parts += [_write_range(0x5F, high)] if high > 0x5E else []
+        else:
+            parts.append(_write_range(low, high))
+    if any(low <= 0x5E <= high for low, high in ranges):
+        parts.append("\\u{5e}")
+    return f"[{''.join(parts)}]"
+
+
+def _write_range(low: int, high: int) -> str:
+    return f"\\u{{{low:x}}}" if low == high else f"\\u{{{low:x}}}-\\u{{{high:x}}}"

@@ -1,0 +1,216 @@
+"""What the backend cannot enforce in a JSON schema, found before anything is generated.
+
+xgrammar reads one keyword of a schema and drops its neighbours, mostly without a word. Here a
+schema is rewritten, where that is surely right, into the subset that it enforces in full, and every
+keyword that stays outside is reported. The rewritten schema admits no text that the original does
+not; it may admit fewer, and then says so in a note:
+
+- an object that lists ``properties`` or ``patternProperties`` gets no further keys;
+- an array that lists ``prefixItems`` gets no further items, unless ``minItems`` asks for some;
+- a ``pattern`` covers the whole string;
+- constraints without a ``type`` mean the type that they constrain.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import unquote
+
+from guided_spec.grammar.schema_merge import are_disjoint, keep_valid, merge
+from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
+from guided_spec.grammar.schema_types import rewrite_typed
+
+__all__ = ["PreparedSchema", "Unenforced", "find_unenforced", "normalize"]
+
+_KEPT = frozenset(
+    """type enum const $ref anyOf oneOf allOf properties required additionalProperties
+    patternProperties propertyNames minProperties maxProperties items prefixItems minItems maxItems
+    minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
+    unevaluatedProperties unevaluatedItems uniqueItems""".split()
+)
+_REFUSED = {
+    "not": "list what is allowed instead, with enum or anyOf",
+    "if": "write the cases as anyOf",
+    "dependentRequired": "write the cases as anyOf",
+    "dependentSchemas": "write the cases as anyOf",
+    "dependencies": "write the cases as anyOf",
+    "contains": "constrain every item with items",
+    "$dynamicRef": "use $ref",
+    "$recursiveRef": "use $ref",
+}
+_MAX_DEPTH = 64
+
+
+def find_unenforced(schema: Any) -> list[Unenforced]:
+    """Every keyword of ``schema`` that generated text might break, and notes on what is narrowed.
+
+    Does not change ``schema``, which must be valid under its metaschema. Entries of level
+    ``"error"`` can be broken by the text; those of level ``"note"`` cannot.
+    """
+    return list(normalize(schema).unenforced)
+
+
+def normalize(schema: Any) -> PreparedSchema:
+    """``schema`` rewritten for the backend, with what could not be kept. A new value each time."""
+    return _Walk(schema).run()
+
+
+class _Walk:
+    """One pass over one schema."""
+
+    def __init__(self, root: Any) -> None:
+        self.root = root
+        self.report = Report()
+        self.names: dict[str, str] = {}  # reference -> name under $defs
+        self.definitions: dict[str, Any] = {}
+
+    def run(self) -> PreparedSchema:
+        schema = self.rewrite(self.root, "", 0)
+        if self.definitions:
+            # Every target is copied under $defs, the root too: xgrammar's mask is too strict for a
+            # root rule that refers to itself.
+            schema = {**(schema if isinstance(schema, dict) else {}), "$defs": self.definitions}
+        return PreparedSchema(schema, tuple(self.report.entries))
+
+    def rewrite(self, schema: Any, pointer: str, depth: int) -> Any:
+        """The subset's spelling of one subschema."""
+        if depth > _MAX_DEPTH:
+            self.report.error(pointer, "", "it is nested too deeply", "flatten the schema")
+            return {}
+        if not isinstance(schema, dict):
+            return {} if schema is True else schema
+        for keyword, fix in _REFUSED.items():
+            if keyword in schema and not _is_void(keyword, schema):
+                self.report.error(pointer, keyword, "the backend ignores it", fix)
+        own = {key: value for key, value in schema.items() if key in _KEPT}
+        if "$id" in schema and pointer:
+            self.report.error(pointer, "$id", "references below it are not resolved", "remove it")
+        return self._dispatch(own, pointer, depth + 1)
+
+    def _dispatch(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
+        if "allOf" in own:
+            return self._all_of(own, pointer, depth)
+        if "$ref" in own:
+            return self._reference(own, pointer, depth)
+        if "const" in own or "enum" in own:
+            return self._values(own, pointer)
+        for keyword in ("anyOf", "oneOf"):
+            if keyword in own:
+                return self._alternatives(keyword, own, pointer, depth)
+        return rewrite_typed(
+            own,
+            pointer,
+            self.report,
+            lambda part, path: self.rewrite(part, join(pointer, path), depth),
+        )
+
+    def _all_of(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
+        merged: dict[str, Any] | None = {k: v for k, v in own.items() if k != "allOf"}
+        for part in own["allOf"]:
+            target = self._follow(part) if len(own) > 1 or len(own["allOf"]) > 1 else part
+            merged = None if merged is None else merge(merged, target)
+        if merged is None:
+            fix = "write the parts as one schema"
+            self.report.error(pointer, "allOf", "its parts cannot be joined into one", fix)
+            return {}
+        return self.rewrite(merged, pointer, depth)
+
+    def _reference(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
+        reference = own["$ref"]
+        if len(own) > 1:
+            rest = {k: v for k, v in own.items() if k != "$ref"}
+            merged = merge(self._follow({"$ref": reference}), rest)
+            if merged is None:
+                fix = "write the referenced schema out, with these keywords in it"
+                names = ", ".join(rest)
+                self.report.error(pointer, "$ref", f"the backend ignores {names} beside it", fix)
+                return {}
+            return self.rewrite(merged, pointer, depth)
+        target = self._resolve(reference)
+        if target is None:
+            reason = f"{reference!r} is not found in the schema, and nothing is fetched"
+            self.report.error(pointer, "$ref", reason, "move the target under $defs")
+            return {}
+        if reference not in self.names:
+            self.names[reference] = f"r{len(self.names)}"
+            path = unquote(reference[1:])
+            self.definitions[self.names[reference]] = self.rewrite(target[0], path, 0)
+        return {"$ref": f"#/$defs/{self.names[reference]}"}
+
+    def _values(self, own: dict[str, Any], pointer: str) -> Any:
+        keyword = "const" if "const" in own else "enum"
+        rest = {k: v for k, v in own.items() if k != keyword}
+        values = [own["const"]] if keyword == "const" else own["enum"]
+        kept = keep_valid(values, rest) if rest else values
+        if kept is None:
+            reason = f"the backend ignores {', '.join(rest)} beside it"
+            self.report.error(pointer, keyword, reason, "list only the values that fit")
+            return {}
+        if any(_is_inexact(value) for value in kept):
+            reason = "an integer beyond 2**53 is written as a rounded number"
+            self.report.error(pointer, keyword, reason, "write it as a string")
+        return {"enum": kept}
+
+    def _alternatives(self, keyword: str, own: dict[str, Any], pointer: str, depth: int) -> Any:
+        rest = {k: v for k, v in own.items() if k != keyword}
+        branches = []
+        for branch in own[keyword]:
+            joined = merge(rest, self._follow(branch)) if rest else branch
+            if joined is None:
+                reason = f"the backend ignores {', '.join(rest)} beside it"
+                fix = "move these keywords into every branch"
+                self.report.error(pointer, keyword, reason, fix)
+                return {}
+            branches.append(joined)
+        if keyword == "oneOf" and not are_disjoint([self._follow(b) for b in branches]):
+            reason = "the backend reads it as anyOf, and these branches may overlap"
+            fix = "use anyOf, or give each branch its own type or a required const property"
+            self.report.error(pointer, keyword, reason, fix)
+        parts = [
+            self.rewrite(branch, join(pointer, f"{keyword}/{index}"), depth)
+            for index, branch in enumerate(branches)
+        ]
+        parts = [part for part in parts if part is not False and part != {"enum": []}]
+        return {"anyOf": parts} if len(parts) != 1 else parts[0]
+
+    def _follow(self, schema: Any) -> Any:
+        """What ``schema`` refers to, if it is nothing but a reference."""
+        for _ in range(_MAX_DEPTH):
+            if not isinstance(schema, dict) or "$ref" not in schema:
+                break
+            if len(schema.keys() & _KEPT) > 1:
+                break
+            target = self._resolve(schema["$ref"])
+            if target is None:
+                break
+            schema = target[0]
+        return schema
+
+    def _resolve(self, reference: str) -> list[Any] | None:
+        """The target in a list (it may be any JSON value), or None."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        target = self.root
+        for token in unquote(reference).split("/")[1:]:
+            token = token.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, dict) and token in target:
+                target = target[token]
+            elif isinstance(target, list) and token.isdecimal() and int(token) < len(target):
+                target = target[int(token)]
+            else:
+                return None
+        return [target]
+
+
+def _is_void(keyword: str, schema: dict[str, Any]) -> bool:
+    if keyword == "if":
+        return "then" not in schema and "else" not in schema
+    return keyword.startswith("depend") and not schema[keyword]
+
+
+def _is_inexact(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_inexact, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_inexact, value))
+    return isinstance(value, int) and abs(value) > 2**53

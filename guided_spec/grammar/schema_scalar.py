@@ -1,0 +1,137 @@
+"""String and number schemas in the backend's subset."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import re
+from fractions import Fraction
+from typing import Any
+
+from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema_report import Report
+
+__all__ = ["rewrite_number", "rewrite_string"]
+
+_parser: Any = importlib.import_module("re._parser")
+# The backend's json-pointer formats let control characters through, which JSON forbids.
+_FORMATS = frozenset(
+    """date date-time duration email hostname ipv4 ipv6 time uri uri-reference uri-template
+    uuid""".split()
+)
+_MAX_VALUES = 1000
+_MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
+_INT64 = 2**63 - 1
+
+
+def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
+    """A string schema with at most one of pattern and format. False: no string is left."""
+    low, high = int(words.get("minLength", 0)), words.get("maxLength")
+    if high is not None and high < low:
+        return False
+    pattern = words.get("pattern")
+    limited = low > 0 or high is not None
+    if "format" in words:
+        known = words["format"] in _FORMATS and pattern is None and not limited
+        if known:
+            return {"type": "string", "format": words["format"]}
+        reason = "an annotation, which the backend does not check here"
+        fix = "use pattern to have it enforced"
+        report.note(pointer, "format", reason, fix)
+    if pattern is None:
+        # minLength and maxLength let raw control characters into the string: a pattern does not.
+        return (
+            {"type": "string", "pattern": _of_length(low, high)} if limited else {"type": "string"}
+        )
+    if limited and not _implies_length(pattern, low, high):
+        keyword = "minLength" if high is None else "maxLength"
+        fix = "put the length into the pattern, such as [a-z]{1,8}"
+        report.error(pointer, keyword, "the backend ignores it beside pattern", fix)
+    try:
+        return {"type": "string", "pattern": to_fullmatch(pattern, place="json_string")}
+    except GrammarCompileError as error:
+        report.error(pointer, "pattern", str(error), "use a simpler pattern")
+        return {"type": "string"}
+
+
+def _of_length(low: int, high: Any) -> str:
+    upper = "" if high is None else min(int(high), _MAX_LENGTH)
+    plain = to_fullmatch(r'[^"\\\x00-\x1f]', place="json_string")
+    escapes = "|".join(
+        to_fullmatch(char, place="json_string") for char in ('"', r"\\", r"\n", r"\t")
+    )
+    return f"(?:{plain}|{escapes}){{{low},{upper}}}"
+
+
+def _implies_length(pattern: str, low: int, high: Any) -> bool:
+    try:
+        shortest, longest = _parser.parse(pattern).getwidth()
+    except (re.error, OverflowError, RecursionError):
+        return False
+    unlimited = longest >= int(_parser.MAXREPEAT)
+    return shortest >= low and (high is None or (longest <= high and not unlimited))
+
+
+def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Report) -> Any:
+    """A number or integer schema. False: no number is left."""
+    if any(isinstance(words.get(k), bool) for k in ("exclusiveMinimum", "exclusiveMaximum")):
+        fix = "write exclusiveMinimum or exclusiveMaximum as a number"
+        report.error(pointer, "exclusiveMinimum", "true and false are of draft 4", fix)
+        return {"type": kind}
+    step = words.get("multipleOf")
+    if kind == "number":
+        if step is not None:
+            fix = "list the values with enum, or use an integer type"
+            report.error(pointer, "multipleOf", "the backend ignores it for numbers", fix)
+        bounds = {k: v for k, v in words.items() if k != "multipleOf"}
+        return {"type": kind, **bounds} if _has_number(bounds) else False
+    return _rewrite_integer(words, pointer, report)
+
+
+def _has_number(bounds: dict[str, Any]) -> bool:
+    low = max(bounds.get("minimum", -math.inf), bounds.get("exclusiveMinimum", -math.inf))
+    high = min(bounds.get("maximum", math.inf), bounds.get("exclusiveMaximum", math.inf))
+    strict = low == bounds.get("exclusiveMinimum") or high == bounds.get("exclusiveMaximum")
+    return bool(low < high or (low == high and not strict))
+
+
+def _rewrite_integer(words: dict[str, Any], pointer: str, report: Report) -> Any:
+    lows = [math.ceil(words[k]) for k in ("minimum",) if k in words]
+    lows += [math.floor(words[k]) + 1 for k in ("exclusiveMinimum",) if k in words]
+    highs = [math.floor(words[k]) for k in ("maximum",) if k in words]
+    highs += [math.ceil(words[k]) - 1 for k in ("exclusiveMaximum",) if k in words]
+    low, high = max(lows, default=None), min(highs, default=None)
+    if low is not None and high is not None and low > high:
+        return False
+    for keyword, bound in (("minimum", low), ("maximum", high)):
+        if bound is not None and abs(bound) > _INT64:
+            report.error(pointer, keyword, "beyond 64 bits", "use a bound below 2**63")
+            return {"type": "integer"}
+    step = Fraction(str(words.get("multipleOf", 1))).numerator  # k * p/q is whole: a multiple of p
+    schema: dict[str, Any] = {"type": "integer"}
+    if step != 1:
+        return _multiples(schema, step, (low, high), pointer, report)
+    if low is not None:
+        schema["minimum"] = low
+    if high is not None:
+        schema["maximum"] = high
+    return schema
+
+
+def _multiples(
+    schema: dict[str, Any],
+    step: int,
+    bounds: tuple[int | None, int | None],
+    pointer: str,
+    report: Report,
+) -> Any:
+    low, high = bounds
+    if low is None and high is None and step <= 1024:
+        return {**schema, "multipleOf": step}
+    if low is not None and high is not None and (high - low) // step < _MAX_VALUES:
+        values = list(range(-(-low // step) * step, high + 1, step))
+        return {"enum": values} if values else False
+    fix = f"give minimum and maximum with at most {_MAX_VALUES} multiples between"
+    report.error(pointer, "multipleOf", "the backend does not enforce it over this range", fix)
+    return schema

@@ -1,0 +1,171 @@
+"""What the text of a request must match: a small hashable record, made without compiling it.
+
+A constructor checks types only. A broken schema, regex or grammar fails when it is compiled, so
+that it fails its own request and no other.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from guided_spec.errors import ConfigError
+
+__all__ = ["GrammarKind", "GrammarSpec"]
+
+GrammarKind = Literal[
+    "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
+]
+_JSON_KINDS = ("json_schema", "json_object")
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """One grammar, as its source text. Make it with a constructor such as ``json_schema``.
+
+    kind: which language ``source`` is written in.
+    source: JSON text for ``json_schema`` and ``structural_tag`` (the order of keys is kept, because
+        object properties are generated in that order), a JSON array of strings for ``choice``, the
+        pattern or grammar itself for the others, and empty for ``json_object``.
+    any_whitespace: JSON kinds only. False writes ``", "`` and ``": "`` between values and no other
+        whitespace, which bounds the length of the text; True leaves whitespace to the model.
+    root: ``ebnf`` only, the rule to start from.
+
+    Raises ConfigError for a value of the wrong type.
+    """
+
+    kind: GrammarKind
+    source: str
+    any_whitespace: bool = False
+    root: str = "root"
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(GrammarKind):
+            kinds = ", ".join(get_args(GrammarKind))
+            raise ConfigError("kind", self.kind, f"must be one of {kinds}")
+        _require_str("source", self.source)
+        _require_str("root", self.root)
+        if not isinstance(self.any_whitespace, bool):
+            raise ConfigError("any_whitespace", self.any_whitespace, "must be True or False")
+        if self.any_whitespace and self.kind not in _JSON_KINDS:
+            fix = "only json_schema and json_object take it; write the whitespace in the grammar"
+            raise ConfigError("any_whitespace", self.any_whitespace, fix)
+
+    @classmethod
+    def json_schema(cls, schema: object, *, any_whitespace: bool = False) -> GrammarSpec:
+        """JSON valid under ``schema``: a dict, a bool, JSON text, or a pydantic model class.
+
+        Object properties come out in the order in which the schema lists them.
+        """
+        to_schema = getattr(schema, "model_json_schema", None)  # a pydantic model, not imported
+        if callable(to_schema):
+            schema = to_schema()
+        if not isinstance(schema, str | bool | Mapping):
+            fix = "must be a dict, JSON text, or a pydantic model class"
+            raise ConfigError("schema", schema, fix)
+        return cls("json_schema", _canonical("schema", schema), any_whitespace=any_whitespace)
+
+    @classmethod
+    def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:
+        """Any JSON object."""
+        return cls("json_object", "", any_whitespace=any_whitespace)
+
+    @classmethod
+    def regex(cls, pattern: str) -> GrammarSpec:
+        """Text for which ``re.fullmatch(pattern, text)`` succeeds."""
+        _require_str("pattern", pattern)
+        return cls("regex", pattern)
+
+    @classmethod
+    def choice(cls, options: Sequence[str]) -> GrammarSpec:
+        """One of ``options``, at least one non-empty string."""
+        if isinstance(options, str) or not isinstance(options, Sequence) or not options:
+            raise ConfigError("options", options, "must be a non-empty list of strings")
+        for option in options:
+            if not isinstance(option, str) or not option:
+                raise ConfigError("options", option, "each option must be a non-empty str")
+        return cls("choice", json.dumps(list(dict.fromkeys(options)), ensure_ascii=False))
+
+    @classmethod
+    def ebnf(cls, text: str, *, root: str = "root") -> GrammarSpec:
+        """Text derived from rule ``root`` of an EBNF grammar in the backend's GBNF dialect."""
+        _require_str("text", text)
+        return cls("ebnf", text, root=root)
+
+    @classmethod
+    def lark(cls, text: str) -> GrammarSpec:
+        """Text derived from rule ``start`` of a Lark grammar."""
+        _require_str("text", text)
+        return cls("lark", text)
+
+    @classmethod
+    def structural_tag(cls, tag: object) -> GrammarSpec:
+        """Free text with constrained parts: a structural tag as a dict or as JSON text."""
+        if not isinstance(tag, str | Mapping):
+            raise ConfigError("tag", tag, "must be a dict or JSON text")
+        return cls("structural_tag", _canonical("tag", tag))
+
+    @classmethod
+    def from_response_format(cls, response_format: Mapping[str, Any]) -> GrammarSpec | None:
+        """The spec of OpenAI's or LMDeploy's ``response_format``; None for ``{"type": "text"}``.
+
+        Takes the types text, json_object, json_schema, regex_schema and structural_tag. ``name``,
+        ``description`` and ``strict`` are accepted and change nothing: the text always matches.
+        """
+        if not isinstance(response_format, Mapping):
+            fix = 'must be a dict such as {"type": "json_object"}'
+            raise ConfigError("response_format", response_format, fix)
+        match response_format.get("type"):
+            case "text":
+                return None
+            case "json_object":
+                return cls.json_object()
+            case "json_schema":
+                return cls.json_schema(_schema_member(response_format))
+            case "regex_schema":
+                return cls.regex(_member(response_format, "regex_schema"))
+            case "structural_tag":
+                return cls.structural_tag(response_format)
+            case other:
+                fix = "must be text, json_object, json_schema, regex_schema or structural_tag"
+                raise ConfigError("response_format.type", other, fix)
+
+
+def _schema_member(response_format: Mapping[str, Any]) -> Any:
+    wrapper = _member(response_format, "json_schema")
+    if not isinstance(wrapper, Mapping) or "schema" not in wrapper:
+        fix = 'must be a dict such as {"name": "answer", "schema": {...}}'
+        raise ConfigError("response_format.json_schema", wrapper, fix)
+    return wrapper["schema"]
+
+
+def _member(response_format: Mapping[str, Any], name: str) -> Any:
+    if name not in response_format:
+        raise ConfigError("response_format", response_format, f"must have the key {name!r}")
+    return response_format[name]
+
+
+def _canonical(argument: str, value: object) -> str:
+    """JSON text in one spelling of whitespace and escapes; text that is not JSON stays."""
+    if isinstance(value, str):
+        try:
+            return _dump(json.loads(value))
+        except (ValueError, RecursionError):
+            return value  # broken JSON is the compiler's to report, for this request alone
+    try:
+        return _dump(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConfigError(argument, value, f"must hold JSON values only: {error}") from None
+
+
+def _dump(value: object) -> str:
+    if isinstance(value, Mapping):
+        value = dict(value)
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _require_str(argument: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ConfigError(argument, value, "must be a str")

@@ -1,0 +1,106 @@
+"""The bytes behind every token id: what a grammar walks over and what a text is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import xgrammar
+from numpy.typing import NDArray
+
+from guided_spec.errors import ModelError
+
+__all__ = ["Vocabulary"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """A model's tokens as bytes. The text of a request is its tokens' bytes, one after another.
+
+    token_bytes: V entries, V being the width of the model's logits. ``b""`` for every token that
+        constrained text must not hold: added tokens (special or not), stop tokens, padding.
+    stop_token_ids: the tokens that end a text, at least one.
+    vocab_size: V.
+    text_bytes: V entries, what each token shows in a text. As ``token_bytes``, plus the added
+        tokens that are not special, such as ``</think>``: free text may hold them. Empty: a copy
+        of ``token_bytes``.
+
+    Raises ModelError when the lengths disagree or a stop token is missing or out of range.
+    """
+
+    token_bytes: tuple[bytes, ...]
+    stop_token_ids: tuple[int, ...]
+    vocab_size: int
+    text_bytes: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.text_bytes:
+            object.__setattr__(self, "text_bytes", self.token_bytes)
+        for name in ("token_bytes", "text_bytes"):
+            if len(getattr(self, name)) != self.vocab_size:
+                found = len(getattr(self, name))
+                raise ModelError(
+                    f"{name} has {found} entries for a vocabulary of {self.vocab_size}"
+                )
+        _check_stop_tokens(self.stop_token_ids, self.vocab_size)
+
+    @classmethod
+    def from_tokenizer(
+        cls, tokenizer: Any, vocab_size: int, stop_token_ids: Sequence[int]
+    ) -> Vocabulary:
+        """Read a Hugging Face tokenizer.
+
+        ``vocab_size`` is the width of the model's logits, which may differ from the tokenizer's
+        own size: ids past the tokenizer are padding, ids past the logits can never be generated.
+        Raises ModelError for a tokenizer of an unknown kind and for stop ids out of range.
+        """
+        stop = tuple(dict.fromkeys(stop_token_ids))
+        _check_stop_tokens(stop, vocab_size)
+        decoded = _decode_tokens(tokenizer, vocab_size, stop)
+        token_bytes = list(decoded)
+        text_bytes = list(decoded)
+        for token_id, added in tokenizer.added_tokens_decoder.items():
+            if token_id < vocab_size:
+                # The backend would let "<|im_end|>" stand inside a JSON string.
+                token_bytes[token_id] = b""
+                text_bytes[token_id] = b"" if added.special else added.content.encode()
+        for token_id in stop:
+            token_bytes[token_id] = text_bytes[token_id] = b""
+        return cls(tuple(token_bytes), stop, vocab_size, tuple(text_bytes))
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
+        return b"".join(self.text_bytes[i] for i in token_ids).decode("utf-8", errors="replace")
+
+    @cached_property
+    def single_byte_ids(self) -> NDArray[np.int64]:
+        """[256]: for each byte the lowest id of a token that is this one byte, or -1."""
+        ids = np.full(256, -1, dtype=np.int64)
+        for token_id, data in enumerate(self.token_bytes):
+            if len(data) == 1 and ids[data[0]] < 0:
+                ids[data[0]] = token_id
+        ids.flags.writeable = False
+        return ids
+
+
+def _decode_tokens(tokenizer: Any, vocab_size: int, stop: tuple[int, ...]) -> list[bytes]:
+    try:
+        info = xgrammar.TokenizerInfo.from_huggingface(
+            tokenizer, vocab_size=vocab_size, stop_token_ids=list(stop)
+        )
+    except Exception as error:  # each kind of unreadable tokenizer fails in its own way
+        kind = type(tokenizer).__name__
+        raise ModelError(f"cannot read the tokens of a {kind}; load a fast tokenizer") from error
+    return [bytes(data) for data in info.decoded_vocab]
+
+
+def _check_stop_tokens(stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
+    if not stop_token_ids:
+        raise ModelError("no stop token: pass stop_token_ids, a text could never end without one")
+    for token_id in stop_token_ids:
+        if not 0 <= token_id < vocab_size:
+            reason = f"stop token {token_id} is outside the model's vocabulary of {vocab_size}"
+            raise ModelError(f"{reason}; pass the stop_token_ids of this model")
