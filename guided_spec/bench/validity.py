@@ -13,7 +13,7 @@ __all__ = ["is_valid"]
 
 
 def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
-    """Whether ``text`` satisfies the spec; kinds without an independent judge count as satisfied."""
+    """Whether ``text`` satisfies the spec; kinds without an independent judge pass."""
     if grammar is None:
         return True
     match grammar.kind:

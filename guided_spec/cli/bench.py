@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -47,9 +47,10 @@ def bench(
         items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         plan = Plan(items, proposers.split(","), params, batch_size == 1 and temperature == 0)
-        load = {name: value for name, value in (("device", device), ("dtype", dtype)) if value}
-        options = load | {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
-        with LLM(model, "none", draft=draft_model, **options) as llm:
+        load: dict[str, Any] = {"device": device, "dtype": dtype}
+        load = {name: value for name, value in load.items() if value is not None}
+        load |= {"draft": draft_model, "max_batch_size": batch_size}
+        with LLM(model, "none", num_draft_tokens, **load) as llm:
             measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]
     if output is not None:

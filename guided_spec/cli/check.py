@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
-from guided_spec.cli.console import failures_as_messages, print_json
+from guided_spec.cli.console import failures_as_messages, print_json, stdout
 from guided_spec.cli.grammar import read_text
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import (
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
+from guided_spec.grammar.schema import Unenforced, find_unenforced
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.grammar.xgrammar import XGrammarBackend
+from guided_spec.models.loading import load_tokenizer
 
 __all__ = ["check"]
 
@@ -23,15 +35,51 @@ def check(
     """Compile a schema and say what would be enforced; exit code 1 if it is not all of it."""
     with failures_as_messages():
         text = read_text("SCHEMA", schema)
+        vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
         started = time.perf_counter()
-        error = _compile(text, tokenizer or bundled_asset("target"))
+        error = _compile(text, vocabulary)
         seconds = time.perf_counter() - started
     report = {
         "compiles": error is None,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "seconds": seconds,
-        "not_enforced": [finding._asdict() for finding in _findings(text)],
+        "findings": [finding._asdict() for finding in _findings(text, error)],
     }
     print_json(report) if as_json else _print(report)
     if error is not None:
         raise typer.Exit(1)
+
+
+def _vocabulary(path: str) -> Vocabulary:
+    tokenizer = load_tokenizer(path)
+    stop = 0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
+
+
+def _compile(text: str, vocabulary: Vocabulary) -> GrammarCompileError | None:
+    try:
+        XGrammarBackend(vocabulary).compile(GrammarSpec.json_schema(text))
+    except GrammarCompileError as error:
+        return error
+    return None
+
+
+def _findings(text: str, error: GrammarCompileError | None) -> list[Unenforced]:
+    is_schema = error is None or isinstance(
+        error, UnsatisfiableGrammarError | UnsupportedSchemaError
+    )
+    return find_unenforced(json.loads(text)) if is_schema else []
+
+
+def _print(report: dict[str, Any]) -> None:
+    console = stdout()
+    if report["findings"]:
+        names = ("level", "pointer", "keyword", "reason", "fix")
+        table = Table(*names)
+        for finding in report["findings"]:
+            table.add_row(*(str(finding[name]) for name in names))
+        console.print(table)
+    if report["compiles"]:
+        console.print(f"compiles in {report['seconds']:.3f} s; every output will validate")
+    else:
+        console.print(report["error"])

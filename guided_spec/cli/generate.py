@@ -65,11 +65,10 @@ def generate(
             stop=stop or (),
             grammar=grammar_from_options(schema, regex, choice, grammar),
         )
-        load = {"device": device, "dtype": dtype}
-        options = {name: value for name, value in load.items() if value is not None}
-        options |= {"num_draft_tokens": num_draft_tokens}
+        load: dict[str, Any] = {"device": device, "dtype": dtype}
+        load = {name: value for name, value in load.items() if value is not None}
         question = [{"role": "user", "content": prompt}] if chat else prompt
-        llm = LLM(model, proposer, draft=draft_model, **options)
+        llm = LLM(model, proposer, num_draft_tokens, draft=draft_model, **load)
         runs = [_generate(llm, question, params)]
         if compare:
             runs.append(_generate(llm.with_proposer("none"), question, params))

@@ -16,8 +16,8 @@ def grammar_from_options(
 ) -> GrammarSpec | None:
     """The one grammar that was asked for, None for free text.
 
-    grammar: a file, EBNF unless its name ends in ``.lark``. Raises ConfigError when two are given or
-    a file cannot be read.
+    grammar: a file, EBNF unless its name ends in ``.lark``. Raises ConfigError when two are given
+    or a file cannot be read.
     """
     given = [
         name

@@ -104,10 +104,11 @@ class Engine:
             wait(futures, timeout=0.05, return_when="FIRST_COMPLETED")
 
     def _fail_running(self, error: Exception) -> None:
+        failure = error
+        if not isinstance(failure, GuidedSpecError):
+            failure = ModelError(f"the step failed: {type(error).__name__}: {error}")
+            failure.__cause__ = error
         for request in self._scheduler.running():
-            failure = error if isinstance(error, GuidedSpecError) else None
-            failure = failure or ModelError(f"the step failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error if failure is not error else None
             request.fail(failure)
 
     def _prefill(self) -> None:
@@ -138,7 +139,7 @@ class Engine:
                 self._hand_on(request)
 
     def _shares_prefill(self, request: Request) -> bool:
-        """Whether the request takes its prompt from another sample, now or once that has read it."""
+        """Whether the request takes its prompt from another sample, now or once that is read."""
         leader = request.job.leader
         if leader is None or leader.slot < 0 or leader.state is State.FINISHED:
             return False

@@ -120,7 +120,10 @@ class LLM:
             _cancel(requests)
 
     def with_proposer(self, proposer: str) -> LLM:
-        """Another LLM on the same weights, with its own KV cache and thread."""
+        """Another LLM on the same weights, with its own KV cache and thread.
+
+        The two must not generate at the same time: a model runs in one thread.
+        """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         return LLM(self.model, proposer, draft=self._draft, tokenizer=self.tokenizer, **settings)
 

@@ -6,14 +6,13 @@ from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from typing import Any
 
-from guided_spec.grammar.compiler import GrammarCompileQueue
-
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM

@@ -1,8 +1,8 @@
 """Python regular expressions, rewritten so that the backend reads them as ``re.fullmatch`` does.
 
-The backend's own reading differs without a word: ``.`` takes a newline, ``\\x41b`` is one character,
-anchors inside a pattern are dropped. So the pattern is parsed by ``re``, and only literals, explicit
-ranges, groups, alternatives and greedy repeats are written back.
+The backend's own reading differs without a word: ``.`` takes a newline, ``\\x41b`` is one
+character, anchors inside a pattern are dropped. So the pattern is parsed by ``re``, and only
+literals, explicit ranges, groups, alternatives and greedy repeats are written back.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ Place = Literal["text", "json_string"]
 
 _parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
 _NEWLINE: Ranges = ((10, 10),)
+_SHORT: Ranges = ((0, 0x7FF),)  # at most two bytes in UTF-8
 _BEGIN = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 _END = ("AT_END", "AT_END_STRING")
 _REFUSED = {
@@ -129,6 +130,10 @@ class _Writer:
             raise self._refuse("a character class that no character is in", "widen it")
         if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
             return f"\\u{{{ranges[0][0]:x}}}"
+        short, long = intersect(ranges, _SHORT), intersect(ranges, complement(_SHORT))
+        if self.place == "json_string" and short and long:
+            # One class over both would take overlong UTF-8, which decodes to more characters.
+            return f"(?:{_write_class(short)}|{_write_class(long)})"
         return _write_class(ranges)
 
     def _escaped(self, ranges: Ranges) -> str:

@@ -23,10 +23,12 @@ from guided_spec.grammar.schema_types import rewrite_typed
 __all__ = ["PreparedSchema", "Unenforced", "find_unenforced", "normalize"]
 
 _KEPT = frozenset(
-    """type enum const $ref anyOf oneOf allOf properties required additionalProperties
-    patternProperties propertyNames minProperties maxProperties items prefixItems minItems maxItems
-    minLength maxLength pattern format minimum maximum exclusiveMinimum exclusiveMaximum multipleOf
-    unevaluatedProperties unevaluatedItems uniqueItems""".split()
+    {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "format", "multipleOf"}
+    | {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}
+    | {"minProperties", "maxProperties", "unevaluatedProperties"}
+    | {"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"}
+    | {"minLength", "maxLength", "pattern"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 )
 _REFUSED = {
     "not": "list what is allowed instead, with enum or anyOf",
@@ -69,7 +71,8 @@ class _Walk:
         if self.definitions:
             # Every target is copied under $defs, the root too: xgrammar's mask is too strict for a
             # root rule that refers to itself.
-            schema = {**(schema if isinstance(schema, dict) else {}), "$defs": self.definitions}
+            used = {name: part for name, part in self.definitions.items() if part is not False}
+            schema = {**schema, "$defs": used} if isinstance(schema, dict) else schema
         return PreparedSchema(schema, tuple(self.report.entries))
 
     def rewrite(self, schema: Any, pointer: str, depth: int) -> Any:
@@ -135,6 +138,8 @@ class _Walk:
             self.names[reference] = f"r{len(self.names)}"
             path = unquote(reference[1:])
             self.definitions[self.names[reference]] = self.rewrite(target[0], path, 0)
+        if self.definitions.get(self.names[reference]) is False:
+            return False
         return {"$ref": f"#/$defs/{self.names[reference]}"}
 
     def _values(self, own: dict[str, Any], pointer: str) -> Any:
@@ -149,7 +154,7 @@ class _Walk:
         if any(_is_inexact(value) for value in kept):
             reason = "an integer beyond 2**53 is written as a rounded number"
             self.report.error(pointer, keyword, reason, "write it as a string")
-        return {"enum": kept}
+        return {"enum": kept} if kept else False
 
     def _alternatives(self, keyword: str, own: dict[str, Any], pointer: str, depth: int) -> Any:
         rest = {k: v for k, v in own.items() if k != keyword}
@@ -170,8 +175,10 @@ class _Walk:
             self.rewrite(branch, join(pointer, f"{keyword}/{index}"), depth)
             for index, branch in enumerate(branches)
         ]
-        parts = [part for part in parts if part is not False and part != {"enum": []}]
-        return {"anyOf": parts} if len(parts) != 1 else parts[0]
+        parts = [part for part in parts if part is not False]
+        if len(parts) < 2:
+            return parts[0] if parts else False
+        return {"anyOf": parts}
 
     def _follow(self, schema: Any) -> Any:
         """What ``schema`` refers to, if it is nothing but a reference."""

@@ -17,8 +17,9 @@ _TIED = (
     {"prefixItems", "items", "unevaluatedItems"},
 )
 _ANNOTATIONS = frozenset(
-    """title description default examples deprecated readOnly writeOnly $comment $schema $defs
-    definitions contentEncoding contentMediaType contentSchema discriminator""".split()
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema", "$defs", "definitions", "discriminator"}
+    | {"contentEncoding", "contentMediaType", "contentSchema"}
 )
 
 

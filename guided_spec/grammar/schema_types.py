@@ -1,4 +1,4 @@
-"""Schemas that constrain one JSON type after another: the part of the subset without combinators."""
+"""Schemas without combinators: what constrains one JSON type after another."""
 
 from __future__ import annotations
 
@@ -70,12 +70,7 @@ def _rewrite_one(
 
 def _rewrite_array(words: dict[str, Any], pointer: str, report: Report, rewrite: Rewrite) -> Any:
     low, high = int(words.get("minItems", 0)), words.get("maxItems")
-    if words.get("uniqueItems") and (high is None or high > 1):
-        fix = "list the allowed arrays with enum, or check after generation"
-        report.error(pointer, "uniqueItems", "the backend ignores it", fix)
-    if words.get("unevaluatedItems", True) is not True:
-        fix = "use items beside prefixItems"
-        report.error(pointer, "unevaluatedItems", "the backend ignores it", fix)
+    _check_array(words, high, pointer, report)
     prefix = words.get("prefixItems", [])
     items = words.get("items", True)
     if isinstance(items, list):  # the form of drafts before 2020-12
@@ -89,7 +84,20 @@ def _rewrite_array(words: dict[str, Any], pointer: str, report: Report, rewrite:
     if False in first:
         first, items = first[: first.index(False)], False
     rest = items if items is False else rewrite(items, "items")
-    if low > (len(first) if rest is False else low) or (high is not None and low > high):
+    return _array(first, rest, low, high)
+
+
+def _check_array(words: dict[str, Any], high: Any, pointer: str, report: Report) -> None:
+    if words.get("uniqueItems") and (high is None or high > 1):
+        fix = "list the allowed arrays with enum, or check after generation"
+        report.error(pointer, "uniqueItems", "the backend ignores it", fix)
+    if words.get("unevaluatedItems", True) is not True:
+        fix = "use items beside prefixItems"
+        report.error(pointer, "unevaluatedItems", "the backend ignores it", fix)
+
+
+def _array(first: list[Any], rest: Any, low: int, high: Any) -> Any:
+    if (rest is False and low > len(first)) or (high is not None and low > high):
         return False
     schema: dict[str, Any] = {"type": "array", "items": rest}
     if first:

@@ -72,8 +72,9 @@ class CausalLM:
         _check_rope(self.config.model_type, text_config, max_length)
         self._cache = SlotCache(self.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(self.config, self._cache.layer_types, self._cache.windows)
-        self._call: Callable[..., Any] = model
-        self._decoder: nn.Module = model.get_decoder()
+        self._call: Any = model
+        self._decoder: nn.Module = self._call.get_decoder()
+        self._head: Any = self._call.get_output_embeddings()
         if self.has_linear_state:
             record_delta_rules(model)
         self._probe()
@@ -170,7 +171,7 @@ class CausalLM:
             scores: Tensor = self._call(**arguments).logits
             return scores
         last = torch.tensor([max(count, 1) - 1 for count in counts])
-        with _last_rows_only(self.model.get_output_embeddings(), last) as is_cut:
+        with _last_rows_only(self._head, last) as is_cut:
             scores = self._call(**arguments).logits
         if is_cut():
             return scores

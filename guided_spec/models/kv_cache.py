@@ -24,6 +24,9 @@ from guided_spec.models.step_plan import StepPlan
 
 __all__ = ["SlotCache"]
 
+# What transformers calls the layers of DeepSeek sparse attention: now, and up to 5.17.
+INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
+
 
 class SlotCache(Cache):
     """The cache of one model: pass it as ``past_key_values`` after ``begin``.
@@ -102,28 +105,29 @@ class SlotCache(Cache):
     def _build_layer(self, kind: str, config: Any) -> Any:
         if kind in ("full_attention", "sliding_attention"):
             return SlotLayer(self)
-        if kind == "indexed_attention":
+        if kind in INDEXED_TYPES:
             return SlotIndexedLayer(self)
         if kind == "linear_attention":
             return SlotLinearLayer(self.num_slots)
         if kind == "dummy":
             # Imported here: older versions leave such layers out of the list instead.
-            from transformers.cache_utils import DummyLayer
+            from transformers import cache_utils
 
-            return DummyLayer()
+            dummy: Any = cache_utils
+            return dummy.DummyLayer()
         raise ModelError(
-            f"model_type={config.model_type!r}: layers of type {kind!r} cannot be kept in KV slots; "
+            f"model_type={config.model_type!r}: layers of type {kind!r} cannot be kept in slots; "
             "use a model of full, sliding, indexed (DSA) or gated-delta attention layers"
         )
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # untyped base
+class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
     """Keys and values of one layer; sliding layers keep their full length, the mask cuts them."""
 
     is_sliding = False
 
     def __init__(self, cache: SlotCache) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -136,17 +140,19 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # untyped base
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Write [B, heads, T, head_dim]; returns [B, heads, view, head_dim] of the batch's slots."""
+        """Write [B, heads, T, head_dim]; returns the batch's [B, heads, view, head_dim]."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        plan = self._cache.plan
-        plan.write(self.keys, key_states)
-        plan.write(self.values, value_states)
-        return plan.read(self.keys), plan.read(self.values)
+        keys, values, plan = self.keys, self.values, self._cache.plan
+        assert keys is not None
+        assert values is not None
+        plan.write(keys, key_states)
+        plan.write(values, value_states)
+        return plan.read(keys), plan.read(values)
 
     def buffers(self) -> list[Tensor]:
         """The slot buffers [num_slots, ..., max_length + 1, head_dim] there are by now."""
-        return [self.keys, self.values] if self.is_initialized else []
+        return [buffer for buffer in (self.keys, self.values) if buffer is not None]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """(length, offset) of the keys that ``update`` returns."""
@@ -167,7 +173,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # untyped base
         return states.new_zeros(slots, states.shape[1], length + 1, states.shape[3])
 
 
-class SlotIndexedLayer(SlotLayer):
+class SlotIndexedLayer(SlotLayer):  # type: ignore[no-untyped-call]  # as above
     """A layer of DeepSeek sparse attention: it keeps one more key a token, for its indexer."""
 
     is_indexer_initialized = True
@@ -198,7 +204,8 @@ def read_layers(config: Any) -> tuple[list[str], dict[str, int]]:
     Raises ModelError when layers of one type have different windows.
     """
     text_config = config.get_text_config(decoder=True)
-    types, options = get_layer_types_and_kwargs(text_config)
+    read: Any = get_layer_types_and_kwargs  # its type depends on the version
+    types, options = read(text_config)
     if isinstance(options, dict):  # 5.17: one for all layers
         options = [options] * len(types)
     windows: dict[str, int] = {}

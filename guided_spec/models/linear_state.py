@@ -49,7 +49,7 @@ class DeltaCall(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class SlotLinearLayer(LinearAttentionLayer):  # type: ignore[misc]  # untyped base
+class SlotLinearLayer(LinearAttentionLayer):
     """The convolution window and the recurrent state of one layer, for every slot."""
 
     def __init__(self, num_slots: int) -> None:

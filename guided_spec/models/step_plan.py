@@ -76,8 +76,8 @@ class StepPlan:
                 packed = packed.pin_memory().to(device, non_blocking=True)
             elif device.type != "cpu":
                 packed = packed.to(device)
-            split = packed.split([1, self.num_tokens, self.num_tokens], dim=1)
-            self._on_device[device] = (split[0].flatten(), split[1].contiguous(), split[2])
+            first, last = packed[:, 1 : 1 + self.num_tokens], packed[:, 1 + self.num_tokens :]
+            self._on_device[device] = (packed[:, 0], first.contiguous(), last)
         return self._on_device[device]
 
     def _rows(self, device: torch.device, heads: int, length: int) -> Tensor:

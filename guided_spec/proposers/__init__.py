@@ -57,7 +57,7 @@ def proposer_names() -> list[str]:
 
 
 def build_proposer(spec: str, context: ProposerContext) -> Proposer:
-    """Make the proposer that ``spec`` names, such as ``"ngram"`` or ``"chain:grammar_forced+ngram"``.
+    """Make the proposer that ``spec`` names: ``"ngram"``, ``"chain:grammar_forced+ngram"``, ...
 
     Raises UnknownProposerError, and whatever the proposer's own constructor raises.
     """

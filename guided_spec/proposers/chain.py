@@ -16,7 +16,7 @@ __all__ = ["Chain"]
 
 
 class Chain:
-    """``chain:first+second+...``: the first leads, the others fill its gaps, the first goes last too.
+    """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
     from there, and what its own words force comes behind them.

@@ -79,7 +79,7 @@ class DraftModel:
         return lookahead.is_open[row] and has_room
 
     def _catch_up(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
-        """Feed long stretches of committed tokens (a new prompt) in chunks, but for the last one."""
+        """Feed long stretches of committed tokens (a new prompt) in chunks, except the last one."""
         for row in rows:
             context, slot = batch.contexts[row], batch.slots[row]
             while len(context) - self._lengths[slot] > self._chunk:
@@ -167,11 +167,10 @@ def _check_tokens(tokenizer: Any, context: ProposerContext) -> None:
 
 
 def _check_width(vocab_size: int, context: ProposerContext) -> None:
-    if context.tokenizer is None:
-        used = context.vocabulary.vocab_size
-    else:
-        used = len(context.tokenizer)
-    if vocab_size < min(used, context.vocabulary.vocab_size):
+    used = context.vocabulary.vocab_size
+    if context.tokenizer is not None:
+        used = min(used, len(context.tokenizer))
+    if vocab_size < used:
         raise VocabularyMismatchError(
             f"draft={context.draft!r}: it knows {vocab_size} tokens, the target {used}; "
             "use a draft model of the same family, or the proposer ngram"

@@ -40,7 +40,10 @@ def draft_autoregressively(
     masked, warped draft distribution, which the verifier is given. A request is left alone from
     the first position on where it may not draft or has no legal token.
     """
-    logits, tokens, probs, counts = first_logits, [], [], []
+    logits = first_logits
+    tokens: list[Tensor] = []
+    probs: list[Tensor] = []
+    counts: list[Tensor] = []
     first = batch.positions() + torch.tensor(
         [len(drafted) for drafted in lookahead.drafted], device=batch.device
     )

@@ -1,0 +1,117 @@
+"""Grammar-constrained speculative decoding for PyTorch.
+
+Every public name is here. A name is imported when it is first used, so that ``import guided_spec``
+alone loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from guided_spec.config import EngineConfig
+    from guided_spec.core import DecodeBatch, Proposer
+    from guided_spec.engine.llm import LLM
+    from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+    from guided_spec.engine.stats import RequestStats
+    from guided_spec.errors import (
+        ConfigError,
+        GrammarCompileError,
+        GrammarDeadEndError,
+        GrammarError,
+        GrammarStateError,
+        GuidedSpecError,
+        ModelError,
+        PromptError,
+        RequestCancelledError,
+        RequestError,
+        UnknownProposerError,
+        UnsatisfiableGrammarError,
+        UnsupportedSchemaError,
+        VocabularyMismatchError,
+    )
+    from guided_spec.grammar.lookahead import Lookahead
+    from guided_spec.grammar.spec import GrammarSpec
+    from guided_spec.ops.rejection import rejection_sample
+    from guided_spec.proposers import PROPOSERS, register_proposer
+    from guided_spec.proposers.context import ProposerContext
+    from guided_spec.step import commit, speculative_step
+    from guided_spec.types import Accepted, Draft, Noise, SamplingParams
+
+__all__ = [
+    "LLM",
+    "PROPOSERS",
+    "Accepted",
+    "Chunk",
+    "Completion",
+    "ConfigError",
+    "DecodeBatch",
+    "Draft",
+    "EngineConfig",
+    "GrammarCompileError",
+    "GrammarDeadEndError",
+    "GrammarError",
+    "GrammarSpec",
+    "GrammarStateError",
+    "GuidedSpecError",
+    "Lookahead",
+    "ModelError",
+    "Noise",
+    "PromptError",
+    "Proposer",
+    "ProposerContext",
+    "RequestCancelledError",
+    "RequestError",
+    "RequestOutput",
+    "RequestStats",
+    "SamplingParams",
+    "UnknownProposerError",
+    "UnsatisfiableGrammarError",
+    "UnsupportedSchemaError",
+    "VocabularyMismatchError",
+    "commit",
+    "register_proposer",
+    "rejection_sample",
+    "speculative_step",
+]
+
+__version__: str
+
+_MODULES = {
+    "LLM": "engine.llm",
+    "PROPOSERS": "proposers",
+    "Accepted": "types",
+    "Chunk": "engine.outputs",
+    "Completion": "engine.outputs",
+    "DecodeBatch": "core",
+    "Draft": "types",
+    "EngineConfig": "config",
+    "GrammarSpec": "grammar.spec",
+    "Lookahead": "grammar.lookahead",
+    "Noise": "types",
+    "Proposer": "core",
+    "ProposerContext": "proposers.context",
+    "RequestOutput": "engine.outputs",
+    "RequestStats": "engine.stats",
+    "SamplingParams": "types",
+    "commit": "step",
+    "register_proposer": "proposers",
+    "rejection_sample": "ops.rejection",
+    "speculative_step": "step",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        return importlib.metadata.version("guided-spec")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f"{__name__}.{_MODULES.get(name, 'errors')}")
+    value = globals()[name] = getattr(module, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__version__"})

@@ -1,0 +1,1 @@
+"""Training of the models that ship with the package."""

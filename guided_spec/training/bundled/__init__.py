@@ -1,0 +1,1 @@
+"""The bundled model pair: its data, its tokenizer, its training and its evaluation."""

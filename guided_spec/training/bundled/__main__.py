@@ -1,0 +1,66 @@
+"""Command line: `python -m guided_spec.training.bundled --output guided_spec/assets`."""
+
+import argparse
+import logging
+import math
+from pathlib import Path
+
+import torch
+
+from guided_spec.training.bundled.pipeline import PipelineConfig, run_pipeline
+from guided_spec.training.bundled.train import TrainConfig
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Parse the command line and make the pair."""
+    options = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", force=True)
+    cuda = options.device == "cuda"
+    if cuda:
+        torch.set_float32_matmul_precision("high")
+    run_pipeline(
+        PipelineConfig(
+            output=options.output,
+            target=TrainConfig(
+                options.target_steps,
+                options.target_seconds,
+                learning_rate=options.learning_rate,
+                compiled=cuda,
+            ),
+            draft=TrainConfig(
+                options.draft_steps, options.draft_seconds, learning_rate=3e-3, compiled=cuda
+            ),
+            batch_tokens=options.batch_tokens,
+            tokenizer_documents=options.tokenizer_documents,
+            heldout_documents=options.heldout_documents,
+            vocab_size=options.vocab_size,
+            shard=options.shard,
+            workers=options.workers,
+            tiny=options.tiny,
+            device=options.device,
+        )
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m guided_spec.training.bundled")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--target-steps", type=int, default=20_000)
+    parser.add_argument("--target-seconds", type=float, default=math.inf)
+    parser.add_argument("--draft-steps", type=int, default=8_000)
+    parser.add_argument("--draft-seconds", type=float, default=math.inf)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--batch-tokens", type=int, default=65_536)
+    parser.add_argument("--tokenizer-documents", type=int, default=60_000)
+    parser.add_argument("--heldout-documents", type=int, default=300)
+    parser.add_argument("--vocab-size", type=int, default=4096)
+    parser.add_argument("--shard", type=int, default=8_192, help="documents sorted together")
+    parser.add_argument("--workers", type=int, default=0, help="document-making processes")
+    parser.add_argument("--tiny", action="store_true", help="smallest models, for smoke runs")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", default=device)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Styles: how the stated fields are laid out as a text."""
+
+import random
+from dataclasses import dataclass
+
+from guided_spec.training.bundled.domains import Domain
+from guided_spec.training.bundled.fields import Field
+from guided_spec.training.bundled.values import Value
+
+
+@dataclass(frozen=True)
+class Style:
+    """A layout of labelled values: `pair` joins label and value, `joint` joins the pairs."""
+
+    pair: str
+    joint: str
+    lower: str = ""
+
+
+LABELLED: tuple[Style, ...] = (
+    Style("{}: {}", "\n"),
+    Style("{}: {}", ", "),
+    Style("{}: {}", " | "),
+    Style("{}: {}", "; "),
+    Style("{} = {}", "\n"),
+    Style("{}={}", " ", "lower"),
+    Style("- {}: {}", "\n"),
+    Style("{} {}", ", ", "lower"),
+)
+HELD_LABELLED: tuple[Style, ...] = (Style("* {} - {}", "\n"), Style("{}: {}", " / "))
+
+Mention = tuple[Field, Value]
+
+
+def render(rng: random.Random, domain: Domain, mentions: list[Mention], *, held: bool) -> str:
+    """Return the text that states every mention, in the style that `rng` picks."""
+    opening = domain.openings[-1] if held else rng.choice(domain.openings[:-1])
+    if rng.random() < 0.55:
+        body = " ".join(_sentence(rng, mention, held=held) for mention in mentions)
+        return f"{opening} {body}" if rng.random() < 0.8 else body
+    style = rng.choice(HELD_LABELLED if held else LABELLED)
+    body = style.joint.join(_labelled(rng, style, mention) for mention in mentions)
+    if rng.random() < 0.5:
+        return body
+    return opening + ("\n" if style.joint == "\n" else " ") + body
+
+
+def _sentence(rng: random.Random, mention: Mention, *, held: bool) -> str:
+    field, value = mention
+    if value.sentences:
+        return rng.choice(value.sentences)
+    if not field.sentences:
+        return f"{rng.choice(field.labels)}: {value.text}."
+    if held and rng.random() < 0.5:
+        return field.held_sentence.format(value.text)
+    return rng.choice(field.sentences[:-1]).format(value.text)
+
+
+def _labelled(rng: random.Random, style: Style, mention: Mention) -> str:
+    field, value = mention
+    label = rng.choice(field.labels)
+    if style.lower:
+        label = label.lower().replace(" ", "_" if style.pair == "{}={}" else " ")
+    return style.pair.format(label, value.text)

@@ -1,0 +1,86 @@
+"""The operations on a CUDA device give what they give on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
+from guided_spec.ops.noise import Stream, exponential_noise, philox, uniform_noise
+from guided_spec.ops.rejection import rejection_sample
+from guided_spec.ops.warp import Sampling, warp
+from guided_spec.types import Draft, Noise, SamplingParams
+
+pytestmark = pytest.mark.gpu
+
+CUDA = torch.device("cuda")
+BATCH, DRAFT = 7, 5
+
+
+@pytest.mark.parametrize("vocab_size", [12, 4096, 151_669])
+def test_bitmask_round_trip(vocab_size: int) -> None:
+    legal = torch.rand(3, 2, vocab_size, device=CUDA) < 0.5
+    bitmask = pack_bitmask(legal)
+    assert torch.equal(unpack_bitmask(bitmask, vocab_size), legal)
+    assert torch.equal(bitmask.cpu(), pack_bitmask(legal.cpu()))
+    masked = apply_token_bitmask(torch.zeros(3, 2, vocab_size, device=CUDA), bitmask)
+    assert torch.equal(masked == 0, legal)
+
+
+def test_noise_is_the_same_stream() -> None:
+    seeds = torch.tensor([0, 1, 2**62 + 5])
+    positions = torch.tensor([0, 7, 2**33])
+    on_cpu = philox(seeds, positions, Stream.DRAFT, 1001)
+    assert torch.equal(philox(seeds.cuda(), positions.cuda(), Stream.DRAFT, 1001).cpu(), on_cpu)
+    spread = positions.unsqueeze(1) + torch.arange(9)
+    expected = uniform_noise(seeds, spread, Stream.ACCEPT)
+    assert torch.equal(uniform_noise(seeds.cuda(), spread.cuda(), Stream.ACCEPT).cpu(), expected)
+    exponential = exponential_noise(seeds.cuda(), positions.cuda(), Stream.SAMPLE, 1001)
+    assert bool((exponential > 0).all())
+    torch.testing.assert_close(
+        exponential.cpu(), exponential_noise(seeds, positions, Stream.SAMPLE, 1001)
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab_size", [33, 128_256])
+def test_warp(vocab_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(4, 3, vocab_size).to(dtype)
+    logits[:, 1, ::2] = float("-inf")
+    logits[:, 2] = float("-inf")
+    params = [
+        SamplingParams(),
+        SamplingParams(temperature=0.7, top_k=20),
+        SamplingParams(temperature=1.0, top_p=0.9),
+        SamplingParams(temperature=1.3, min_p=0.05, top_k=50, top_p=0.8),
+    ]
+    expected = warp(logits, Sampling.stack(params, [1, 2, 3, 4], torch.device("cpu")))
+    found = warp(logits.cuda(), Sampling.stack(params, [1, 2, 3, 4], CUDA))
+    torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-3)
+    assert bool((found[:, 2] == 0).all())
+
+
+@pytest.mark.parametrize("with_probs", [False, True])
+def test_rejection_decides_alike(*, with_probs: bool) -> None:
+    torch.manual_seed(1)
+    vocab_size = 257
+    target = torch.rand(BATCH, DRAFT + 1, vocab_size)
+    target[:, :, 100:] = 0
+    target /= target.sum(-1, keepdim=True)
+    draft_probs = torch.softmax(torch.randn(BATCH, DRAFT, vocab_size), -1)
+    ids = torch.multinomial(draft_probs.flatten(0, 1), 1).view(BATCH, DRAFT)
+    num_tokens = torch.tensor([5, 4, 0, 5, 1, 2, 5])
+    draft = Draft(ids, num_tokens, draft_probs if with_probs else None)
+    noise = Noise(
+        torch.rand(BATCH, DRAFT), torch.empty(BATCH, vocab_size).exponential_().clamp_min(1e-9)
+    )
+    expected = rejection_sample(target, draft, noise)
+    on_device = Draft(
+        ids.cuda(), num_tokens.cuda(), None if draft.probs is None else draft.probs.cuda()
+    )
+    found = rejection_sample(
+        target.cuda(), on_device, Noise(noise.accept.cuda(), noise.sample.cuda())
+    )
+    assert torch.equal(found.token_ids.cpu(), expected.token_ids)
+    assert torch.equal(found.num_accepted.cpu(), expected.num_accepted)
