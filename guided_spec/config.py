@@ -16,7 +16,7 @@ class EngineConfig:
     """How much the engine drafts, batches and stores.
 
     num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
-    max_forced_tokens: what the grammar may add to a draft where it leaves no choice, 0 to 64.
+    max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
         limit, but not more than 4096.
@@ -29,7 +29,7 @@ class EngineConfig:
     """
 
     num_draft_tokens: int = 5
-    max_forced_tokens: int = 16
+    max_forced_tokens: int = 32
     max_batch_size: int = 16
     max_model_len: int | None = None
     prefill_tokens: int = 1024

@@ -1,4 +1,4 @@
-"""Which way of filling a draft's K + 1 mask rows costs least: ``python -m guided_spec.bench.masks``.
+"""Which way of filling a draft's mask rows costs least: ``python -m guided_spec.bench.masks``.
 
 Three ways that give the same rows: walk a persistent fork along the draft and roll it back (what
 ``Lookahead`` does), fork anew and walk the copy, or hand the draft to xgrammar's own tree walk.

@@ -38,7 +38,7 @@ class Engine:
         self._proposer = proposer
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
-        depths = max(config.num_draft_tokens, 1) + 2 * config.max_forced_tokens + 1
+        depths = config.num_draft_tokens + config.max_forced_tokens + 1
         self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
         self._sampling: tuple[tuple[Request, ...], Sampling] | None = None
 

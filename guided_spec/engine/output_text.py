@@ -44,9 +44,11 @@ class OutputText:
         self._held = self._held[length:]
 
     def _find_stop(self) -> None:
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        if found:
-            self._release(min(found))
+        starts = [(self._held.find(stop), len(stop)) for stop in self._stop]
+        # The one that is complete first, however the text is cut into tokens.
+        found = min(((at + length, at) for at, length in starts if at >= 0), default=None)
+        if found is not None:
+            self._release(found[1])
             self.is_stopped = True
 
     def _tail_in_doubt(self) -> int:

@@ -7,10 +7,13 @@ the drafter and by the verifier.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.constraint import Constraint, Fork
@@ -27,7 +30,7 @@ ROWS_WORTH_A_THREAD = 16
 class _Walk:
     """One request's way along its draft."""
 
-    __slots__ = ("drafted", "filled", "fork", "is_open", "limit")
+    __slots__ = ("drafted", "filled", "fork", "is_open", "is_paused", "limit")
 
     def __init__(self, fork: Fork | None, limit: int) -> None:
         self.fork = fork
@@ -35,6 +38,11 @@ class _Walk:
         self.drafted: list[int] = []
         self.filled = 0  # rows 0..filled-1 are in the mask rows
         self.is_open = limit > 0
+        self.is_paused = False
+
+    @property
+    def is_drafting(self) -> bool:
+        return self.is_open and not self.is_paused
 
 
 class Lookahead:
@@ -49,6 +57,7 @@ class Lookahead:
         self._walks = walks
         self._rows = rows
         self._is_constrained = any(walk.fork is not None for walk in walks)
+        self._pause: Callable[[int], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
         self.fill_seconds = 0.0
 
@@ -77,9 +86,24 @@ class Lookahead:
     def is_open(self) -> list[bool]:
         """[B]: whether more tokens may be drafted for the request.
 
-        False from its limit on, after an end-of-text token and after an illegal token.
+        False from its limit on, after an end-of-text token and after an illegal token, and while it
+        is paused.
         """
-        return [walk.is_open for walk in self._walks]
+        return [walk.is_drafting for walk in self._walks]
+
+    @contextmanager
+    def pausing(self, pause: Callable[[int], bool]) -> Iterator[None]:
+        """Inside, ``accept`` ends a request's turn where ``pause(request)`` says so.
+
+        That is how one proposer takes over from another in the middle of a draft.
+        """
+        self._pause = pause
+        try:
+            yield
+        finally:
+            self._pause = None
+            for walk in self._walks:
+                walk.is_paused = False
 
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
@@ -90,7 +114,7 @@ class Lookahead:
             return None
         started = time.perf_counter()
         for request, walk in enumerate(self._walks):
-            if walk.is_open and walk.fork is not None:
+            if walk.is_drafting and walk.fork is not None:
                 self._fill_here(request, walk)
         self.fill_seconds += time.perf_counter() - started
         return self._rows.at_depths([len(walk.drafted) for walk in self._walks])
@@ -104,12 +128,13 @@ class Lookahead:
         for request, (walk, token_id) in enumerate(
             zip(self._walks, token_ids.tolist(), strict=True)
         ):
-            if not walk.is_open:
+            if not walk.is_drafting:
                 continue
-            if self._is_legal(request, walk, token_id):
-                self._append(walk, token_id)
-            else:
+            if not self._is_legal(request, walk, token_id):
                 walk.is_open = False
+                continue
+            self._append(walk, token_id)
+            walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -142,6 +167,19 @@ class Lookahead:
         """
         walk = self._walks[request]
         return walk.fork if walk.is_open else None
+
+    def peek(self, request: int) -> NDArray[np.int32] | None:
+        """The mask row after one request's draft so far, [W] on the host; None if free or closed.
+
+        Read only. It is the row that ``next_mask`` and ``finish`` hand out: it is not filled twice.
+        """
+        walk = self._walks[request]
+        if walk.fork is None or not walk.is_open:
+            return None
+        started = time.perf_counter()
+        self._fill_here(request, walk)
+        self.fill_seconds += time.perf_counter() - started
+        return self._rows.words(request, len(walk.drafted))
 
     def start(self, draft: Draft) -> None:
         """Begin to fill the rows that are still missing, beside whatever runs next."""

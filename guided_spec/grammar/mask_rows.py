@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -53,9 +55,10 @@ class MaskRows:
             return False
         return bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
 
-    def words(self, request: int, depth: int) -> Tensor:
+    def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""
-        return self._rows[request * self.depths + depth]
+        row: NDArray[np.int32] = self._array[request * self.depths + depth]
+        return row
 
     def at_depths(self, depths: list[int]) -> Tensor:
         """int32 [B, W] on the device: for request b its row at ``depths[b]``."""

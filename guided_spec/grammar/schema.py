@@ -16,6 +16,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+from guided_spec.grammar.schema_finite import has_finite_value
 from guided_spec.grammar.schema_merge import are_disjoint, keep_valid, merge
 from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
 from guided_spec.grammar.schema_types import rewrite_typed
@@ -68,6 +69,8 @@ class _Walk:
 
     def run(self) -> PreparedSchema:
         schema = self.rewrite(self.root, "", 0)
+        if not has_finite_value(schema, self.definitions):
+            schema = False
         if self.definitions:
             # Every target is copied under $defs, the root too: xgrammar's mask is too strict for a
             # root rule that refers to itself.

@@ -121,7 +121,7 @@ class SlotCache(Cache):
         )
 
 
-class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init_subclass__
+class SlotLayer(CacheLayerMixin):
     """Keys and values of one layer; sliding layers keep their full length, the mask cuts them."""
 
     is_sliding = False
@@ -173,7 +173,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]  # its __init
         return states.new_zeros(slots, states.shape[1], length + 1, states.shape[3])
 
 
-class SlotIndexedLayer(SlotLayer):  # type: ignore[no-untyped-call]  # as above
+class SlotIndexedLayer(SlotLayer):
     """A layer of DeepSeek sparse attention: it keeps one more key a token, for its indexer."""
 
     is_indexer_initialized = True

@@ -74,9 +74,10 @@ class SlotLinearLayer(LinearAttentionLayer):
         if self._conv is None or self._recurrent is None:
             return
         if plan.fresh:
-            fresh = torch.tensor(plan.fresh, device=self._conv.device)
+            # By way of the CPU: a tensor made on a GPU from a list would wait for the GPU.
+            fresh = torch.tensor(plan.fresh).to(self._conv.device, non_blocking=True)
             self._conv.index_fill_(0, fresh, 0)
-            self._recurrent.index_fill_(0, fresh.to(self._recurrent.device), 0)
+            self._recurrent.index_fill_(0, fresh, 0)
         # A copy: a kernel may work in place, and the state before the forward is needed again.
         self.recurrent_states[0] = plan.gather(self._recurrent).clone()
         self.conv_states[0] = plan.gather(self._conv)

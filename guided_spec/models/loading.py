@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 from typing import Any
 
@@ -52,11 +53,9 @@ def load_model(
         _require_accelerate(device_map)
         arguments["device_map"] = device_map
     if tp_plan is not None:
-        from transformers.distributed import DistributedConfig  # costs an import of DTensor
-
-        arguments["distributed_config"] = DistributedConfig(tp_plan=tp_plan)
+        arguments["distributed_config"] = _distributed_config(tp_plan)
     try:
-        model = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+        model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
         if device_map is None and tp_plan is None:
             model = model.to(target)
     except torch.OutOfMemoryError:
@@ -129,6 +128,16 @@ def _resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str
     if not isinstance(found, torch.dtype):
         raise ModelError(f"dtype={dtype!r}: pass 'auto', 'float32', 'bfloat16' or 'float16'")
     return found
+
+
+def _distributed_config(tp_plan: str | dict[str, str]) -> Any:
+    from transformers.distributed import configuration_utils  # only here: it imports DTensor
+
+    if "RANK" not in os.environ:
+        fix = "start one process a device: torchrun --nproc-per-node=<devices> ..."
+        raise ModelError(f"tp_plan={tp_plan!r}: {fix}")
+    module: Any = configuration_utils
+    return module.DistributedConfig(tp_plan=tp_plan)
 
 
 def _require_accelerate(device_map: object) -> None:

@@ -28,9 +28,10 @@ def unpack_bitmask(bitmask: Tensor, vocab_size: int) -> Tensor:
 def pack_bitmask(legal: Tensor) -> Tensor:
     """Bool [..., V] to bitmask int32 [..., W]; the unused bits of the last word are 0."""
     vocab_size = legal.shape[-1]
-    padding = num_mask_words(vocab_size) * BITS - vocab_size
+    num_words = num_mask_words(vocab_size)
+    padding = num_words * BITS - vocab_size
     bits = torch.nn.functional.pad(legal.to(torch.int64), (0, padding))
-    bits = bits.view(*legal.shape[:-1], -1, BITS)
+    bits = bits.view(*legal.shape[:-1], num_words, BITS)
     words = (bits << torch.arange(BITS, device=legal.device)).sum(-1)
     # Words with the top bit set do not fit int32: wrap them to the negative number they mean.
     return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)

@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
 
 from guided_spec.core import DecodeBatch, Proposer
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.drafting import concatenate
+from guided_spec.proposers.drafting import concatenate, host_draft
 from guided_spec.types import Draft
 
-__all__ = ["Chain"]
+__all__ = ["Chain", "Lead"]
+
+
+@runtime_checkable
+class Lead(Protocol):
+    """A proposer that can tell whether it has something to say, so that others give way to it."""
+
+    def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
+        """Whether it would draft anything after the request's draft so far."""
+        ...
 
 
 class Chain:
@@ -37,12 +48,33 @@ class Chain:
         self.aux_hidden_layers: tuple[int, ...] = tuple(sorted(layers))
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        """The members' drafts in turn, then the first member's once more."""
-        draft = self._members[0].propose(batch, lookahead)
-        for member in (*self._members[1:], self._members[0]):
-            if any(lookahead.is_open):
-                draft = concatenate(draft, member.propose(batch, lookahead))
+        """The members in turn, each from where the draft stands, until none has more to say.
+
+        The members behind the first draft K tokens a request between them at most. They stop where
+        the first one leads again, and go on behind it.
+        """
+        lead, *fillers = self._members
+        draft = lead.propose(batch, lookahead)
+        left = batch.num_draft_tokens
+        while left > 0 and any(lookahead.is_open):
+            before = left
+            for filler in fillers:
+                more = self._fill(filler, replace(batch, num_draft_tokens=left), lookahead)
+                draft = concatenate(draft, more)
+                left -= more.token_ids.shape[1]
+            if left == before or not any(lookahead.is_open):
+                break
+            draft = concatenate(draft, lead.propose(batch, lookahead))
         return draft
+
+    def _fill(self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        lead = self._members[0]
+        if batch.num_draft_tokens == 0 or not any(lookahead.is_open):
+            return host_draft(batch, [[] for _ in lookahead.drafted])
+        if not isinstance(lead, Lead):
+            return filler.propose(batch, lookahead)
+        with lookahead.pausing(lambda request: lead.leads(batch, lookahead, request)):
+            return filler.propose(batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""

@@ -58,14 +58,14 @@ class DraftModel:
             self._lengths[batch.slots[row]] = len(batch.contexts[row])
         if self._model.has_linear_state:
             # Such a state cannot be cut back: it is kept as it is after the committed tokens.
-            logits = feeder.feed(pending, starts)
+            feeder.feed(pending, starts)
             saved = self._model.save_states(feeder.slots)
-            logits = feeder.feed_on(drafted, logits)
-            draft = draft_autoregressively(logits, feeder.next, batch, lookahead)
+            feeder.feed(drafted, feeder.ends)
+            draft = draft_autoregressively(feeder.logits, feeder.next, batch, lookahead)
             self._model.load_states(feeder.slots, saved)
             return draft
-        tokens = [[*p, *d] for p, d in zip(pending, drafted, strict=True)]
-        return draft_autoregressively(feeder.feed(tokens, starts), feeder.next, batch, lookahead)
+        feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
+        return draft_autoregressively(feeder.logits, feeder.next, batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots' caches start anew with their next requests."""
@@ -92,52 +92,48 @@ class DraftModel:
 
 
 class _Feeder:
-    """Feeds the drafting rows of one step to the model and spreads the logits over the batch."""
+    """Feeds the drafting rows of one step to the model and spreads the logits over the batch.
+
+    logits: [B, V] after the last token of each row; -inf for requests that do not draft.
+    ends: tokens in each drafting row's slot.
+    """
 
     def __init__(self, model: CausalLM, batch: DecodeBatch, rows: Sequence[int]) -> None:
         self.slots = [batch.slots[row] for row in rows]
+        self.ends = [0] * len(rows)
+        self.logits = torch.full(
+            (len(batch), batch.vocab_size), float("-inf"), dtype=model.dtype, device=batch.device
+        )
         self._model = model
-        self._batch = batch
-        self._is_whole = len(rows) == len(batch)
         self._rows = torch.tensor(list(rows), device=batch.device)
-        self._ends: list[int] = []
 
-    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> Tensor:
-        """[B, V] logits after each row's last token; every row feeds at least one."""
+    def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
+        """Feed each row its tokens, behind ``starts`` of them; rows without any are left alone."""
         counts = [len(row) for row in tokens]
-        padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
-        self._ends = [start + count for start, count in zip(starts, counts, strict=True)]
-        return self._forward(torch.tensor(padded), starts, counts)
-
-    def feed_on(self, tokens: Sequence[Sequence[int]], logits: Tensor) -> Tensor:
-        """``feed`` behind what was fed; rows without tokens keep their ``logits``."""
-        if not any(tokens):
-            return logits
-        after = self.feed(tokens, list(self._ends))
-        has_tokens = torch.tensor([bool(row) for row in tokens], device=logits.device)
-        kept = torch.zeros(len(self._batch), dtype=torch.bool, device=logits.device)
-        kept[self._rows] = has_tokens
-        return torch.where(kept.unsqueeze(1), after, logits)
+        self.ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        if any(counts):
+            padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
+            self._forward(torch.tensor(padded), starts, counts)
 
     def next(self, token_ids: Tensor) -> Tensor:
         """[B, V] logits after one more token a row, int64 [B]."""
-        tokens = token_ids if self._is_whole else token_ids[self._rows]
-        starts = self._ends
-        self._ends = [end + 1 for end in starts]
-        return self._forward(tokens.unsqueeze(1), starts, [1] * len(starts))
+        starts = self.ends
+        self.ends = [end + 1 for end in starts]
+        self._forward(token_ids[self._rows].unsqueeze(1), starts, [1] * len(starts))
+        return self.logits
 
-    def _forward(self, tokens: Tensor, starts: Sequence[int], counts: Sequence[int]) -> Tensor:
+    def _forward(self, tokens: Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         inputs = SlotInputs(tokens, self.slots, starts, counts)
         logits = self._model.forward(inputs, logits="last").logits
         assert logits is not None
         self._model.commit(counts)
-        return self._spread(_fit_width(logits[:, 0], self._batch.vocab_size))
-
-    def _spread(self, logits: Tensor) -> Tensor:
-        if self._is_whole:
-            return logits
-        spread = logits.new_full((len(self._batch), logits.shape[1]), float("-inf"))
-        return spread.index_copy_(0, self._rows, logits)
+        logits = _fit_width(logits[:, 0], self.logits.shape[1])
+        fed = [row for row, count in enumerate(counts) if count > 0]
+        if len(fed) == len(self.logits):
+            self.logits = logits
+            return
+        kept = torch.tensor(fed, device=logits.device)
+        self.logits = self.logits.index_copy(0, self._rows[kept], logits[kept])
 
 
 def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:

@@ -14,6 +14,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch
 from guided_spec.grammar.constraint import Constraint
@@ -31,7 +32,7 @@ LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text wi
 
 
 class GrammarForced:
-    """Drafts forced text, up to ``config.max_forced_tokens`` tokens; needs no model."""
+    """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model."""
 
     aux_hidden_layers: tuple[int, ...] = ()
 
@@ -40,32 +41,54 @@ class GrammarForced:
         self._search = ForcedSearch(context.vocabulary)
         self._tokens = CanonicalTokens(context)
         self._styles: dict[int, _Style] = {}
+        self._known: dict[int, _Known] = {}
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """The forced tokens after each request's draft so far; none for free requests."""
-        drafts: list[list[int]] = []
-        for request in range(len(batch)):
-            forced = self._find(batch, lookahead, request)
-            tokens = self._tokens.split(forced.text)
-            drafts.append([*tokens, *forced.stop][: self._limit])
+        drafts = [self._draft(batch, lookahead, request) for request in range(len(batch))]
         return host_draft(batch, lookahead.extend_forced(drafts))
+
+    def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
+        """Whether anything is forced after the request's draft so far."""
+        return bool(self._draft(batch, lookahead, request))
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the whitespace style of the ended requests."""
         for slot in slots:
             self._styles.pop(slot, None)
+            self._known.pop(slot, None)
+
+    def _draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> list[int]:
+        room = self._limit - len(lookahead.forced[request])
+        if room <= 0:
+            return []
+        slot, drafted = batch.slots[request], lookahead.drafted[request]
+        key = (len(batch.contexts[request]), len(drafted))
+        known = self._known.get(slot)
+        if known is None or known.key != key:
+            forced = self._find(batch, lookahead, request)
+            known = _Known(key, [*self._tokens.split(forced.text), *forced.stop])
+            self._known[slot] = known
+        return known.tokens[:room]
 
     def _find(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> Forced:
         fork, constraint = lookahead.fork_of(request), batch.constraints[request]
-        if fork is None or constraint is None:
+        row = lookahead.peek(request)
+        if fork is None or constraint is None or row is None:
             return Forced(b"")
-        drafted = lookahead.drafted[request]
         style = self._styles.get(batch.slots[request])
         if style is None or style.constraint is not constraint:
             style = _Style(constraint)
             self._styles[batch.slots[request]] = style
-        forced = style.find(self._search, drafted)
-        return self._search.find(fork.matcher) if forced is None else forced
+        forced = style.find(self._search, lookahead.drafted[request])
+        return self._search.find(fork.matcher, row) if forced is None else forced
+
+
+class _Known(NamedTuple):
+    """What was found for a request at one point: ``leads`` asks, ``propose`` asks again."""
+
+    key: tuple[int, int]
+    tokens: list[int]
 
 
 class Forced(NamedTuple):
@@ -86,28 +109,31 @@ class ForcedSearch:
         self._stops = vocabulary.stop_token_ids
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
-    def find(self, matcher: GrammarMatcher, limit: int = LONGEST_TEXT) -> Forced:
-        """The bytes that must come next, at most ``limit``; the matcher is left where it was."""
+    def find(self, matcher: GrammarMatcher, row: NDArray[np.int32] | None = None) -> Forced:
+        """What must come next, at most ``LONGEST_TEXT`` bytes; the matcher is left where it was.
+
+        row: the matcher's mask, int32 [W], where it is known already.
+        """
         found = bytearray()
         stop: tuple[int, ...] = ()
-        while len(found) < limit:
-            matcher.fill_next_token_bitmask(self._row, 0)
-            stops = [token for token in self._stops if self._allows(token)]
+        while len(found) < LONGEST_TEXT:
+            row = self._fill(matcher) if row is None else row
+            stops = [token for token in self._stops if (int(row[token >> 5]) >> (token & 31)) & 1]
             if stops:
-                stop = tuple(stops) if self._count() == 1 else ()
+                stop = tuple(stops) if np.bitwise_count(row.view(np.uint32)).sum() == 1 else ()
                 break
-            legal = np.flatnonzero((self._row[0][self._words] >> self._bits) & 1)
+            legal = np.flatnonzero((row[self._words] >> self._bits) & 1)
             if len(legal) != 1 or not matcher.accept_token(int(self._ids[legal[0]])):
                 break
             found.append(int(self._bytes[legal[0]]))
+            row = None
         matcher.rollback(len(found))
         return Forced(bytes(found), stop)
 
-    def _allows(self, token: int) -> bool:
-        return bool((int(self._row[0, token >> 5]) >> (token & 31)) & 1)
-
-    def _count(self) -> int:
-        return int(np.bitwise_count(self._row.view(np.uint32)).sum())
+    def _fill(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
+        matcher.fill_next_token_bitmask(self._row, 0)
+        row: NDArray[np.int32] = self._row[0]
+        return row
 
 
 class CanonicalTokens:
