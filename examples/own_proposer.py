@@ -1,29 +1,20 @@
-"""A new proposer in one file: draft the tokens that followed the same token last time."""
+"""A new proposer in one file: draft what followed the last token's previous occurrence."""
 
 from collections.abc import Sequence
 
-from guided_spec import (
-    LLM,
-    DecodeBatch,
-    Draft,
-    GrammarSpec,
-    Lookahead,
-    ProposerContext,
-    SamplingParams,
-    register_proposer,
-)
+import guided_spec as gs
 from guided_spec.proposers.drafting import host_draft
 
 
 class Echo:
-    """Drafts what stood behind the last token's previous occurrence; see proposers/ngram.py."""
+    """A smaller relative of proposers/ngram.py."""
 
     aux_hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, context: ProposerContext) -> None:
+    def __init__(self, context: gs.ProposerContext) -> None:
         self.longest = context.config.num_draft_tokens
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def propose(self, batch: gs.DecodeBatch, lookahead: gs.Lookahead) -> gs.Draft:
         """``extend`` cuts every draft at the first token that the grammar forbids."""
         return host_draft(batch, lookahead.extend([self.echo(c) for c in batch.contexts]))
 
@@ -38,10 +29,10 @@ class Echo:
         return []
 
 
-register_proposer("echo", Echo)
+gs.register_proposer("echo", Echo)
 
 if __name__ == "__main__":
-    with LLM(proposer="echo") as llm:
-        params = SamplingParams(grammar=GrammarSpec.regex(r"(ab){12}"))
+    with gs.LLM(proposer="echo") as llm:
+        params = gs.SamplingParams(grammar=gs.GrammarSpec.regex(r"(ab){12}"))
         (output,) = llm.generate("ab ab ab", params)
         print(output.text, output.stats.steps < output.stats.output_tokens)

@@ -65,14 +65,33 @@ def generate(
             stop=stop or (),
             grammar=grammar_from_options(schema, regex, choice, grammar),
         )
-        load: dict[str, Any] = {"device": device, "dtype": dtype}
-        load = {name: value for name, value in load.items() if value is not None}
-        question = [{"role": "user", "content": prompt}] if chat else prompt
-        llm = LLM(model, proposer, num_draft_tokens, draft=draft_model, **load)
-        runs = [_generate(llm, question, params)]
-        if compare:
-            runs.append(_generate(llm.with_proposer("none"), question, params))
+        llm = _load(model, proposer, num_draft_tokens, draft_model, device, dtype)
+        runs = _run(llm, _chat(prompt) if chat else prompt, params, with_plain=compare)
         _report_json(runs) if as_json else _report(runs)
+
+
+def _load(
+    model: str | None,
+    proposer: str | None,
+    num_draft_tokens: int,
+    draft: str | None,
+    device: str | None,
+    dtype: str | None,
+) -> LLM:
+    load: dict[str, Any] = {"device": device, "dtype": dtype}
+    load = {name: value for name, value in load.items() if value is not None}
+    return LLM(model, proposer, num_draft_tokens, draft=draft, **load)
+
+
+def _chat(prompt: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}]
+
+
+def _run(llm: LLM, prompt: Any, params: SamplingParams, *, with_plain: bool) -> list[_Run]:
+    runs = [_generate(llm, prompt, params)]
+    if with_plain:
+        runs.append(_generate(llm.with_proposer("none"), prompt, params))
+    return runs
 
 
 def _generate(llm: LLM, prompt: Any, params: SamplingParams) -> _Run:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from guided_spec.config import EngineConfig
@@ -91,7 +92,7 @@ class Setup:
         if model is None:
             model = bundled_asset("target")
             draft = bundled_asset("draft") if draft is None else draft
-        loaded = load_model(model, **options.load) if isinstance(model, str) else model
+        loaded = load_model(model, **options.load) if isinstance(model, str | Path) else model
         tokenizer = _tokenizer(model, options.tokenizer)
         config = options.config
         max_model_len = _max_model_len(loaded, config)
@@ -135,8 +136,8 @@ class Setup:
 
 def _tokenizer(model: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
-        tokenizer = model if isinstance(model, str) else model.config.name_or_path
-    return load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        tokenizer = model if isinstance(model, str | Path) else model.config.name_or_path
+    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
 
 
 def _default_proposer(draft: Any) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -144,7 +145,7 @@ def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
 
 
 def _load(context: ProposerContext) -> Any:
-    if not isinstance(context.draft, str):
+    if not isinstance(context.draft, str | Path):
         return context.draft
     if context.tokenizer is not None:
         _check_tokens(load_tokenizer(context.draft), context)

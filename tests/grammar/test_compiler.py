@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import Counter
+from concurrent.futures import CancelledError, Future
+
+import pytest
+
+from guided_spec.errors import GrammarCompileError, GrammarError
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.xgrammar import XGrammarBackend
+from tests.grammar.walks import BYTES, accepts
+
+WAIT = 30
+
+
+class Compiled:
+    def new_matcher(self) -> GrammarMatcher:
+        raise NotImplementedError
+
+    def new_style_matcher(self) -> None:
+        return None
+
+
+class Backend:
+    """Fails on "bad", and holds "slow" back until ``gate`` opens."""
+
+    def __init__(self) -> None:
+        self.vocabulary = BYTES
+        self.calls: Counter[str] = Counter()
+        self.gate = threading.Event()
+        self.begun = threading.Event()
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        self.calls[spec.source] += 1
+        if spec.source.startswith("slow"):
+            self.begun.set()
+            assert self.gate.wait(WAIT)
+        if spec.source == "bad":
+            raise GrammarCompileError("bad")
+        return Compiled()
+
+
+def result(future: Future[CompiledGrammar]) -> CompiledGrammar:
+    return future.result(WAIT)
+
+
+def test_equal_specs_share_one_compile() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend)
+    one, other = (compiling.submit(GrammarSpec.regex("slow")) for _ in range(2))
+    backend.gate.set()
+    assert one is other
+    assert result(one) is result(compiling.submit(GrammarSpec.regex("slow")))
+    assert backend.calls == {"slow": 1}
+    compiling.close()
+
+
+def test_a_slow_compile_does_not_hold_up_another() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, max_workers=2)
+    slow = compiling.submit(GrammarSpec.regex("slow"))
+    result(compiling.submit(GrammarSpec.regex("quick")))
+    assert not slow.done()
+    backend.gate.set()
+    result(slow)
+    compiling.close()
+
+
+def test_failures_are_remembered_and_their_tracebacks_do_not_grow() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend)
+    lengths = []
+    for _ in range(4):
+        with pytest.raises(GrammarCompileError, match="bad") as caught:
+            result(compiling.submit(GrammarSpec.regex("bad")))
+        lengths.append(len(traceback.extract_tb(caught.value.__traceback__)))
+    assert backend.calls == {"bad": 1}
+    assert len(set(lengths[1:])) == 1
+    compiling.close()
+
+
+def test_the_least_recently_used_is_forgotten() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, cache_size=2)
+    for source in ("a", "b", "a", "c", "a", "b"):
+        result(compiling.submit(GrammarSpec.regex(source)))
+    assert backend.calls == {"a": 1, "b": 2, "c": 1}
+    compiling.close()
+
+
+def test_unfinished_ones_are_never_forgotten() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, max_workers=1, cache_size=1)
+    futures = [compiling.submit(GrammarSpec.regex(f"slow{i}")) for i in range(3)]
+    backend.gate.set()
+    for future in futures:
+        result(future)
+    assert set(backend.calls.values()) == {1}
+    compiling.close()
+
+
+def test_a_cancelled_one_is_compiled_for_the_next_who_asks() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, max_workers=1)
+    compiling.submit(GrammarSpec.regex("slow"))
+    assert backend.begun.wait(WAIT)
+    assert compiling.submit(GrammarSpec.regex("a")).cancel()
+    again = compiling.submit(GrammarSpec.regex("a"))
+    backend.gate.set()
+    result(again)
+    assert backend.calls["a"] == 1
+    compiling.close()
+
+
+def test_close_cancels_what_has_not_begun() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, max_workers=1)
+    slow = compiling.submit(GrammarSpec.regex("slow"))
+    assert backend.begun.wait(WAIT)
+    waiting = compiling.submit(GrammarSpec.regex("a"))
+    compiling.close()
+    compiling.close()
+    backend.gate.set()
+    result(slow)
+    with pytest.raises(CancelledError):
+        result(waiting)
+    with pytest.raises(GrammarError, match="closed"):
+        compiling.submit(GrammarSpec.regex("b"))
+
+
+def test_with_xgrammar() -> None:
+    compiling = GrammarCompileQueue(XGrammarBackend(BYTES), max_workers=2)
+    futures = [compiling.submit(GrammarSpec.regex(f"[a-z]{{{i}}}")) for i in range(1, 9)]
+    for length, future in enumerate(futures, 1):
+        assert accepts(result(future), "x" * length)
+    compiling.close()
