@@ -1,0 +1,156 @@
+"""Tiny random models of many architectures, on the CPU in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+__all__ = ["ARCHITECTURES", "build"]
+
+BASE: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+MIXED = ["sliding_attention", "full_attention"] * 2
+GEMMA = {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8, "layer_types": MIXED}
+MLA = {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 12,
+}
+DELTA = {
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+}
+GLM = {
+    "head_dim": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+
+# name: (configuration class, what differs from BASE, attention implementation)
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("LlamaConfig", {}, "sdpa"),
+    "llama_eager": ("LlamaConfig", {}, "eager"),
+    "llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, "sdpa"),
+    "qwen3": ("Qwen3Config", {"head_dim": 8}, "sdpa"),
+    "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}, "sdpa"),
+    "mistral": ("MistralConfig", {"sliding_window": 8, "head_dim": 8}, "sdpa"),
+    "gemma2": ("Gemma2Config", GEMMA, "eager"),
+    "gemma3": ("Gemma3TextConfig", GEMMA, "sdpa"),
+    "gpt_oss": (
+        "GptOssConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "layer_types": MIXED,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+        "eager",
+    ),
+    "deepseek_v3": ("DeepseekV3Config", MLA, "sdpa"),
+    "deepseek_v32": (
+        "DeepseekV32Config",
+        {**MLA, "index_topk": 8, "index_head_dim": 16, "index_n_heads": 16},
+        "sdpa",
+    ),
+    "glm4_moe": ("Glm4MoeConfig", GLM, "sdpa"),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+        "sdpa",
+    ),
+    "qwen3_5": ("Qwen3_5TextConfig", DELTA, "sdpa"),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        {**DELTA, **EXPERTS, "shared_expert_intermediate_size": 16},
+        "sdpa",
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        {
+            "head_dim": 8,
+            "sliding_window": 8,
+            "layer_types": [*MIXED, *MIXED],
+            "num_hidden_layers": 8,
+            "num_kv_shared_layers": 4,
+            "vocab_size_per_layer_input": 64,
+            "hidden_size_per_layer_input": 8,
+            "laurel_rank": 8,
+            "activation_sparsity_pattern": [0.0] * 8,
+        },
+        "sdpa",
+    ),
+    "bitnet": ("BitNetConfig", {}, "sdpa"),
+}
+
+
+def build(name: str, seed: int = 0, vocab_size: int = 64, **overrides: object) -> PreTrainedModel:
+    """A random model; skips the test where the installed transformers lacks the architecture.
+
+    name: a key of ARCHITECTURES. overrides: further fields of its configuration.
+    """
+    class_name, differences, attention = ARCHITECTURES[name]
+    if not hasattr(transformers, class_name):
+        pytest.skip(f"transformers {transformers.__version__} has no {class_name}")
+    values = {**BASE, **differences, "vocab_size": vocab_size, **overrides}
+    config = getattr(transformers, class_name)(**values)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(
+        config, attn_implementation=attention, dtype=torch.float32
+    )
+    _spread(model)
+    assert isinstance(model, PreTrainedModel)
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    model.eval()
+    return model
+
+
+def _spread(model: PreTrainedModel) -> None:
+    """Weights larger than at the start of training, so that what comes next depends on the past."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0.0, 0.25)
