@@ -18,6 +18,7 @@ from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM"]
@@ -74,14 +75,19 @@ class LLM:
         served.
         """
         collector = _Collector()
-        for chunk in self.stream(prompts, params):
+        for chunk in self._stream(prompts, params, is_streamed=False):
             collector.add(chunk)
         return collector.outputs()
 
     def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[Chunk]:
         """Generate, yielding text as it is committed; leaving the loop early cancels the rest."""
+        return self._stream(prompts, params, is_streamed=True)
+
+    def _stream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params, *, is_streamed: bool
+    ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        requests = self._submit(prompts, params, chunks.put)
+        requests = self._submit(prompts, params, chunks.put, is_streamed=is_streamed)
         try:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
@@ -95,7 +101,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """``generate`` for asyncio. Cancelling the task cancels the requests."""
         collector = _Collector()
-        async for chunk in self.astream(prompts, params):
+        async for chunk in self._astream(prompts, params, is_streamed=False):
             collector.add(chunk)
         return collector.outputs()
 
@@ -103,6 +109,12 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], params: Params = None
     ) -> AsyncIterator[Chunk]:
         """``stream`` for asyncio."""
+        async for chunk in self._astream(prompts, params, is_streamed=True):
+            yield chunk
+
+    async def _astream(
+        self, prompts: Prompt | Sequence[Prompt], params: Params, *, is_streamed: bool
+    ) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
@@ -110,7 +122,7 @@ class LLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        requests = self._submit(prompts, params, report)
+        requests = self._submit(prompts, params, report, is_streamed=is_streamed)
         try:
             for _ in requests:
                 while (chunk := await chunks.get()).completion is None:
@@ -150,13 +162,16 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: Params,
         report: Callable[[Chunk], None],
+        *,
+        is_streamed: bool,
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
         listed = split_prompts(prompts)
         for index, (prompt, param) in enumerate(zip(listed, _match(params, listed), strict=True)):
             try:
-                requests.extend(self._requests(index, prompt, param, report))
+                job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
+                requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
                 for sample in range(param.n):
                     failed = Completion("", [], "error", error, RequestStats())
@@ -165,21 +180,23 @@ class LLM:
         self._worker.submit([request for request in requests if request is not None])
         return requests
 
-    def _requests(
-        self, index: int, prompt: Prompt, params: SamplingParams, report: Callable[[Chunk], None]
-    ) -> list[Request]:
+    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         prompt_ids = self._encoder.encode(prompt)
         _check_stop_ids(params, self.vocabulary.vocab_size)
         seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         grammar = None if params.grammar is None else self._grammars.submit(params.grammar)
-        first = Job(prompt_ids, params, self.max_model_len, seed, grammar, prompt_index=index)
-        samples = [Request(first, self.vocabulary, report)]
-        for sample in range(1, params.n):
-            # Samples differ by their seed; the first one is what n=1 would have given.
-            seed = (seed + 1) % (MAX_SEED + 1)
-            job = first._replace(seed=seed, sample_index=sample, leader=samples[0])
-            samples.append(Request(job, self.vocabulary, report))
-        return samples
+        return Job(prompt_ids, params, self.max_model_len, seed, grammar)
+
+
+def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> list[Request]:
+    """The ``n`` requests of one prompt."""
+    samples = [Request(first, vocabulary, report)]
+    for index in range(1, first.params.n):
+        # Samples differ by their seed; the first one is what n=1 would have given.
+        seed = (first.seed + index) % (MAX_SEED + 1)
+        job = first._replace(seed=seed, sample_index=index, leader=samples[0])
+        samples.append(Request(job, vocabulary, report))
+    return samples
 
 
 class _Collector:

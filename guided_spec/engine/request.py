@@ -35,6 +35,8 @@ class Job(NamedTuple):
     seed: of this sample. grammar: the grammar being compiled, None for free text.
     prompt_index, sample_index: the request's place in the caller's list.
     leader: the first sample of the same prompt, whose prefill is shared; None for itself.
+    is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
+        thread at every step costs as much as a small model's forward.
     """
 
     prompt_ids: Sequence[int]
@@ -45,6 +47,7 @@ class Job(NamedTuple):
     prompt_index: int = 0
     sample_index: int = 0
     leader: Request | None = None
+    is_streamed: bool = True
 
 
 class Request:
@@ -109,7 +112,7 @@ class Request:
         return token_id in self._stop_ids
 
     def _send(self, completion: Completion | None) -> None:
-        text = self._output.text[self._sent :]
+        text = self._output.text[self._sent :] if self.job.is_streamed else ""
         self._sent += len(text)
-        if text or completion is not None:
+        if completion is not None or (text and self.job.is_streamed):
             self._report(Chunk(self.job.prompt_index, self.job.sample_index, text, completion))

@@ -37,7 +37,7 @@ class _Walk:
         self.limit = limit
         self.drafted: list[int] = []
         self.filled = 0  # rows 0..filled-1 are in the mask rows
-        self.is_open = limit > 0
+        self.is_open = limit > 0 and not (fork is not None and fork.matcher.is_terminated())
         self.is_paused = False
 
     @property

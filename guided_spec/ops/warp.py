@@ -64,7 +64,10 @@ def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     if sampling.all_greedy:
         return greedy
     temperature = sampling.temperature.view(-1, 1, 1)
-    scores = logits.float() / torch.where(temperature > 0, temperature, 1.0)
+    scores = logits.float()
+    # Behind the largest one, so that no temperature, however small, divides it to infinity.
+    scores = scores - scores.amax(-1, keepdim=True)
+    scores = scores / torch.where(temperature > 0, temperature, 1.0)
     if sampling.any_min_p:
         scores = _keep_min_p(scores, sampling.min_p.view(-1, 1, 1))
     if sampling.any_top_k or sampling.any_top_p:

@@ -65,7 +65,12 @@ class Chain:
             if left == before or not any(lookahead.is_open):
                 break
             draft = concatenate(draft, lead.propose(batch, lookahead))
-        return draft
+        # Where drafts are ragged, columns are left that no request uses: more, maybe, than there
+        # are mask rows. One column stays for an illegal token, which is not among ``drafted``.
+        longest = max(map(len, lookahead.drafted)) + 1
+        width = min(draft.token_ids.shape[1], longest, batch.mask_rows.depths - 1)
+        probs = None if draft.probs is None else draft.probs[:, :width]
+        return Draft(draft.token_ids[:, :width], draft.num_tokens, probs)
 
     def _fill(self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         lead = self._members[0]

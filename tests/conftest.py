@@ -1,0 +1,63 @@
+"""What every test runs under: offline, few threads, repeatable, and with poisoned memory."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from torch import Tensor
+
+settings.register_profile(
+    "repeatable",
+    deadline=None,  # a busy machine is not a defect
+    derandomize=True,
+    max_examples=60,
+    suppress_health_check=[HealthCheck.too_slow],  # likewise
+)
+settings.load_profile("repeatable")
+
+
+def pytest_configure() -> None:
+    """Runs before any test module imports transformers, which reads these variables."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    is_worker = "PYTEST_XDIST_WORKER" in os.environ
+    torch.set_num_threads(1 if is_worker else 2)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """``pytest -m gpu`` on a machine without a GPU skips instead of failing."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fresh floating-point CPU memory holds NaN, so that a result that reads it is noticed."""
+    for owner, name in (
+        (torch, "empty"),
+        (torch, "empty_like"),
+        (Tensor, "new_empty"),
+    ):
+        monkeypatch.setattr(owner, name, _poisoned(getattr(owner, name)))
+
+
+def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    @functools.wraps(allocate)
+    def allocate_poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        memory = allocate(*args, **kwargs)
+        if memory.device.type == "cpu" and memory.is_floating_point():
+            with torch.no_grad():
+                memory.fill_(torch.nan)
+        return memory
+
+    return allocate_poisoned
