@@ -21,8 +21,9 @@ class EngineConfig:
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
         limit, but not more than 4096.
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
-    kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the memory
-        that is free. Fewer slots than ``max_batch_size`` fit then, and requests queue.
+    kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
+        memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
+        fit, requests queue.
     compile_threads: grammars compiled at the same time.
 
     Raises ConfigError for a value out of range.

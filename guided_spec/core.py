@@ -43,9 +43,9 @@ class DecodeBatch:
     sampling: the requests' parameters, on ``device``.
     mask_rows: host memory for the masks.
     num_draft_tokens: K for proposers that could go on for ever.
-    features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens before
-        the last one that became known since the request's previous step (all of the prompt but its
-        last token at the first); None where the proposer asked for none.
+    features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
+        before the last one that became known since the request's previous step (all of the prompt
+        but its last token at the first); None where the proposer asked for none.
     """
 
     slots: tuple[int, ...]
@@ -85,7 +85,7 @@ class DecodeBatch:
 
 
 class Proposer(Protocol):
-    """Drafts tokens for the target to verify. See docs/add_a_proposer.md."""
+    """Drafts tokens for the target to verify. See "Adding a proposer" in docs/contributing.md."""
 
     aux_hidden_layers: tuple[int, ...]
     """Hidden states it wants from the target: index i is the input of layer i. () for none."""
@@ -107,5 +107,5 @@ class TargetModel(Protocol):
     """The model whose distribution the output has."""
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
-        """One forward over each request's last token and its draft; may return before it is done."""
+        """One forward over each request's last token and draft; may return before it is done."""
         ...

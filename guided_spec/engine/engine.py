@@ -6,18 +6,20 @@ An engine is used by one thread. ``guided_spec.engine.llm`` runs it in a thread 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 
 import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.ops.warp import Sampling
 from guided_spec.step import Step, commit, speculative_step
@@ -82,6 +84,9 @@ class Engine:
             self._proposer.release(slots)
 
     def _admit(self) -> None:
+        if is_parallel():
+            # Whose grammar is done first must not decide what is batched in which process.
+            wait(self._grammars())
         for request in self._scheduler.ready():
             try:
                 if request.job.grammar is not None:
@@ -96,12 +101,14 @@ class Engine:
             request.stats.start()
 
     def _wait_for_a_grammar(self) -> None:
-        futures = [
-            request.job.grammar for request in self._scheduler if request.job.grammar is not None
-        ]
+        futures = self._grammars()
         if futures:
             # Not for ever: a cancellation has to be seen.
             wait(futures, timeout=0.05, return_when="FIRST_COMPLETED")
+
+    def _grammars(self) -> list[Future[CompiledGrammar]]:
+        jobs = [request.job for request in self._scheduler]
+        return [job.grammar for job in jobs if job.grammar is not None]
 
     def _fail_running(self, error: Exception) -> None:
         failure = error

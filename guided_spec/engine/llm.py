@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import queue
-import secrets
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
@@ -12,6 +11,7 @@ from dataclasses import fields
 from typing import Any
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
@@ -60,6 +60,7 @@ class LLM:
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
         self._draft = setup.draft
+        self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._grammars = setup.grammars
         self._worker = setup.worker
@@ -183,7 +184,7 @@ class LLM:
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         prompt_ids = self._encoder.encode(prompt)
         _check_stop_ids(params, self.vocabulary.vocab_size)
-        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
+        seed = self._seeds.draw() if params.seed is None else params.seed
         grammar = None if params.grammar is None else self._grammars.submit(params.grammar)
         return Job(prompt_ids, params, self.max_model_len, seed, grammar)
 
