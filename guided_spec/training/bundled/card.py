@@ -56,7 +56,7 @@ class Run:
     device: str
 
 
-def model_card(run: Run, documents: int, accuracy: Accuracy, acceptance: Acceptance) -> str:
+def model_card(run: Run, accuracy: Accuracy, acceptance: Acceptance) -> str:
     """Return the card as Markdown."""
     return _CARD.format(
         target=run.target,
@@ -66,7 +66,7 @@ def model_card(run: Run, documents: int, accuracy: Accuracy, acceptance: Accepta
         target_tokens=run.target.tokens / 1e6,
         draft_tokens=run.draft.tokens / 1e6,
         device=run.device,
-        documents=documents,
+        documents=accuracy.count,
         accuracy=accuracy,
         acceptance=acceptance,
         kinds="\n".join(f"| {kind} | {share:.1%} |" for kind, share in accuracy.by_kind.items()),

@@ -151,7 +151,8 @@ FIELDS: dict[str, Field] = {
         "due_date due deadline payment_due due_by",
         "due_on date_due",
         "Due|Due date|Deadline",
-        "Due on {}.|Please pay by {}.|The due date is {}.|The deadline is {}.|It must be paid by {}.",
+        "Due on {}.|Please pay by {}.|The due date is {}.|The deadline is {}.|It must be paid "
+        "by {}.",
         values.date,
     ),
     "tax": field(

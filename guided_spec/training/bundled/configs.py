@@ -46,7 +46,7 @@ def tiny_config(vocab_size: int) -> LlamaConfig:
 
 def _llama(**shape: int) -> LlamaConfig:
     return LlamaConfig(
-        **shape,
+        **shape,  # type: ignore[arg-type]
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,

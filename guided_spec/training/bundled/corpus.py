@@ -72,6 +72,8 @@ def _make_shard(job: tuple[CorpusConfig, int]) -> list[Batch]:
     answers = tokenizer.encode_batch_fast([left for left, _ in cuts])
     rests = tokenizer.encode_batch_fast([right for _, right in cuts])
     end = tokenizer.token_to_id(END)
+    if end is None:
+        raise ValueError(f"the tokenizer has no {END}")
     rows = [
         (prompt.ids, [*answer.ids, *rest.ids, end])
         for prompt, answer, rest in zip(prompts, answers, rests, strict=True)

@@ -22,13 +22,13 @@ _HELD_SHARE = 5  # one in five combinations of fields is kept for evaluation
 
 @dataclass(frozen=True)
 class Document:
-    """One example; exactly one of `schema` and `pattern` is set."""
+    """One example; exactly one of `schema` and `regex` is set."""
 
     kind: str
     prompt: str
     answer: str
     schema: Schema | None = None
-    pattern: str | None = None
+    regex: str | None = None
 
     def to_json(self) -> str:
         """Return the document as one line of JSON."""
@@ -57,7 +57,7 @@ def _format_document(rng: random.Random) -> Document:
     kind = rng.choice(list(FORMATS))
     task = FORMATS[kind](rng)
     prompt = f"{task.text}\n\n{task.label}: "
-    return Document(f"format_{kind}", prompt, task.answer, pattern=task.pattern)
+    return Document(f"format_{kind}", prompt, task.answer, regex=task.regex)
 
 
 def _tool_document(rng: random.Random, *, held: bool) -> Document:
@@ -73,7 +73,7 @@ def _record_document(rng: random.Random, *, held: bool) -> Document | None:
     if combination_is_held(wanted) != held:
         return None
     found = {name: _sample_value(rng, name, held=held) for name in stated}
-    text = render(rng, domain, [(FIELDS[name], found[name]) for name in stated], held=held)
+    text = render(rng, domain, {name: (FIELDS[name], found[name]) for name in stated}, held=held)
     missing = [name for name in domain.fields if name not in stated]
     if missing and rng.random() < 0.15:
         absent = rng.choice(missing)

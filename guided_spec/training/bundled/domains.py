@@ -53,7 +53,8 @@ DOMAINS: dict[str, Domain] = {
     ),
     "log": _domain(
         "day time level service host status_code latency version note",
-        "Log entry|From the log:|Monitoring alert.|Trace:|Server message.|One more line of the log.",
+        "Log entry|From the log:|Monitoring alert.|Trace:|Server message.|One more line of "
+        "the log.",
     ),
     "travel": _domain(
         "person origin destination day time passengers travel_class price currency status paid",

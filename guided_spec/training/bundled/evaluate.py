@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import xgrammar
-from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaForCausalLM, LogitsProcessorList, PreTrainedTokenizerFast
 from xgrammar.contrib.hf import LogitsProcessor
 
 from guided_spec.training.bundled.documents import Document
@@ -20,6 +20,7 @@ _MISSING = object()
 class Accuracy:
     """Leaf values that equal the expected ones, as a share: overall, by document kind, by type."""
 
+    count: int
     fields: float
     documents: float
     by_kind: dict[str, float]
@@ -53,7 +54,7 @@ class GrammarDecoder:
         if document.schema is not None:
             schema = json.dumps(document.schema)
             return self._compiler.compile_json_schema(schema, any_whitespace=False)
-        return self._compiler.compile_regex(document.pattern or "")
+        return self._compiler.compile_regex(document.regex or "")
 
     @torch.inference_mode()
     def generate(
@@ -64,12 +65,14 @@ class GrammarDecoder:
         for start in range(0, len(documents), batch):
             part = documents[start : start + batch]
             inputs = self.tokenizer([d.prompt for d in part], return_tensors="pt", padding=True)
-            ids = model.generate(
+            ids = model.generate(  # type: ignore[misc]
                 input_ids=inputs["input_ids"].to(model.device),
                 attention_mask=inputs["attention_mask"].to(model.device),
                 do_sample=False,
                 max_new_tokens=360,
-                logits_processor=[LogitsProcessor([self.compile(d) for d in part])],
+                logits_processor=LogitsProcessorList(
+                    [LogitsProcessor([self.compile(d) for d in part])]
+                ),
             )
             outputs += [self._cut(row) for row in ids[:, inputs["input_ids"].shape[1] :].tolist()]
         return outputs
@@ -111,6 +114,7 @@ def field_accuracy(documents: Sequence[Document], answers: Iterable[str]) -> Acc
             wrong.append((document.prompt + document.answer, answer))
     every = [mark for marks_of_kind in by_kind.values() for mark in marks_of_kind]
     return Accuracy(
+        len(documents),
         _share(every),
         _share(exact),
         {name: _share(marks_of) for name, marks_of in sorted(by_kind.items())},

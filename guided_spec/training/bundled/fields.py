@@ -58,7 +58,7 @@ _LINE_KEYS_HELD: dict[str, tuple[str, ...]] = {
 }
 
 
-def _line_text(rng: random.Random, line: dict[str, Value], shape: int) -> str:
+def _line_text(line: dict[str, Value], shape: int) -> str:
     quantity, product, price = (line[name].text for name in ("quantity", "product", "price"))
     return (
         f"{quantity} x {product} at {price}",
@@ -68,14 +68,14 @@ def _line_text(rng: random.Random, line: dict[str, Value], shape: int) -> str:
     )[shape]
 
 
-def lines(held: bool = False) -> Sampler:  # noqa: FBT001, FBT002 - the split picks one of two samplers
+def lines(*, held: bool = False) -> Sampler:
     """Return a sampler of arrays of objects: the lines of an order."""
-    table = _LINE_KEYS_HELD if held else _LINE_KEYS
+    line_keys = _LINE_KEYS_HELD if held else _LINE_KEYS
 
     def sample(rng: random.Random) -> Value:
         shape = rng.randrange(4)
-        names = rng.sample(list(table), rng.randint(2, 3))
-        keys = {name: rng.choice(table[name]) for name in names}
+        names = rng.sample(list(line_keys), rng.randint(2, 3))
+        keys = {name: rng.choice(line_keys[name]) for name in names}
         rows = []
         for _ in range(rng.randint(1, 3)):
             number = rng.randint(1, 20)
@@ -86,7 +86,7 @@ def lines(held: bool = False) -> Sampler:  # noqa: FBT001, FBT002 - the split pi
                     "price": values.money(rng),
                 }
             )
-        text = values.join_words(rng, [_line_text(rng, row, shape) for row in rows])
+        text = values.join_words(rng, [_line_text(row, shape) for row in rows])
         answer = [{keys[name]: row[name].json for name in names} for row in rows]
         properties = {keys[name]: rows[0][name].schema for name in names}
         return Value(text, answer, {"type": "array", "items": object_schema(properties)})

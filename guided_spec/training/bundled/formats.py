@@ -18,7 +18,7 @@ class FormatTask(NamedTuple):
 
     text: str
     label: str
-    pattern: str
+    regex: str
     answer: str
 
 
@@ -71,9 +71,7 @@ def _version(rng: random.Random) -> FormatTask:
         ),
     )
     text = _choose(rng, ("We run {} now.", "Please update to {}.", "Seen in {} only."))
-    return FormatTask(
-        text.format(written), "Version", r"[0-9]+\.[0-9]+\.[0-9]+", ".".join(parts)
-    )
+    return FormatTask(text.format(written), "Version", r"[0-9]+\.[0-9]+\.[0-9]+", ".".join(parts))
 
 
 def _label(rng: random.Random) -> FormatTask:
@@ -104,7 +102,9 @@ def _email(rng: random.Random) -> FormatTask:
 
 def _price(rng: random.Random) -> FormatTask:
     cents = rng.randint(100, 99_999)
-    written = _choose(rng, (f"${cents / 100:.2f}", f"{cents // 100} dollars and {cents % 100} cents"))
+    written = _choose(
+        rng, (f"${cents / 100:.2f}", f"{cents // 100} dollars and {cents % 100} cents")
+    )
     text = _choose(rng, ("The {} costs {}.", "I paid for the {} exactly {}."))
     text = text.format(words.product(rng), written)
     return FormatTask(text, "Price", r"[0-9]+\.[0-9]{2}", f"{cents / 100:.2f}")

@@ -39,8 +39,7 @@ FIELDS: dict[str, Field] = {
         "role job_title position job occupation",
         "job_role title_of_job",
         "Role|Job title|Position|Job",
-        "The role is {}.|The job title is {}.|The position is {}.|Works as {}."
-        "|Employed as {}.",
+        "The role is {}.|The job title is {}.|The position is {}.|Works as {}.|Employed as {}.",
         values.one_of(words.ROLES),
     ),
     "age": field(
@@ -90,8 +89,10 @@ FIELDS: dict[str, Field] = {
         "Country|Nation",
         "The country is {}.|It lies in {}.|Country: {}.|The nation is {}.",
         values.one_of(
-            "Germany France Spain Italy Austria Norway Sweden Finland Poland Greece Ireland Japan "
-            "Canada Brazil Chile Kenya Ghana India Vietnam Portugal Denmark Iceland Peru".split()
+            words.table(
+                "Germany France Spain Italy Austria Norway Sweden Finland Poland Greece Ireland "
+                "Japan Canada Brazil Chile Kenya Ghana India Vietnam Portugal Denmark Iceland Peru"
+            )
         ),
     ),
     "manager": string_field(

@@ -1,9 +1,9 @@
 """The whole run: corpus, tokenizer, target, draft, evaluation, folders."""
 
+import json
 import logging
 import math
 import random
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
@@ -22,7 +22,13 @@ from guided_spec.training.bundled import configs
 from guided_spec.training.bundled.card import Run, model_card
 from guided_spec.training.bundled.corpus import Batch, CorpusConfig, batches
 from guided_spec.training.bundled.documents import Document, sample_document
-from guided_spec.training.bundled.evaluate import GrammarDecoder, acceptance, field_accuracy
+from guided_spec.training.bundled.evaluate import (
+    Acceptance,
+    Accuracy,
+    GrammarDecoder,
+    acceptance,
+    field_accuracy,
+)
 from guided_spec.training.bundled.tokenizer import train_tokenizer
 from guided_spec.training.bundled.train import (
     TrainConfig,
@@ -51,6 +57,7 @@ class PipelineConfig:
     workers: int = 0
     tiny: bool = False
     device: str = "cpu"
+    resume: Path | None = None
 
 
 def run_pipeline(config: PipelineConfig) -> None:
@@ -59,38 +66,42 @@ def run_pipeline(config: PipelineConfig) -> None:
     documents = heldout_documents(config.heldout_documents)
     lines = "".join(document.to_json() + "\n" for document in documents)
     (config.output / "heldout.jsonl").write_text(lines, encoding="utf-8")
-    tokenizer = train_tokenizer(_texts(config.tokenizer_documents), config.vocab_size)
+    tokenizer: PreTrainedTokenizerFast
+    if config.resume is not None:
+        tokenizer = AutoTokenizer.from_pretrained(config.resume / "target")  # type: ignore[assignment]
+    else:
+        tokenizer = train_tokenizer(_texts(config.tokenizer_documents), config.vocab_size)
     for name in ("target", "draft"):
-        shutil.rmtree(config.output / name, ignore_errors=True)
         tokenizer.save_pretrained(config.output / name, save_jinja_files=False)
     target_shape, draft_shape = configs.target_config(), configs.draft_config()
     if config.tiny:
         target_shape = draft_shape = configs.tiny_config(config.vocab_size)
-    target = _new_model(target_shape, _TARGET_SEED, config.device)
+    target = _model(config, "target", target_shape, _TARGET_SEED)
     target_result = train(
         target, target_loss(target), _data(config, _TARGET_SEED, config.target), config.target
     )
     _save(target, config.output / "target")
     target.eval()
-    draft = _new_model(draft_shape, _DRAFT_SEED, config.device)
+    draft = _model(config, "draft", draft_shape, _DRAFT_SEED)
     draft_result = train(
         draft, draft_loss(draft, target), _data(config, _DRAFT_SEED, config.draft), config.draft
     )
     _save(draft, config.output / "draft")
     device = torch.cuda.get_device_name() if config.device == "cuda" else "CPU"
-    run = Run(
-        target_result, draft_result, target.num_parameters(), draft.num_parameters(), device
-    )
-    evaluate_folders(config.output, documents, run, config.device)
+    run = Run(target_result, draft_result, target.num_parameters(), draft.num_parameters(), device)
+    figures = evaluate_folders(config.output, config.device)
+    (config.output / "README.md").write_text(model_card(run, *figures), encoding="utf-8")
 
 
-def evaluate_folders(output: Path, documents: list[Document], run: Run, device: str) -> None:
-    """Evaluate the written folders on `documents`, log the figures and write the model card."""
+def evaluate_folders(output: Path, device: str) -> tuple[Accuracy, Acceptance]:
+    """Evaluate the pair in `output` on its `heldout.jsonl` and log the figures."""
     target, draft = (
-        LlamaForCausalLM.from_pretrained(output / name, dtype=torch.float32).to(device).eval()
+        LlamaForCausalLM.from_pretrained(output / name, dtype=torch.float32).to(device).eval()  # type: ignore[arg-type]
         for name in ("target", "draft")
     )
-    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(output / "target")
+    lines = (output / "heldout.jsonl").read_text(encoding="utf-8").splitlines()
+    documents = [Document(**json.loads(line)) for line in lines]
+    tokenizer: PreTrainedTokenizerFast = AutoTokenizer.from_pretrained(output / "target")  # type: ignore[assignment]
     decoder = GrammarDecoder(tokenizer, target.config.vocab_size)
     outputs = decoder.generate(target, documents)
     accuracy = field_accuracy(documents, [decoder.text(ids) for ids in outputs])
@@ -101,13 +112,12 @@ def evaluate_folders(output: Path, documents: list[Document], run: Run, device: 
     logger.info("by kind %s", {kind: round(x, 3) for kind, x in accuracy.by_kind.items()})
     logger.info("by type %s", {kind: round(x, 3) for kind, x in accuracy.by_type.items()})
     logger.info("tokens per step %.3f, agreement %.3f", accepted.length, accepted.agreement)
-    card = model_card(run, len(documents), accuracy, accepted)
-    (output / "README.md").write_text(card, encoding="utf-8")
+    return accuracy, accepted
 
 
 def heldout_documents(count: int) -> list[Document]:
     """Return the first `count` held-out documents, always the same ones."""
-    rng = random.Random("heldout")
+    rng = random.Random("held-out documents")
     return [sample_document(rng, "heldout") for _ in range(count)]
 
 
@@ -123,7 +133,8 @@ def _texts(count: int) -> Iterator[str]:
 def _data(config: PipelineConfig, seed: int, run: TrainConfig) -> Iterator[Batch]:
     corpus = CorpusConfig(
         tokenizer_file=str(config.output / "target" / "tokenizer.json"),
-        seed=seed,
+        # A resumed run sees new documents.
+        seed=seed if config.resume is None else seed + 100,
         tokens=config.batch_tokens,
         shard=config.shard,
         workers=config.workers,
@@ -133,11 +144,16 @@ def _data(config: PipelineConfig, seed: int, run: TrainConfig) -> Iterator[Batch
     return islice(batches(corpus, shards), run.steps)
 
 
-def _new_model(shape: LlamaConfig, seed: int, device: str) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(shape).to(device)
+def _model(config: PipelineConfig, name: str, shape: LlamaConfig, seed: int) -> LlamaForCausalLM:
+    """Return a fresh model, or the one of the folder to resume from, ready to train."""
+    if config.resume is not None:
+        model = LlamaForCausalLM.from_pretrained(config.resume / name, dtype=torch.float32)
+    else:
+        torch.manual_seed(seed)
+        model = LlamaForCausalLM(shape)
+    model = model.to(config.device)  # type: ignore[arg-type]
     use_causal_attention(model)
-    return model
+    return model  # type: ignore[no-any-return]
 
 
 def _save(model: LlamaForCausalLM, folder: Path) -> None:
@@ -145,4 +161,4 @@ def _save(model: LlamaForCausalLM, folder: Path) -> None:
     copy = LlamaForCausalLM(model.config)
     copy.load_state_dict(model.state_dict())
     copy.generation_config = GenerationConfig(eos_token_id=0, pad_token_id=0, do_sample=False)
-    copy.to(torch.bfloat16).save_pretrained(folder)
+    copy.to(torch.bfloat16).save_pretrained(folder)  # type: ignore[arg-type]

@@ -3,8 +3,10 @@
 import random
 from dataclasses import dataclass
 
+from guided_spec.training.bundled.compounds import sample_compound
 from guided_spec.training.bundled.domains import Domain
 from guided_spec.training.bundled.fields import Field
+from guided_spec.training.bundled.filler import around_label, disturb
 from guided_spec.training.bundled.values import Value
 
 
@@ -32,8 +34,20 @@ HELD_LABELLED: tuple[Style, ...] = (Style("* {} - {}", "\n"), Style("{}: {}", " 
 Mention = tuple[Field, Value]
 
 
-def render(rng: random.Random, domain: Domain, mentions: list[Mention], *, held: bool) -> str:
+def render(rng: random.Random, domain: Domain, named: dict[str, Mention], *, held: bool) -> str:
     """Return the text that states every mention, in the style that `rng` picks."""
+    compound = sample_compound(rng, {n: m[1].text for n, m in named.items()}, held=held)
+    if compound is None:
+        return _separate(rng, domain, list(named.values()), held=held)
+    rest = [mention for name, mention in named.items() if name not in compound.names]
+    sentences = [_sentence(rng, mention, held=held) for mention in rest]
+    if rng.random() < 0.3:
+        sentences.insert(0, domain.openings[-1] if held else rng.choice(domain.openings[:-1]))
+    sentences.insert(rng.randint(0, len(sentences)), compound.text)
+    return " ".join(sentences)
+
+
+def _separate(rng: random.Random, domain: Domain, mentions: list[Mention], *, held: bool) -> str:
     opening = domain.openings[-1] if held else rng.choice(domain.openings[:-1])
     if rng.random() < 0.55:
         body = " ".join(_sentence(rng, mention, held=held) for mention in mentions)
@@ -53,7 +67,11 @@ def _sentence(rng: random.Random, mention: Mention, *, held: bool) -> str:
         return f"{rng.choice(field.labels)}: {value.text}."
     if held and rng.random() < 0.5:
         return field.held_sentence.format(value.text)
-    return rng.choice(field.sentences[:-1]).format(value.text)
+    if held:
+        return rng.choice(field.sentences[:-1]).format(value.text)
+    if rng.random() < 0.15:
+        return around_label(rng, rng.choice(field.labels)).format(value.text)
+    return disturb(rng, rng.choice(field.sentences[:-1])).format(value.text)
 
 
 def _labelled(rng: random.Random, style: Style, mention: Mention) -> str:

@@ -22,6 +22,8 @@ def _address(rng: random.Random) -> str:
     return ".".join(str(rng.randrange(256)) for _ in range(4))
 
 
+_HALLS = ("Hall", "Park", "Hotel", "Café", "Library", "Center")
+
 FIELDS: dict[str, Field] = {
     "title": string_field(
         "title event name event_name subject",
@@ -55,7 +57,7 @@ FIELDS: dict[str, Field] = {
         lambda rng: (
             rng.choice((f"Room {rng.randint(1, 400)}", f"Hall {rng.choice('ABCDEF')}"))
             if rng.random() < 0.4
-            else f"{rng.choice((words.last_name, words.city))(rng)} {rng.choice(('Hall', 'Park', 'Hotel', 'Café', 'Library', 'Center'))}"
+            else f"{rng.choice((words.last_name, words.city))(rng)} {rng.choice(_HALLS)}"
         ),
     ),
     "organizer": string_field(
@@ -135,8 +137,7 @@ FIELDS: dict[str, Field] = {
         "priority urgency importance prio",
         "priority_level urgency_level",
         "Priority|Urgency",
-        "The priority is {}.|Urgency: {}.|Priority {}.|Treat it as {} priority."
-        "|Its urgency is {}.",
+        "The priority is {}.|Urgency: {}.|Priority {}.|Treat it as {} priority.|Its urgency is {}.",
         values.enum("low", "medium", "high", "urgent", "critical"),
     ),
     "assignee": string_field(

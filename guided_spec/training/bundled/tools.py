@@ -8,9 +8,10 @@ from typing import Any
 
 from guided_spec.training.bundled import values, words
 from guided_spec.training.bundled.fields import object_schema
+from guided_spec.training.bundled.filler import disturb
 from guided_spec.training.bundled.values import Sampler, Schema, string
 
-_DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday today tomorrow".split()
+_DAYS = words.table("Monday Tuesday Wednesday Thursday Friday Saturday Sunday today tomorrow")
 _WRAPPERS = (("name", "arguments"), ("tool", "args"), ("function", "parameters"))
 _SLOT = re.compile(r"{(\w+)}")
 
@@ -26,7 +27,10 @@ SLOTS: dict[str, tuple[tuple[str, ...], Sampler]] = {
         ("people", "party_size", "guests", "number_of_people", "guest_count"),
         values.integer(1, 20),
     ),
-    "place": (("restaurant", "place", "venue", "restaurant_name", "place_name"), string(_restaurant)),
+    "place": (
+        ("restaurant", "place", "venue", "restaurant_name", "place_name"),
+        string(_restaurant),
+    ),
     "day": (("day", "date", "on", "weekday", "day_name"), values.one_of(_DAYS)),
     "time": (("time", "at", "start_time", "hour", "time_of_day"), values.clock),
     "city": (("city", "location", "town", "city_name"), string(words.city)),
@@ -48,12 +52,12 @@ SLOTS: dict[str, tuple[tuple[str, ...], Sampler]] = {
     "date": (("date", "day", "on", "date_of_day"), values.date),
     "room": (
         ("room", "place", "where", "room_name"),
-        values.one_of("kitchen bathroom bedroom office hall garage living-room attic".split()),
+        values.one_of(words.table("kitchen bathroom bedroom office hall garage living-room attic")),
     ),
     "degrees": (("temperature", "degrees", "target", "target_temperature"), values.integer(12, 28)),
     "language": (
         ("language", "target_language", "to", "to_language"),
-        values.one_of("German French Spanish Italian Polish Japanese Korean Dutch".split()),
+        values.one_of(words.table("German French Spanish Italian Polish Japanese Korean Dutch")),
     ),
 }
 
@@ -144,7 +148,7 @@ TOOLS: tuple[Tool, ...] = (
 def sample_call(rng: random.Random, *, held: bool) -> tuple[str, dict[str, Any], Schema]:
     """Return a request, the tool call that serves it and the schema of the call."""
     tool = rng.choice(TOOLS)
-    request = tool.requests[-1] if held else rng.choice(tool.requests[:-1])
+    request = tool.requests[-1] if held else disturb(rng, rng.choice(tool.requests[:-1]))
     arguments: dict[str, Any] = {}
     properties: dict[str, Schema] = {}
     slots = _SLOT.findall(request)
@@ -172,8 +176,12 @@ def sample_call(rng: random.Random, *, held: bool) -> tuple[str, dict[str, Any],
     text = request.format(**texts)
     polite: Callable[[], str] = lambda: rng.choice(("", "", "", "Hi, ", "Please: "))  # noqa: E731
     if len(names) > 1 or rng.random() < 0.5:
-        return f"{polite()}{text}\n\nTools: {', '.join(names)}", {
-            name_key: name,
-            arguments_key: arguments,
-        }, schema
+        return (
+            f"{polite()}{text}\n\nTools: {', '.join(names)}",
+            {
+                name_key: name,
+                arguments_key: arguments,
+            },
+            schema,
+        )
     return polite() + text, {name_key: name, arguments_key: arguments}, schema

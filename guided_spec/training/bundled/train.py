@@ -60,7 +60,12 @@ def _causal_attention(
     del attention_mask, kwargs
     groups = int(module.num_key_value_groups)  # type: ignore[arg-type]
     attended = functional.scaled_dot_product_attention(
-        query, key, value, is_causal=True, scale=module.scaling, enable_gqa=groups > 1
+        query,
+        key,
+        value,
+        is_causal=True,
+        scale=float(module.scaling),  # type: ignore[arg-type]
+        enable_gqa=groups > 1,
     )
     return attended.transpose(1, 2).contiguous(), None
 

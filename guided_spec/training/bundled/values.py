@@ -25,10 +25,10 @@ class Value(NamedTuple):
 Sampler = Callable[[random.Random], Value]
 
 _STRING: Schema = {"type": "string"}
-_MONTHS = (
-    "January February March April May June July August September October November December".split()
+_MONTHS = words.table(
+    "January February March April May June July August September October November December"
 )
-_NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
+_NUMBER_WORDS = words.table("zero one two three four five six seven eight nine ten eleven twelve")
 _DATE_PATTERN = "^[0-9]{4}-[0-9]{2}-[0-9]{2}$"
 _TIME_PATTERN = "^[0-9]{2}:[0-9]{2}$"
 

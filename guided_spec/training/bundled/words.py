@@ -6,68 +6,92 @@ answers correctly has copied the value from the prompt; it cannot have memorised
 
 import random
 
-_FIRST = (
+
+def table(text: str, separator: str | None = None) -> list[str]:
+    """Return the words of `text`."""
+    return text.split(separator)
+
+
+_FIRST = table(
     "Ada Alan Grace Edsger Barbara Linus Maria Jonas Priya Wei Fatima Kofi Yuki Lars Chloé Zoë "
-    "Björn Anna Omar Elena Diego Ingrid Noah Mia Leon Emma Paul Laura Felix Nina Tom Sara Jane John "
+    "Björn Anna Omar Elena Diego Ingrid Noah Mia Leon Emma Paul Laura Felix Nina Tom Sara "
+    "Jane John "
     "Peter Alice Bob Carol David Eva Frank Greta Hans Irene Julia Karl Lena Marta Nils Olga Rosa "
     "Stefan Theo Uma Viktor Wanda Xavier Yara Zane Sofía Renée Jürgen"
-).split()
-_LAST = (
-    "Lovelace Turing Hopper Dijkstra Liskov Torvalds Schmidt Müller Garcia Patel Chen Okafor Tanaka "
+)
+_LAST = table(
+    "Lovelace Turing Hopper Dijkstra Liskov Torvalds Schmidt Müller Garcia Patel Chen "
+    "Okafor Tanaka "
     "Larsen Dubois Novak Rossi Silva Kim Nguyen Brown Smith Miller Wilson Moore Taylor Anderson "
     "Jackson White Harris Martin Thompson Weber Fischer Becker Hoffmann Schäfer Koch Richter Wolf "
-    "Ivanova Haddad Mensah Berg Lindqvist Kowalski Costa Ferrari Moreau Young Hill Green Baker Nelson"
-).split()
-_CITIES = (
-    "Berlin Hamburg Munich Cologne Paris Lyon Madrid Lisbon Rome Milan Vienna Zurich Oslo Stockholm "
-    "Helsinki Warsaw Prague Budapest Athens Dublin London Leeds Boston Chicago Denver Austin Seattle "
+    "Ivanova Haddad Mensah Berg Lindqvist Kowalski Costa Ferrari Moreau Young Hill Green "
+    "Baker Nelson"
+)
+_CITIES = table(
+    "Berlin Hamburg Munich Cologne Paris Lyon Madrid Lisbon Rome Milan Vienna Zurich Oslo "
+    "Stockholm "
+    "Helsinki Warsaw Prague Budapest Athens Dublin London Leeds Boston Chicago Denver "
+    "Austin Seattle "
     "Toronto Tokyo Osaka Seoul Mumbai Delhi Nairobi Lagos Cairo Sydney Auckland Lima Bogotá"
-).split()
-NOUNS = (
-    "lamp desk chair bottle notebook keyboard mouse monitor cable charger backpack jacket kettle mug "
-    "blender speaker headset tripod camera router tablet printer folder marker stapler pillow blanket "
-    "towel candle mirror clock shelf drawer ladder hammer drill wrench bucket broom hose helmet glove "
-    "scarf sandal boot racket puzzle kite tent stove cooler lantern compass map whistle flute guitar"
-).split()
-ADJECTIVES = (
-    "red blue green black white grey wooden steel ceramic leather cotton foldable wireless portable "
-    "compact heavy light vintage modern solar electric manual digital large small round square soft "
+)
+NOUNS = table(
+    "lamp desk chair bottle notebook keyboard mouse monitor cable charger backpack jacket "
+    "kettle mug "
+    "blender speaker headset tripod camera router tablet printer folder marker stapler "
+    "pillow blanket "
+    "towel candle mirror clock shelf drawer ladder hammer drill wrench bucket broom hose "
+    "helmet glove "
+    "scarf sandal boot racket puzzle kite tent stove cooler lantern compass map whistle "
+    "flute guitar"
+)
+ADJECTIVES = table(
+    "red blue green black white grey wooden steel ceramic leather cotton foldable "
+    "wireless portable "
+    "compact heavy light vintage modern solar electric manual digital large small round "
+    "square soft "
     "waterproof ergonomic adjustable insulated magnetic silent classic premium basic organic"
-).split()
-TOPICS = (
+)
+TOPICS = table(
     "login page|payment gateway|search index|user profile|export job|mobile app|password reset|"
     "data import|weekly report|order form|mail server|backup script|image upload|checkout flow|"
     "user settings|invoice list|chat widget|audit log|release build|cache layer|sales dashboard|"
-    "onboarding guide|budget plan|marketing site|team calendar|test suite|price table|map view"
-).split("|")
-PROBLEMS = (
+    "onboarding guide|budget plan|marketing site|team calendar|test suite|price table|map view",
+    "|",
+)
+PROBLEMS = table(
     "crashes on start|is very slow|shows a blank screen|returns the wrong total|does not load|"
     "sends duplicate mails|loses its settings|times out|rejects valid input|ignores the filter|"
-    "fails after the update|prints garbled text|needs a review|must be rewritten|leaks memory"
-).split("|")
-EVENTS = (
+    "fails after the update|prints garbled text|needs a review|must be rewritten|leaks memory",
+    "|",
+)
+EVENTS = table(
+    ""
     "workshop|meetup|review|stand-up|lecture|concert|training|hackathon|breakfast|reception|webinar|"
-    "demo day|book club|planning session|panel discussion|garden party|open day|retrospective"
-).split("|")
-SKILLS = (
+    "demo day|book club|planning session|panel discussion|garden party|open day|retrospective",
+    "|",
+)
+SKILLS = table(
     "python rust go java sql docker linux react kubernetes excel design writing sales testing "
     "statistics german english french spanish marketing accounting welding cooking teaching"
-).split()
-TAGS = (
+)
+TAGS = table(
     "urgent new sale backend frontend billing api mobile legacy beta internal external security ui "
     "docs infra gift outdoor kitchen office travel summer winter kids sport music garden eco bulk"
-).split()
-ROLES = (
+)
+ROLES = table(
     "engineer|designer|project manager|accountant|sales lead|teacher|nurse|architect|data analyst|"
-    "editor|consultant|developer|researcher|office manager|electrician|chef|librarian|pilot"
-).split("|")
-SERVICES = "auth billing search gateway mailer scheduler storage frontend worker cache ingest".split()
-STREETS = "Street|Road|Avenue|Lane|Square|Way|Court|Drive".split("|")
-GENRES = "jazz rock techno classical folk pop blues ambient metal funk soul reggae".split()
-_ONSETS = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh st t th tr v w y z".split()
-_VOWELS = "a e i o u ai ea ie oo ou".split()
+    "editor|consultant|developer|researcher|office manager|electrician|chef|librarian|pilot",
+    "|",
+)
+SERVICES = table(
+    "auth billing search gateway mailer scheduler storage frontend worker cache ingest"
+)
+STREETS = table("Street|Road|Avenue|Lane|Square|Way|Court|Drive", "|")
+GENRES = table("jazz rock techno classical folk pop blues ambient metal funk soul reggae")
+_ONSETS = table("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh st t th tr v w y z")
+_VOWELS = table("a e i o u ai ea ie oo ou")
 _CODAS = ["", "", "", "n", "r", "l", "s", "m", "t", "ck", "nd", "rt", "x", "ng", "lm"]
-_DOMAINS = "example.com example.org mail.test firma.de posteo.de uni.edu shop.io corp.net".split()
+_DOMAINS = table("example.com example.org mail.test firma.de posteo.de uni.edu shop.io corp.net")
 _ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 _ALNUM = "ABCDEFGHJKLMNPQRSTUVWXYZ0123456789"
 
@@ -112,7 +136,9 @@ def city(rng: random.Random) -> str:
 def company(rng: random.Random) -> str:
     """Return the name of an invented firm."""
     stem = invented(rng).capitalize() if rng.random() < 0.7 else rng.choice(_LAST)
-    ending = rng.choice(("", " GmbH", " Ltd", " Inc", " AG", " Labs", " & Co", " Systems", " Foods"))
+    ending = rng.choice(
+        ("", " GmbH", " Ltd", " Inc", " AG", " Labs", " & Co", " Systems", " Foods")
+    )
     return stem + ending
 
 
@@ -120,11 +146,15 @@ def email(rng: random.Random) -> str:
     """Return an e-mail address."""
     a, b = first_name(rng), last_name(rng)
     shape = rng.randrange(5)
-    local = (f"{a}.{b}", f"{a[0]}.{b}", f"{a}{rng.randrange(100)}", f"{b}_{a}", invented(rng))[shape]
+    local = (f"{a}.{b}", f"{a[0]}.{b}", f"{a}{rng.randrange(100)}", f"{b}_{a}", invented(rng))[
+        shape
+    ]
     local = local.lower().replace("'", "")
     ascii_local = local.encode("ascii", "ignore").decode().strip("._-") or "info"
-    domain = rng.choice(_DOMAINS) if rng.random() < 0.4 else invented(rng) + rng.choice(
-        (".com", ".org", ".net", ".de", ".io", ".co.uk", ".test")
+    domain = (
+        rng.choice(_DOMAINS)
+        if rng.random() < 0.4
+        else invented(rng) + rng.choice((".com", ".org", ".net", ".de", ".io", ".co.uk", ".test"))
     )
     return f"{ascii_local}@{domain}"
 
@@ -169,4 +199,5 @@ def phrase(rng: random.Random) -> str:
         return f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)} for {first_name(rng)}"
     if shape == 2:
         return f"{rng.choice(TOPICS)} {rng.choice(EVENTS)}"
-    return f"{rng.choice(('call', 'visit', 'ask', 'pay', 'thank'))} {first_name(rng)} {rng.choice(('about', 'for'))} the {rng.choice(NOUNS)}"
+    verb, name = rng.choice(("call", "visit", "ask", "pay", "thank")), first_name(rng)
+    return f"{verb} {name} {rng.choice(('about', 'for'))} the {rng.choice(NOUNS)}"
