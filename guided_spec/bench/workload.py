@@ -36,7 +36,7 @@ def load_workload(path: Path, limit: int | None = None) -> list[WorkItem]:
         if len(items) == limit:
             break
         if line.strip():
-            items.append(_parse(line, f"{path}:{number}"))
+            items.append(_parse(line, f"{path.name}:{number}"))
     if not items:
         raise ConfigError("workload", str(path), "holds no requests")
     return items

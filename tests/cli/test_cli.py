@@ -1,0 +1,236 @@
+"""The commands, run in this process on a tiny model folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner, Result
+
+from guided_spec.cli.main import app
+from guided_spec.proposers import PROPOSERS, proposer_names
+from tests.models.tiny import build
+from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model and its tokenizer, as a folder."""
+    folder = tmp_path_factory.mktemp("model")
+    build("llama", 0, VOCAB_SIZE).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("grammars")
+    texts = {
+        "schema.json": json.dumps(SCHEMA),
+        "broken.json": "{",
+        "unsupported.json": json.dumps({"not": {"type": "null"}}),
+        "narrowed.json": json.dumps({"properties": {"a": {"type": "null"}}}),
+        "grammar.ebnf": 'root ::= "yes" | "no"',
+        "grammar.lark": 'start: "left" | "right"',
+        "latin1.json": "",
+        "workload.jsonl": '{"prompt": "A", "regex": "a+"}\n{"prompt": "B", "choice": ["x"]}\n',
+    }
+    for name, text in texts.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    (folder / "latin1.json").write_bytes(b"\xff\xfe{")
+    return {name: str(folder / name) for name in texts}
+
+
+def run(*arguments: str) -> Result:
+    result = CliRunner().invoke(app, list(arguments))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def generate(model: str, *arguments: str) -> Result:
+    return run("generate", "The name", "--model", model, "--max-tokens", "40", *arguments)
+
+
+def test_schema(model: str, files: dict[str, str]) -> None:
+    result = generate(model, "--schema", files["schema.json"])
+    assert result.exit_code == 0, result.stderr
+    jsonschema.validate(json.loads(result.stdout), SCHEMA)
+    assert result.stdout.count("\n") == 1  # the text and nothing else
+    for row in ("finish reason", "target forwards", "tokens per forward", "mask time"):
+        assert row in result.stderr
+    assert "chain:grammar_forced+ngram" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (("--regex", "[0-9]{3}-[a-z]{2}"), r"[0-9]{3}-[a-z]{2}\n"),
+        (("--choice", "left", "--choice", "right"), r"(left|right)\n"),
+        (("--grammar", "grammar.ebnf"), r"(yes|no)\n"),
+        (("--grammar", "grammar.lark"), r"(left|right)\n"),
+        (("--regex", "[a-c]{20}", "--stop", "b", "--temperature", "1", "--seed", "3"), r"[ac]*\n"),
+        (("--regex", "a{9}", "--proposer", "none", "-k", "2"), r"a{9}\n"),
+    ],
+)
+def test_grammars(
+    model: str, files: dict[str, str], arguments: tuple[str, ...], pattern: str
+) -> None:
+    result = generate(model, *(files.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 0, result.stderr
+    assert re.fullmatch(pattern, result.stdout)
+
+
+def test_free_text(model: str) -> None:
+    result = generate(model, "--json", "--proposer", "ngram")
+    record = json.loads(result.stdout)["ngram"]
+    assert record["finish_reason"] == "length"
+    assert len(record["token_ids"]) == 40 == record["stats"]["output_tokens"]
+
+
+def test_compare(model: str, files: dict[str, str]) -> None:
+    arguments = ("--schema", files["schema.json"], "--draft-model", model, "--compare")
+    result = generate(model, *arguments)
+    assert result.exit_code == 0, result.stderr
+    jsonschema.validate(json.loads(result.stdout), SCHEMA)
+    assert "the same text; " in result.stderr
+    assert int(re.findall(r"; (-?\d+) forwards", result.stderr)[0]) > 0
+
+
+def test_json(model: str, files: dict[str, str]) -> None:
+    arguments = ("--schema", files["schema.json"], "--compare", "--json", "--seed", "5")
+    report = json.loads(generate(model, *arguments).stdout)
+    assert sorted(report) == ["chain:grammar_forced+ngram", "none"]
+    ours, plain = report["chain:grammar_forced+ngram"], report["none"]
+    assert ours["text"] == plain["text"]
+    assert ours["token_ids"] == plain["token_ids"]
+    assert ours["stats"]["steps"] < plain["stats"]["steps"]
+    assert ours["stats"]["seed"] == 5
+    assert plain["stats"]["acceptance_length"] == 1.0
+
+
+def test_sampling_repeats_with_its_seed(model: str) -> None:
+    arguments = ("--temperature", "1.5", "--regex", "[a-z]{20}", "--top-k", "30", "--min-p", "0.01")
+    texts = [generate(model, *arguments, "--seed", seed).stdout for seed in ("1", "1", "2")]
+    assert texts[0] == texts[1] != texts[2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--regex", "(ab"), "GrammarCompileError: "),
+        (("--schema", "broken.json"), "GrammarCompileError: the json_schema is not JSON"),
+        (("--schema", "unsupported.json"), "UnsupportedSchemaError: "),
+        (("--schema", "absent.json"), "ConfigError: --schema='absent.json': cannot be read"),
+        (("--schema", "latin1.json"), "cannot be read"),
+        (("--regex", "a", "--choice", "b"), "cannot go with --regex: choose one grammar"),
+        (("--proposer", "medusa"), "UnknownProposerError: proposer='medusa'"),
+        (("--proposer", "draft_model"), "ConfigError: draft=None"),
+        (("-k", "99"), "num_draft_tokens=99"),
+        (("--temperature", "-1"), "temperature=-1"),
+        (("--seed", "-1"), "seed=-1"),
+        (("--dtype", "float3"), "ModelError: dtype='float3'"),
+        (("--device", "gpu"), "ModelError: device='gpu'"),
+        (("--chat",), "PromptError: prompt is a chat"),
+    ],
+)
+def test_errors(
+    model: str, files: dict[str, str], arguments: tuple[str, ...], message: str
+) -> None:
+    result = generate(model, *(files.get(argument, argument) for argument in arguments))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.stderr
+
+
+def test_a_missing_model() -> None:
+    result = run("generate", "A", "--model", "./absent")
+    assert result.exit_code == 1
+    assert "there is no such folder" in " ".join(result.stderr.split())
+
+
+def test_proposers() -> None:
+    result = run("proposers")
+    assert result.exit_code == 0
+    for name in PROPOSERS:
+        assert f" {name} " in result.stdout
+
+
+def test_proposers_json() -> None:
+    rows: list[dict[str, Any]] = json.loads(run("proposers", "--json").stdout)
+    assert [row["name"] for row in rows] == proposer_names()
+    sources = {row["name"]: row["source"] for row in rows}
+    assert sources["ngram"] == "guided_spec.proposers.ngram:NGram"
+    assert all(row["summary"] for row in rows)
+
+
+def test_check(model: str, files: dict[str, str]) -> None:
+    result = run("check", files["schema.json"], "--tokenizer", model)
+    assert result.exit_code == 0, result.stderr
+    assert "every output will validate" in result.stdout
+    result = run("check", files["unsupported.json"], "--tokenizer", model)
+    assert result.exit_code == 1
+    assert "not" in result.stdout
+    assert "UnsupportedSchemaError" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "level"),
+    [
+        ("schema.json", None, None),
+        ("narrowed.json", None, "note"),
+        ("unsupported.json", "UnsupportedSchemaError", "error"),
+        ("broken.json", "GrammarCompileError", None),
+    ],
+)
+def test_check_json(
+    model: str, files: dict[str, str], name: str, error: str | None, level: str | None
+) -> None:
+    result = run("check", files[name], "--tokenizer", model, "--json")
+    report = json.loads(result.stdout)
+    assert report["compiles"] is (error is None)
+    assert result.exit_code == (0 if error is None else 1)
+    assert (report["error"] or "None").partition(":")[0] == str(error)
+    levels = {finding["level"] for finding in report["findings"]}
+    assert levels == (set() if level is None else {level})
+
+
+def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
+    output = tmp_path / "report.json"
+    arguments = ("--model", model, "--proposers", "ngram", "--max-tokens", "8", "--output")
+    result = run("bench", files["workload.jsonl"], *arguments, str(output), "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report == json.loads(output.read_text())
+    assert [row["name"] for row in report] == ["none", "transformers", "ngram"]
+    table = run("bench", files["workload.jsonl"], *arguments, str(output), "--batch-size", "2")
+    assert "tokens/forward" in table.stdout
+    assert "transformers" not in table.stdout  # measured at batch size 1 only
+
+
+def test_bench_of_a_missing_workload(model: str) -> None:
+    result = run("bench", "absent.jsonl", "--model", model)
+    assert result.exit_code == 1
+    assert "cannot be read" in " ".join(result.stderr.split())
+
+
+def test_help() -> None:
+    result = run("--help")
+    assert result.exit_code == 0
+    for command in ("generate", "proposers", "check", "bench"):
+        assert command in result.stdout

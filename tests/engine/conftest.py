@@ -1,0 +1,64 @@
+"""A proposer that the tests can watch, hold and break."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from guided_spec.core import DecodeBatch
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.proposers import PROPOSERS
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.proposers.drafting import host_draft
+from guided_spec.types import Draft
+
+PATIENCE = 60.0  # seconds; only a deadlock takes as long
+
+
+class Spy:
+    """Drafts nothing and writes down every step.
+
+    steps: the slots of each step. released: the slots that were given back.
+    permits: None lets every step pass; a semaphore holds each until it is released.
+    on_step: called in every step; what it raises, the proposer raises.
+    """
+
+    aux_hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, ...]] = []
+        self.released: list[int] = []
+        self.permits: threading.Semaphore | None = None
+        self.on_step: Callable[[DecodeBatch], None] | None = None
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        self.steps.append(batch.slots)
+        if self.permits is not None:
+            assert self.permits.acquire(timeout=PATIENCE)
+        if self.on_step is not None:
+            self.on_step(batch)
+        return host_draft(batch, [[] for _ in lookahead.drafted])
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.released.extend(slots)
+
+    def open(self) -> None:
+        """Let every step pass from now on."""
+        permits, self.permits = self.permits, None
+        if permits is not None:
+            permits.release(1000)
+
+
+@pytest.fixture
+def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
+    """The proposer that ``make_llm(model, "spy")`` uses."""
+    spy = Spy()
+
+    def factory(context: ProposerContext) -> Spy:
+        del context
+        return spy
+
+    monkeypatch.setitem(PROPOSERS, "spy", factory)
+    return spy

@@ -1,0 +1,255 @@
+"""What fails, fails alone and says why; the engine goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from guided_spec.core import DecodeBatch
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import RequestOutput
+from guided_spec.errors import (
+    ConfigError,
+    GrammarCompileError,
+    GrammarError,
+    GuidedSpecError,
+    ModelError,
+    PromptError,
+    RequestCancelledError,
+    UnknownProposerError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+    VocabularyMismatchError,
+)
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+from tests.engine.conftest import PATIENCE, Spy
+from tests.models.tiny import build
+from tests.tiny_llm import STORIES, VOCAB_SIZE, make_llm, tiny_model
+
+GOOD = SamplingParams(max_tokens=16, grammar=GrammarSpec.regex("[a-f]{3}"))
+BROKEN_GRAMMARS: list[tuple[GrammarSpec, type[GrammarError]]] = [
+    (GrammarSpec.json_schema({"type": 5}), GrammarCompileError),
+    (GrammarSpec.json_schema("{not json"), GrammarCompileError),
+    (GrammarSpec.json_schema({"not": {"type": "string"}}), UnsupportedSchemaError),
+    (GrammarSpec.json_schema("false"), UnsatisfiableGrammarError),
+    (GrammarSpec.regex("(ab"), GrammarCompileError),
+    (GrammarSpec.regex(r"(a)\1"), GrammarCompileError),
+    (GrammarSpec.ebnf("root ::= undefined_rule"), GrammarCompileError),
+    (GrammarSpec.lark("start: undefined_rule"), GrammarCompileError),
+]
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "it has no tokens"),
+    ([], "it has no tokens"),
+    ([5] * 192, "only 191 fit"),
+    ("word " * 200, "raise max_model_len"),
+    (None, "a NoneType: pass a str"),
+    (7, "an? int: pass a str"),
+    ([1, 2.5], r"holds 2\.5"),
+    ([True], "holds True"),
+    ([VOCAB_SIZE], f"holds token {VOCAB_SIZE}"),
+    ([-1], "holds token -1"),
+    ([{"role": "user", "content": "x"}], "no chat template"),
+]
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with make_llm("llama", "chain:grammar_forced+ngram") as llm:
+        yield llm
+
+
+def assert_only_the_middle_failed(outputs: list[RequestOutput], kind: type[Exception]) -> None:
+    assert [output.finish_reason for output in outputs] == ["stop", "error", "stop"]
+    assert type(outputs[1].error) is kind
+    assert outputs[1].text == ""
+    assert outputs[1].token_ids == []
+    assert outputs[0].token_ids == outputs[2].token_ids
+    assert len(outputs[0].text) == 3
+
+
+@pytest.mark.parametrize(("grammar", "kind"), BROKEN_GRAMMARS)
+def test_a_broken_grammar(llm: LLM, grammar: GrammarSpec, kind: type[GrammarError]) -> None:
+    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(grammar=grammar), GOOD])
+    assert_only_the_middle_failed(outputs, kind)
+    assert str(outputs[1].error)
+    again = llm.generate("A", SamplingParams(grammar=grammar))[0]  # remembered, and raised anew
+    assert str(again.error) == str(outputs[1].error)
+
+
+@pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
+def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
+    outputs = llm.generate(["A", prompt, "A"], GOOD)
+    assert_only_the_middle_failed(outputs, PromptError)
+    with pytest.raises(PromptError, match=message):
+        raise outputs[1].error or AssertionError
+
+
+def test_a_stop_token_outside_the_vocabulary(llm: LLM) -> None:
+    bad = SamplingParams(stop_token_ids=[VOCAB_SIZE])
+    outputs = llm.generate(["A"] * 3, [GOOD, bad, GOOD])
+    assert_only_the_middle_failed(outputs, ConfigError)
+
+
+def test_every_sample_of_a_failed_prompt_is_reported(llm: LLM) -> None:
+    params = SamplingParams(n=3, temperature=1.0, grammar=GrammarSpec.regex("("))
+    for prompt in ("A", ""):
+        output = llm.generate([prompt], params)[0]
+        assert [c.finish_reason for c in output.completions] == ["error"] * 3
+
+
+class Held:
+    """Stands in for the compile queue: one grammar that is not done until it is told."""
+
+    def __init__(self, llm: LLM, held: GrammarSpec, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.future: Future[CompiledGrammar] = Future()
+        self._submit = llm._grammars.submit
+        self._held = held
+        monkeypatch.setattr(llm._grammars, "submit", self.submit)
+
+    def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
+        return self.future if spec == self._held else self._submit(spec)
+
+    def finish(self) -> None:
+        self.future.set_result(self._submit(self._held).result(PATIENCE))
+
+
+def test_a_slow_grammar_holds_up_its_own_request_only(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = GrammarSpec.regex("[x-z]{2}")
+    held = Held(llm, slow, monkeypatch)
+    order = []
+    stream = llm.stream(["A"] * 7, [SamplingParams(grammar=slow), *[GOOD] * 6])
+    for chunk in stream:
+        if chunk.completion is not None:
+            order.append(chunk.prompt_index)
+            assert chunk.completion.error is None
+            if len(order) == 6:
+                held.finish()
+    assert sorted(order[:6]) == [1, 2, 3, 4, 5, 6]
+    assert order[6] == 0
+
+
+def test_a_backend_may_raise_anything(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    odd = GrammarSpec.regex("[x-z]{3}")
+    held = Held(llm, odd, monkeypatch)
+    held.future.set_exception(ZeroDivisionError("in native code"))
+    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(grammar=odd), GOOD])
+    assert_only_the_middle_failed(outputs, GrammarError)
+    assert "in native code" in str(outputs[1].error)
+
+
+def test_a_proposer_that_raises_fails_its_batch_and_no_other(spy: Spy) -> None:
+    def fail(_: DecodeBatch) -> None:
+        if len(spy.steps) == 2:
+            raise ZeroDivisionError("no draft")
+
+    spy.on_step = fail
+    with make_llm("llama", "spy", max_batch_size=2) as llm:
+        outputs = llm.generate(["A"] * 4, SamplingParams(max_tokens=3))
+        assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 2
+        for output in outputs[:2]:
+            assert isinstance(output.error, ModelError)
+            assert "ZeroDivisionError: no draft" in str(output.error)
+            assert isinstance(output.error.__cause__, ZeroDivisionError)
+            assert len(output.token_ids) == 1  # what was committed before is kept
+        assert outputs[2].token_ids == llm.generate("A", SamplingParams(max_tokens=3))[0].token_ids
+    assert sorted(spy.released)[:2] == [0, 0]
+
+
+def test_close_ends_what_runs(spy: Spy) -> None:
+    spy.permits = threading.Semaphore(2)
+    llm = make_llm("llama", "spy", max_batch_size=1)
+    outputs: list[RequestOutput] = []
+    params = SamplingParams(max_tokens=100)
+    user = threading.Thread(target=lambda: outputs.extend(llm.generate(["A", "B"], params)))
+    user.start()
+    while len(spy.steps) < 3:
+        user.join(0.01)
+    closer = threading.Thread(target=llm.close)
+    closer.start()
+    closer.join(0.05)
+    spy.open()
+    closer.join(PATIENCE)
+    user.join(PATIENCE)
+    assert [type(output.error) for output in outputs] == [RequestCancelledError] * 2
+    assert len(outputs[0].token_ids) < 100
+
+
+def test_after_close() -> None:
+    with make_llm("llama") as llm:
+        pass
+    llm.close()  # once more is fine
+    for params in (SamplingParams(max_tokens=2), GOOD):
+        with pytest.raises(GuidedSpecError, match="closed"):
+            llm.generate("A", params)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch": 3}, "batch=3: unknown; the options are"),
+        ({"num_draft_tokens": 65}, "num_draft_tokens=65: must be between 0 and 64"),
+        ({"max_forced_tokens": -1}, "max_forced_tokens=-1"),
+        ({"max_model_len": 1}, "max_model_len=1: must be at least 2"),
+        ({"max_batch_size": 0}, "max_batch_size=0"),
+        ({"prefill_tokens": 1.5}, "prefill_tokens=1.5: must be an int"),
+        ({"proposer": "draft_model"}, "draft=None: name a smaller model"),
+        ({"proposer": "chain:ngram"}, "name at least two proposers"),
+        ({"proposer": "chain:ngram+chain"}, "name at least two proposers"),
+    ],
+)
+def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_llm("llama", options.pop("proposer", "none"), **options)
+
+
+@pytest.mark.parametrize("name", ["medusa", "chain:ngram+medusa", "NGRAM", ""])
+def test_an_unknown_proposer(name: str) -> None:
+    if not name:
+        with make_llm("llama", name) as llm:  # none named: the default
+            assert llm.proposer == "chain:grammar_forced+ngram"
+        return
+    with pytest.raises(UnknownProposerError, match="must be one of chain, draft_model"):
+        make_llm("llama", name)
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63, 1.0, True, "7"])
+def test_a_seed_out_of_range(seed: Any) -> None:
+    with pytest.raises(ConfigError, match="^seed="):
+        SamplingParams(seed=seed)
+
+
+def test_a_draft_of_another_vocabulary() -> None:
+    with pytest.raises(VocabularyMismatchError, match="its tokenizer differs from the target's"):
+        make_llm("llama", "draft_model", str(STORIES / "draft"))
+    with pytest.raises(VocabularyMismatchError, match="it knows 64 tokens, the target 380"):
+        make_llm("llama", "draft_model", build("llama", vocab_size=64))
+
+
+def test_a_model_folder_without_a_tokenizer(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="tokenizer="):
+        LLM(str(tmp_path), "none")
+    for folder in (tmp_path / "absent", tmp_path / "empty"):
+        (tmp_path / "empty").mkdir(exist_ok=True)
+        with pytest.raises(ModelError, match="no (such folder|config.json)"):
+            LLM(str(folder), "none")
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_model_folder_and_a_tokenizer(tmp_path: Path, *, as_path: bool) -> None:
+    """``make_llm`` gives the tokenizer; a folder may be a str or a Path."""
+    folder = tmp_path / "model"
+    tiny_model("llama").save_pretrained(folder)
+    with make_llm("llama") as llm:
+        expected = llm.generate("A", GOOD)[0].text
+    with make_llm(folder if as_path else str(folder), tokenizer=llm.tokenizer) as llm:
+        assert llm.generate("A", GOOD)[0].text == expected

@@ -1,0 +1,93 @@
+"""Any split of any text into tokens, with any stop strings."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guided_spec.engine.output_text import OutputText
+from guided_spec.grammar.vocabulary import Vocabulary
+
+texts = st.text("aab.é你\n", max_size=14)
+stops = st.lists(st.text("aab.é", min_size=1, max_size=4), max_size=3)
+
+
+def cut_at(text: str, stop: list[str]) -> tuple[str, bool]:
+    """The text before the stop string that is complete first, found character by character."""
+    for end in range(1, len(text) + 1):
+        found = [s for s in stop if text[:end].endswith(s)]
+        if found:
+            return text[: end - max(map(len, found))], True
+    return text, False
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> list[bytes]:
+    """A text's bytes in pieces of any lengths, characters cut in the middle."""
+    data = draw(texts).encode()
+    pieces: list[bytes] = []
+    while data:
+        length = draw(st.integers(1, 5))
+        pieces.append(data[:length])
+        data = data[length:]
+    return pieces
+
+
+def vocabulary_of(pieces: list[bytes]) -> Vocabulary:
+    return Vocabulary((b"", *pieces), (0,), len(pieces) + 1)
+
+
+@given(splits(), stops)
+def test_text_up_to_the_first_stop(pieces: list[bytes], stop: list[str]) -> None:
+    expected, is_stopped = cut_at(b"".join(pieces).decode(), stop)
+    output = OutputText(vocabulary_of(pieces), stop)
+    released = [""]
+    for token in range(1, len(pieces) + 1):
+        ended = output.feed(token)
+        released.append(output.text)
+        assert ended == output.is_stopped
+        if ended:
+            break
+    output.finish()
+    assert output.text == expected
+    assert output.is_stopped == is_stopped
+    for earlier, later in zip(released, released[1:], strict=False):
+        assert later.startswith(earlier)  # what was streamed is never taken back
+    assert expected.startswith(released[-1])
+    assert "\ufffd" not in output.text
+
+
+@given(splits())
+def test_without_stop_strings_only_half_characters_wait(pieces: list[bytes]) -> None:
+    output = OutputText(vocabulary_of(pieces), ())
+    data = b""
+    for token, piece in enumerate(pieces, 1):
+        output.feed(token)
+        data += piece
+        assert output.text == data.decode(errors="ignore")
+
+
+def test_text_that_ends_in_half_a_character_or_half_a_stop() -> None:
+    output = OutputText(Vocabulary((b"", b"ab", b"\xe4\xbd"), (0,), 3), ["bc"])
+    output.feed(1)
+    assert output.text == "a"
+    output.feed(2)
+    assert output.text == "a"  # "b" may begin "bc", the bytes a character
+    output.finish()
+    assert output.text == "ab\ufffd"
+
+
+def test_one_token_may_hold_two_stop_strings() -> None:
+    """The first one to be complete counts, as if the text had come letter by letter."""
+    vocabulary = Vocabulary((b"", b"abcd"), (0,), 2)
+    for stop, expected in ((["abcd", "bc"], "a"), (["cd", "abcd"], ""), (["d", "b"], "a")):
+        output = OutputText(vocabulary, stop)
+        assert output.feed(1)
+        assert output.text == expected
+
+
+def test_nothing_follows_a_stop() -> None:
+    output = OutputText(Vocabulary((b"", b"a.b"), (0,), 2), ["."])
+    assert output.feed(1)
+    output.finish()
+    assert output.text == "a"

@@ -1,0 +1,95 @@
+"""Who gets a slot, and when."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+
+from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.request import Job, Request, State
+from guided_spec.engine.scheduler import Scheduler
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.types import SamplingParams
+from tests.toys import VOCABULARY
+
+
+def ignore(chunk: Chunk) -> None:
+    del chunk
+
+
+def request(grammar: Future[CompiledGrammar] | None = None) -> Request:
+    return Request(Job([1, 2], SamplingParams(), 16, grammar=grammar), VOCABULARY, ignore)
+
+
+def admit_all(scheduler: Scheduler) -> list[Request]:
+    admitted = scheduler.ready()
+    for one in admitted:
+        scheduler.admit(one)
+    return admitted
+
+
+def test_first_come_first_served_at_the_lowest_slot() -> None:
+    scheduler = Scheduler(2)
+    assert not scheduler
+    requests = [request() for _ in range(4)]
+    for one in requests:
+        scheduler.add(one)
+    assert admit_all(scheduler) == requests[:2]
+    assert [one.slot for one in requests] == [0, 1, -1, -1]
+    assert all(one.state is State.PREFILL for one in requests[:2])
+    assert scheduler.ready() == []  # no slot is free
+    assert list(scheduler) == requests
+
+    requests[0].finish("stop")
+    assert scheduler.remove_finished() == [0]
+    assert admit_all(scheduler) == requests[2:3]
+    assert scheduler.running() == [requests[2], requests[1]]  # by slot
+
+
+def test_a_request_whose_grammar_is_not_done_is_overtaken() -> None:
+    slow: Future[CompiledGrammar] = Future()
+    scheduler = Scheduler(1)
+    waiting, quick = request(slow), request()
+    scheduler.add(waiting)
+    scheduler.add(quick)
+    assert scheduler.ready() == [quick]
+    slow.set_exception(ValueError("broken"))  # failed is done, too
+    assert scheduler.ready() == [waiting]
+
+
+def test_running_by_state() -> None:
+    scheduler = Scheduler(3)
+    requests = [request() for _ in range(3)]
+    for one in requests:
+        scheduler.add(one)
+    admit_all(scheduler)
+    requests[1].state = State.DECODE
+    assert scheduler.running(State.DECODE) == [requests[1]]
+    assert scheduler.running(State.PREFILL) == [requests[0], requests[2]]
+
+
+def test_a_request_may_end_in_the_queue() -> None:
+    scheduler = Scheduler(1)
+    first, second, third = (request() for _ in range(3))
+    for one in (first, second, third):
+        scheduler.add(one)
+    admit_all(scheduler)
+    second.finish("stop")
+    assert scheduler.remove_finished() == []  # it had no slot to give back
+    assert list(scheduler) == [first, third]
+    first.finish("stop")
+    third.finish("stop")
+    assert scheduler.remove_finished() == [0]
+    assert not scheduler
+
+
+def test_slots_are_given_out_in_order_after_any_order_of_return() -> None:
+    scheduler = Scheduler(3)
+    requests = [request() for _ in range(6)]
+    for one in requests:
+        scheduler.add(one)
+    admit_all(scheduler)
+    for index in (2, 0, 1):
+        requests[index].finish("stop")
+        scheduler.remove_finished()
+    admit_all(scheduler)
+    assert [one.slot for one in requests[3:]] == [0, 1, 2]

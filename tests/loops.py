@@ -1,0 +1,71 @@
+"""Generation loops over the toys: token by token, and by guided speculative steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import Proposer
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
+from guided_spec.ops.warp import warp
+from guided_spec.step import commit, speculative_step
+from guided_spec.types import SamplingParams
+from tests.toys import EOS, VOCAB_SIZE, Rule, ToyCompiled, ToyTarget, toy_batch
+
+
+def target_probs(
+    target: ToyTarget, rule: Rule | None, prompt: Sequence[int], output: Sequence[int]
+) -> Tensor:
+    """[V] what the next token must be distributed as, at temperature 1."""
+    logits = target.logits((*prompt, *output))
+    if rule is None:
+        return torch.softmax(logits, -1)
+    legal = torch.tensor([token in rule(tuple(output)) for token in range(VOCAB_SIZE)])
+    sampling = toy_batch([[0]], [None], params=[SamplingParams(temperature=1.0)]).sampling
+    return warp(apply_token_bitmask(logits, pack_bitmask(legal)).view(1, 1, -1), sampling)[0, 0]
+
+
+def plain_greedy(target: ToyTarget, rule: Rule | None, prompt: list[int], length: int) -> list[int]:
+    """One token at a time, without any of the package's step."""
+    output: list[int] = []
+    while len(output) < length and not (rule is not None and EOS in output):
+        scores = target.logits((*prompt, *output)).tolist()
+        options = range(VOCAB_SIZE) if rule is None else rule(tuple(output))
+        output.append(max(options, key=lambda token: scores[token]))
+    return output
+
+
+def speculate(
+    target: ToyTarget,
+    proposer: Proposer,
+    rules: Sequence[Rule | None],
+    prompt: list[int],
+    *,
+    length: int,
+    k: int = 3,
+) -> list[list[int]]:
+    """Greedy guided speculation of ``length`` tokens a request; ended ones leave the batch."""
+    constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in rules]
+    outputs: list[list[int]] = [[] for _ in rules]
+    live = list(range(len(rules)))
+    while live:
+        batch = toy_batch(
+            [prompt + outputs[row] for row in live],
+            [constraints[row] for row in live],
+            k=k,
+            limits=[length - len(outputs[row]) - 1 for row in live],
+        )
+        batch.slots = tuple(live)
+        step = speculative_step(target, proposer, batch, batch.verify_noise())
+        for row, committed in zip(list(live), commit(batch, step.accepted), strict=True):
+            assert committed.error is None
+            outputs[row] += committed.token_ids
+            constraint = constraints[row]
+            ended = constraint is not None and constraint.is_terminated
+            if ended or len(outputs[row]) >= length:
+                live.remove(row)
+                proposer.release([row])
+    return outputs

@@ -1,0 +1,110 @@
+"""Chains: one draft, in turns, never wider than the rows that verify it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from guided_spec import proposers
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.drafting import host_draft
+from guided_spec.step import commit, speculative_step
+from guided_spec.types import Draft
+from tests.toys import ToyCompiled, ToyTarget, text_rule, toy_batch, toy_context
+
+
+class Fixed:
+    """Drafts what it is told, [B] lists, whenever it is asked."""
+
+    def __init__(self, drafts: list[list[int]], layers: tuple[int, ...] = ()) -> None:
+        self.aux_hidden_layers = layers
+        self.released: list[int] = []
+        self._drafts = drafts
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        drafts = [row[: batch.num_draft_tokens] for row in self._drafts]
+        return host_draft(batch, lookahead.extend(drafts))
+
+    def release(self, slots: Sequence[int]) -> None:
+        self.released.extend(slots)
+
+
+def chain(monkeypatch: pytest.MonkeyPatch, **members: Fixed) -> Proposer:
+    for name, member in members.items():
+        monkeypatch.setitem(proposers.PROPOSERS, name, lambda _, member=member: member)
+    return build_proposer("chain:" + "+".join(members), toy_context())
+
+
+@pytest.mark.parametrize("argument", ["", "ngram", "ngram+", "chain+ngram", "ngram+chain"])
+def test_bad_arguments(argument: str) -> None:
+    with pytest.raises(ConfigError, match="at least two proposers"):
+        build_proposer(f"chain:{argument}", toy_context())
+
+
+def test_forced_text_leads_and_lookup_follows() -> None:
+    rule = text_rule([b"abcdabcd1", b"abcdabcd0", b"abcdbbbb1", b"abcda1"])
+    batch = toy_batch([[0, 1, 2, 3]], [Constraint(ToyCompiled(rule))], k=2, limits=[9])
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    draft = build_proposer("chain:grammar_forced+ngram", toy_context()).propose(batch, lookahead)
+    assert lookahead.drafted[0][:6] == [0, 1, 2, 3, 0, 1]
+    assert lookahead.forced[0][:4] == [0, 1, 2, 3]
+    assert draft.token_ids[0, : int(draft.num_tokens)].tolist() == lookahead.drafted[0]
+
+
+def test_hidden_states_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Fixed([[1]], (1, 3)), Fixed([[2]])
+    built = chain(monkeypatch, one=one, two=two)
+    assert built.aux_hidden_layers == (1, 3)
+    built.release([4, 5])
+    assert one.released == two.released == [4, 5]
+    with pytest.raises(ConfigError, match="different hidden states"):
+        chain(monkeypatch, one=one, three=Fixed([[1]], (2,)))
+
+
+def test_members_continue_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Fixed([[1], [1, 1], []]), Fixed([[2, 2], [], [2]])
+    batch = toy_batch([[0]] * 3, [None] * 3, k=2, limits=[8, 8, 8])
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    draft = chain(monkeypatch, one=one, two=two).propose(batch, lookahead)
+    lists = [
+        r[:n] for r, n in zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+    ]
+    assert lists == lookahead.drafted == [[1, 2, 2, 1], [1, 1, 1, 1], [2]]
+
+
+@pytest.mark.parametrize("spec", ["chain:grammar_forced+ngram", "chain:ngram+grammar_forced"])
+def test_ragged_drafts_fit_the_mask_rows(spec: str) -> None:
+    """The first request is forced at once, the second one only behind what lookup found."""
+    config = EngineConfig(num_draft_tokens=2, max_forced_tokens=6)
+    rules = [text_rule([b"abcdabcd"]), text_rule([b"dabcdabc", b"cabcdabc"])]
+    constraints = [Constraint(ToyCompiled(rule)) for rule in rules]
+    rows = config.num_draft_tokens + config.max_forced_tokens
+    batch = toy_batch([[0], [3, 3]], constraints, k=config.num_draft_tokens, limits=[rows, rows])
+    proposer = build_proposer(spec, toy_context(config=config))
+    step = speculative_step(ToyTarget(), proposer, batch, batch.verify_noise())
+    assert step.draft.token_ids.shape[1] <= rows
+    assert bool((step.draft.num_tokens <= step.draft.token_ids.shape[1]).all())
+    assert sorted(map(len, step.lookahead.drafted)) == sorted(step.draft.num_tokens.tolist())
+    assert all(committed.error is None for committed in commit(batch, step.accepted))
+
+
+def test_an_illegal_token_at_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Illegal(Fixed):
+        def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+            lookahead.accept(torch.tensor([9]))
+            return host_draft(batch, [[9]])
+
+    batch = toy_batch([[0]], [Constraint(ToyCompiled(text_rule([b"ab"])))], k=3)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    built = chain(monkeypatch, one=Fixed([[0]]), two=Illegal([[]]))
+    draft = built.propose(batch, lookahead)
+    assert draft.token_ids.tolist() == [[0, 9]]
+    assert draft.num_tokens.tolist() == [2]
+    assert lookahead.drafted == [[0]]

@@ -1,0 +1,51 @@
+"""Prompt lookup against a search that tries everything."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.ngram import LONGEST, continue_ngram
+from tests.toys import ToyCompiled, text_rule, toy_batch, toy_context
+
+
+def slow_ngram(tokens: list[int], length: int) -> list[int]:
+    """The last earlier occurrence of the longest suffix, at most ``LONGEST`` tokens long."""
+    for n in range(LONGEST, 0, -1):
+        for start in range(len(tokens) - n - 1, -1, -1):
+            if len(tokens) > n and tokens[start : start + n] == tokens[-n:]:
+                return tokens[start + n : start + n + length]
+    return []
+
+
+@given(st.lists(st.integers(0, 2), min_size=1, max_size=20), st.integers(0, 6))
+def test_continue_ngram(tokens: list[int], length: int) -> None:
+    assert continue_ngram(np.array(tokens, dtype=np.int64), length) == slow_ngram(tokens, length)
+
+
+def test_longer_matches_first_then_later_ones() -> None:
+    find = continue_ngram
+    assert find(np.array([1, 2, 7, 9, 2, 8, 1, 2]), 1) == [7]
+    assert find(np.array([2, 7, 2, 8, 2]), 1) == [8]
+    assert find(np.array([5, 5, 5]), 4) == [5]
+    assert find(np.array([5]), 4) == []
+
+
+def test_drafts_continue_behind_the_draft_and_stop_at_the_first_illegal_token() -> None:
+    grammar = ToyCompiled(text_rule([b"abcb"]))
+    contexts = [[0, 1, 2, 3, 9, 0], [0, 1, 2, 3, 9, 0], [7, 0, 0, 0, 5]]
+    batch = toy_batch(contexts, [Constraint(grammar), None, None], k=3, limits=[4, 2, 4])
+    batch.constraints[0].commit([0])  # type: ignore[union-attr]
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    proposer = build_proposer("ngram", toy_context())
+    draft = proposer.propose(batch, lookahead)
+    assert lookahead.drafted == [[1, 2], [1, 2], []]  # cut: illegal, at the limit, no match
+    assert draft.num_tokens.tolist() == [2, 2, 0]
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, [0, 4, 4])
+    lookahead.extend([[], [1], [0]])
+    proposer.propose(batch, lookahead)
+    assert lookahead.drafted == [[], [1, 2, 3, 9], [0, 5, 0]]
