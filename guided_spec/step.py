@@ -43,7 +43,7 @@ def speculative_step(
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     draft = proposer.propose(batch, lookahead)
-    lookahead.start(draft)  # the rows still missing are filled beside the forward
+    draft = lookahead.start(draft)  # the rows still missing are filled beside the forward
     output = target.verify(batch, draft)
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     probs = warp(apply_token_bitmask(output.logits, bitmask), batch.sampling)

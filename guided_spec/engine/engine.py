@@ -5,7 +5,7 @@ An engine is used by one thread. ``guided_spec.engine.llm`` runs it in a thread 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 
 import torch
@@ -49,6 +49,10 @@ class Engine:
         """Whether any request has not ended."""
         return bool(self._scheduler)
 
+    def __iter__(self) -> Iterator[Request]:
+        """Every request that has not ended."""
+        return iter(self._scheduler)
+
     def add(self, request: Request) -> None:
         """Queue a request; it is admitted by a later ``step``."""
         self._scheduler.add(request)
@@ -71,7 +75,7 @@ class Engine:
             self._prefill()
             self._decode()
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
-            self._fail_running(error)
+            self.fail(self._scheduler.running(), error)
         self._drop_ended()
 
     def _drop_ended(self) -> None:
@@ -81,7 +85,10 @@ class Engine:
         slots = self._scheduler.remove_finished()
         if slots:
             self._target.release(slots)
-            self._proposer.release(slots)
+            try:
+                self._proposer.release(slots)
+            except Exception as error:  # whose state it then mixes up, nobody knows
+                self.fail(self._scheduler.running(), error)
 
     def _admit(self) -> None:
         if is_parallel():
@@ -110,12 +117,13 @@ class Engine:
         jobs = [request.job for request in self._scheduler]
         return [job.grammar for job in jobs if job.grammar is not None]
 
-    def _fail_running(self, error: Exception) -> None:
+    def fail(self, requests: Iterable[Request], error: Exception) -> None:
+        """End ``requests`` with ``error``, in a ModelError if it is not one of ours."""
         failure = error
         if not isinstance(failure, GuidedSpecError):
             failure = ModelError(f"the step failed: {type(error).__name__}: {error}")
             failure.__cause__ = error
-        for request in self._scheduler.running():
+        for request in requests:
             request.fail(failure)
 
     def _prefill(self) -> None:

@@ -220,7 +220,7 @@ class _Collector:
 def _match(params: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * len(prompts)
-    matched = list(params)
+    matched = list(params) if isinstance(params, Sequence) else [params]
     if not all(isinstance(one, SamplingParams) for one in matched):
         raise ConfigError("params", params, "must be a SamplingParams, or a list of them")
     if len(matched) != len(prompts):

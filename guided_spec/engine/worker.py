@@ -42,7 +42,10 @@ class EngineWorker:
 
     def _run(self) -> None:
         while self._take_incoming():
-            self._engine.step()
+            try:
+                self._engine.step()
+            except Exception as error:  # a bug of ours: nobody may wait for ever
+                self._engine.fail(self._engine, error)
         self._engine.cancel_all()
 
     def _take_incoming(self) -> bool:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -108,7 +109,8 @@ class Lookahead:
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
-        None when no request is constrained. Rows of free and closed requests forbid nothing.
+        None when no request is constrained. Rows of free requests forbid nothing; those of closed
+        ones mean nothing.
         """
         if not self._is_constrained:
             return None
@@ -181,15 +183,20 @@ class Lookahead:
         self.fill_seconds += time.perf_counter() - started
         return self._rows.words(request, len(walk.drafted))
 
-    def start(self, draft: Draft) -> None:
-        """Begin to fill the rows that are still missing, beside whatever runs next."""
+    def start(self, draft: Draft) -> Draft:
+        """Begin to fill the rows that are still missing, beside whatever runs next.
+
+        Returns the draft to verify: cut to what the requests have room for, where its proposer
+        never looked ahead.
+        """
         if draft.token_ids.shape[1] > 0 and not any(walk.drafted for walk in self._walks):
-            self._follow(draft)
+            draft = self._follow(draft)
         missing = sum(
             len(walk.drafted) + 1 - walk.filled for walk in self._walks if walk.fork is not None
         )
         if missing >= ROWS_WORTH_A_THREAD:
             self._rows.filling = _filler().submit(self._fill_missing)
+        return draft
 
     def finish(self, num_draft: int) -> Tensor | None:
         """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
@@ -207,11 +214,16 @@ class Lookahead:
             self._rows.filling = None
         return self._rows.first(len(self._walks), num_draft + 1)
 
-    def _follow(self, draft: Draft) -> None:
-        # A proposer that never looked ahead: its tokens are walked now, so that the rows are right.
-        lengths = draft.num_tokens.tolist()
-        rows = draft.token_ids.tolist()
-        self.extend([row[:length] for row, length in zip(rows, lengths, strict=True)])
+    def _follow(self, draft: Draft) -> Draft:
+        # The tokens are walked now, so that the rows are right; an illegal one stays in the draft,
+        # where the verifier refuses it.
+        limits = torch.tensor([walk.limit for walk in self._walks])
+        lengths = torch.minimum(draft.num_tokens.cpu(), limits)
+        width = int(lengths.max())
+        rows = draft.token_ids[:, :width].tolist()
+        self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
+        probs = None if draft.probs is None else draft.probs[:, :width]
+        return Draft(draft.token_ids[:, :width], lengths.to(draft.num_tokens.device), probs)
 
     def _is_legal(self, request: int, walk: _Walk, token_id: int) -> bool:
         if token_id < 0 or walk.fork is None:

@@ -27,6 +27,8 @@ def rejection_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accept
     the row to draw from is all zeros the drawn token is -1. All tensors on one device, no sync.
     """
     batch, num_draft = draft.token_ids.shape
+    if num_draft == 0:
+        return Accepted(_race(target_probs[:, 0], noise.sample).unsqueeze(1), draft.num_tokens)
     depth = torch.arange(num_draft, device=target_probs.device)
     target = target_probs[:, :num_draft].gather(-1, draft.token_ids.unsqueeze(-1)).squeeze(-1)
     proposed = (
@@ -51,13 +53,18 @@ def _draw_next(
     """[B] int64: drawn from the residual after a refusal, else from the target; -1 if it is 0."""
     rows = torch.arange(len(num_accepted), device=target_probs.device)
     probs = target_probs[rows, num_accepted]
-    if draft.token_ids.shape[1] > 0:
-        residual = (probs - _refused_probs(probs, draft, num_accepted)).clamp_min(0)
-        # Rounding can leave nothing of a residual that is not empty in exact arithmetic (target
-        # and draft equal up to an ulp): the target itself is then the right distribution.
-        refused = (num_accepted < draft.num_tokens) & (residual > 0).any(1)
-        probs = torch.where(refused.unsqueeze(1), residual, probs)
-    # argmax of p / exponential(1) is a draw from p: the exponential race.
+    residual = (probs - _refused_probs(probs, draft, num_accepted)).clamp_min(0)
+    # Rounding can leave nothing of a residual that is not empty in exact arithmetic (target and
+    # draft equal up to an ulp): the target itself is then the right distribution.
+    refused = (num_accepted < draft.num_tokens) & (residual > 0).any(1)
+    return _race(torch.where(refused.unsqueeze(1), residual, probs), exponential)
+
+
+def _race(probs: Tensor, exponential: Tensor) -> Tensor:
+    """[B] int64: a draw from each row of [B, V], which need not sum to 1; -1 if it is all zeros.
+
+    The exponential race: the argmax of p / exponential(1) is distributed as p.
+    """
     winner = (probs / exponential).max(1)
     return torch.where(winner.values > 0, winner.indices, -1)
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ PARAMS = [
 
 def generate(folder: str, tp_plan: str | None) -> list[list[int]]:
     """The token ids of every prompt; fewer slots than requests, a grammar to wait for."""
-    options = {} if tp_plan is None else {"tp_plan": tp_plan}
+    options: dict[str, Any] = {} if tp_plan is None else {"tp_plan": tp_plan}
     proposer = "chain:grammar_forced+ngram"
     with LLM(folder, proposer, max_model_len=96, max_batch_size=2, **options) as llm:
         outputs = llm.generate(PROMPTS, PARAMS)

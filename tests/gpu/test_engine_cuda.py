@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from typing import Any
 
 import jsonschema
 import pytest
@@ -44,8 +45,9 @@ PROPOSERS = [
 def _generate(
     name: str, proposer: str, *, temperature: float, dtype: torch.dtype
 ) -> list[RequestOutput]:
-    model = copy.deepcopy(tiny_model(name)).cuda().to(dtype)
-    draft = copy.deepcopy(near_copy(name)).cuda().to(dtype)
+    model: Any = copy.deepcopy(tiny_model(name))
+    draft: Any = copy.deepcopy(near_copy(name))
+    model, draft = model.to("cuda", dtype), draft.to("cuda", dtype)
     params = [
         SamplingParams(max_tokens=60, temperature=temperature, seed=3, grammar=grammar)
         for grammar in GRAMMARS
