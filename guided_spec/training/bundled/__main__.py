@@ -52,9 +52,9 @@ def main(arguments: list[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m guided_spec.training.bundled")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--target-steps", type=int, default=18_000)
+    parser.add_argument("--target-steps", type=int, default=8_500)
     parser.add_argument("--target-seconds", type=float, default=math.inf)
-    parser.add_argument("--draft-steps", type=int, default=4_000)
+    parser.add_argument("--draft-steps", type=int, default=1_800)
     parser.add_argument("--draft-seconds", type=float, default=math.inf)
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--batch-tokens", type=int, default=65_536)
