@@ -19,7 +19,9 @@ from guided_spec.types import SamplingParams
 
 __all__ = ["bench"]
 
-DEFAULT_PROPOSERS = "ngram,grammar_forced,draft_model,chain:grammar_forced+draft_model"
+DEFAULT_PROPOSERS = (
+    "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
+)
 
 
 def bench(

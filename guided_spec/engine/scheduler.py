@@ -43,6 +43,8 @@ class Scheduler:
 
         A request whose grammar is still being compiled is overtaken by those behind it.
         """
+        if not self._free:
+            return []
         done = [r for r in self._waiting if r.job.grammar is None or r.job.grammar.done()]
         return done[: len(self._free)]
 
@@ -56,7 +58,8 @@ class Scheduler:
 
     def remove_finished(self) -> list[int]:
         """Take out the requests that have ended; returns the slots that became free."""
-        self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
+        if any(r.state is State.FINISHED for r in self._waiting):
+            self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
         slots = [slot for slot, r in self._running.items() if r.state is State.FINISHED]
         for slot in slots:
             del self._running[slot]
