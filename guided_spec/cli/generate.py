@@ -97,7 +97,9 @@ def _run(llm: LLM, prompt: Any, params: SamplingParams, *, with_plain: bool) -> 
 def _generate(llm: LLM, prompt: Any, params: SamplingParams) -> _Run:
     """Run once, with a progress bar on stderr; an error of the request is raised."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with llm, Progress(*columns, console=stderr(), transient=True) as progress:
+    console = stderr()
+    hidden = not console.is_terminal
+    with llm, Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         llm.generate([prompt], SamplingParams(max_tokens=1))  # the first forward is never typical
         task = progress.add_task(llm.proposer, total=None)
         for chunk in llm.stream([prompt], params):
