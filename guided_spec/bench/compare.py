@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -35,9 +36,11 @@ class Plan(NamedTuple):
 def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
     """Measure transformers (if asked), ``none`` and every proposer on the same weights.
 
-    ``report`` is told the name of each before it starts. Grammars are compiled before the clock
-    starts, in all of them. The texts of ``none`` are what the others' are compared with.
+    ``llm`` is closed: each measurement has an engine of its own. ``report`` is told the name of
+    each before it starts. Grammars are compiled before the clock starts. The texts of ``none`` are
+    what the others' are compared with.
     """
+    llm.close()  # its thread would share the cores with those that are measured
     measurements: list[Measurement] = []
     report("none")
     plain, seconds = _run(llm.with_proposer("none"), plan)
@@ -45,7 +48,9 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     measurements.append(_measure("none", plain, seconds, plan, texts))
     if plan.with_transformers:
         report("transformers")
-        measurements.append(_run_baseline(llm, plan, texts))
+        # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
+        with ThreadPoolExecutor(1) as pool:
+            measurements.append(pool.submit(_run_baseline, llm, plan, texts).result())
     for name in plan.proposers:
         report(name)
         completions, seconds = _run(llm.with_proposer(name), plan)

@@ -16,7 +16,9 @@ from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
+from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import MAX_SEED, SamplingParams
@@ -52,7 +54,9 @@ class LLM:
         **options: Any,
     ) -> None:
         options["num_draft_tokens"] = num_draft_tokens
-        setup = Setup.build(model, proposer, draft, Options.from_dict(options))
+        parsed = Options.from_dict(options)
+        self._worker = EngineWorker(lambda: Setup.build(model, proposer, draft, parsed))
+        setup = self._worker.setup
         self.model = setup.model
         self.tokenizer = setup.tokenizer
         self.config = setup.config
@@ -63,8 +67,7 @@ class LLM:
         self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._grammars = setup.grammars
-        self._worker = setup.worker
-        self._close = weakref.finalize(self, setup.close)
+        self._close = weakref.finalize(self, _close, self._worker, setup.grammars)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None
@@ -198,6 +201,11 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
         job = first._replace(seed=seed, sample_index=index, leader=samples[0])
         samples.append(Request(job, vocabulary, report))
     return samples
+
+
+def _close(worker: EngineWorker, grammars: GrammarCompileQueue) -> None:
+    worker.close()
+    grammars.close()
 
 
 class _Collector:

@@ -11,7 +11,6 @@ from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -84,11 +83,11 @@ class Setup:
     vocabulary: Vocabulary
     encoder: PromptEncoder
     grammars: GrammarCompileQueue
-    worker: EngineWorker
+    engine: Engine
 
     @classmethod
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
-        """Load what has to be loaded and start the engine's thread."""
+        """Load what has to be loaded and put the engine together."""
         if model is None:
             model = bundled_asset("target")
             draft = bundled_asset("draft") if draft is None else draft
@@ -125,13 +124,8 @@ class Setup:
             vocabulary=vocabulary,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
             grammars=GrammarCompileQueue(backend, max_workers=config.compile_threads),
-            worker=EngineWorker(engine),
+            engine=engine,
         )
-
-    def close(self) -> None:
-        """End the engine's thread and the compile threads."""
-        self.worker.close()
-        self.grammars.close()
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Any:

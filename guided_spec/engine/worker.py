@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.request import Request
+from guided_spec.engine.setup import Setup
 from guided_spec.errors import GuidedSpecError
 
 __all__ = ["EngineWorker"]
 
 
 class EngineWorker:
-    """Steps an engine while it has work and sleeps while it has none."""
+    """Builds an engine in its own thread, steps it while it has work, sleeps while it has none.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
+    build: loads the model and all the rest; what it returns is ``setup``, what it raises is raised
+        here. It runs in the thread too, because torch keeps a pool of CPU threads for every thread
+        that computes, and two pools on a few cores slow each other down by a third.
+    """
+
+    def __init__(self, build: Callable[[], Setup]) -> None:
         self._incoming: deque[Request] = deque()
         self._wake = threading.Condition()
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="guided-spec-engine", daemon=True)
+        self._built: Future[Setup] = Future()
+        self._thread = threading.Thread(
+            target=self._run, args=(build,), name="guided-spec-engine", daemon=True
+        )
         self._thread.start()
+        self.setup = self._built.result()
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they report through their own callbacks. Raises after ``close``."""
@@ -40,18 +50,25 @@ class EngineWorker:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
-        while self._take_incoming():
+    def _run(self, build: Callable[[], Setup]) -> None:
+        try:
+            setup = build()
+        except BaseException as error:  # the caller is waiting for it
+            self._built.set_exception(error)
+            return
+        engine = setup.engine
+        self._built.set_result(setup)
+        while self._take_incoming(engine):
             try:
-                self._engine.step()
+                engine.step()
             except Exception as error:  # a bug of ours: nobody may wait for ever
-                self._engine.fail(self._engine, error)
-        self._engine.cancel_all()
+                engine.fail(engine, error)
+        engine.cancel_all()
 
-    def _take_incoming(self) -> bool:
+    def _take_incoming(self, engine: Engine) -> bool:
         """Wait for work; False when the worker is closed."""
         with self._wake:
-            self._wake.wait_for(lambda: self._is_closed or self._incoming or self._engine.has_work)
+            self._wake.wait_for(lambda: self._is_closed or self._incoming or engine.has_work)
             while self._incoming:
-                self._engine.add(self._incoming.popleft())
+                engine.add(self._incoming.popleft())
             return not self._is_closed
