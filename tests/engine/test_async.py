@@ -146,7 +146,7 @@ def test_closing_ends_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(llm._grammars, "submit", lambda _: never)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(llm.generate, "A", SamplingParams(grammar=LETTERS))
-        while not llm._worker._engine.has_work:
+        while not llm._worker.setup.engine.has_work:
             gc.collect(0)
         llm.close()
         (output,) = run.result(PATIENCE)
