@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from guided_spec.errors import ConfigError
@@ -48,10 +47,3 @@ def read_text(option: str, path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(option, str(path), f"cannot be read: {error}") from error
-
-
-def describe(spec: GrammarSpec | None) -> str:
-    """A short name for reports."""
-    if spec is None:
-        return "free text"
-    return spec.kind if spec.kind != "choice" else f"choice of {len(json.loads(spec.source))}"

@@ -9,7 +9,7 @@ import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
-from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
+from guided_spec.models.causal_lm import CausalLM
 
 __all__ = ["slots_that_fit"]
 
@@ -22,7 +22,8 @@ def slots_that_fit(model: Any, config: EngineConfig, max_model_len: int) -> int:
 
     Raises ConfigError when not even one slot fits.
     """
-    slot_bytes = max_model_len * kv_bytes_per_token(model) + state_bytes_per_slot(model)
+    probe = CausalLM(model, num_slots=1, max_length=1)
+    slot_bytes = max_model_len * probe.kv_bytes_per_token + probe.state_bytes_per_slot
     budget = config.kv_memory_bytes
     if budget is None:
         budget = _default_budget(torch.device(model.device))
