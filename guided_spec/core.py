@@ -14,7 +14,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.warp import Sampling
-from guided_spec.types import Draft, Noise
+from guided_spec.types import Draft, DraftPolicy, Noise
 
 __all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput"]
 
@@ -46,6 +46,7 @@ class DecodeBatch:
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
         before the last one that became known since the request's previous step (all of the prompt
         but its last token at the first); None where the proposer asked for none.
+    policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     """
 
     slots: tuple[int, ...]
@@ -59,6 +60,7 @@ class DecodeBatch:
     vocab_size: int
     device: torch.device
     features: tuple[Tensor | None, ...] = ()
+    policies: tuple[DraftPolicy | None, ...] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -85,10 +87,11 @@ class DecodeBatch:
 
 
 class Proposer(Protocol):
-    """Drafts tokens for the target to verify. See "Adding a proposer" in docs/contributing.md."""
+    """Drafts tokens for the target to verify. The contract is in docs/add_a_proposer.md."""
 
     aux_hidden_layers: tuple[int, ...]
-    """Hidden states it wants from the target: index i is the input of layer i. () for none."""
+    """Hidden states it wants from the target: index i is the input of layer i, n the output of the
+    last of n layers, -1 that output after the final norm. () for none."""
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """Draft up to ``batch.num_draft_tokens`` tokens a request, on ``batch.device``.

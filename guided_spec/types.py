@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 from torch import Tensor
 
@@ -17,7 +17,10 @@ from guided_spec.errors import ConfigError
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["Accepted", "Draft", "Noise", "SamplingParams"]
+__all__ = ["DRAFT_POLICIES", "Accepted", "Draft", "DraftPolicy", "Noise", "SamplingParams"]
+
+DraftPolicy = Literal["mask", "topk_walk", "validate"]
+DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
 MAX_SEED = 2**63 - 1
 
@@ -75,6 +78,9 @@ class SamplingParams:
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match; None leaves it free.
+    draft_policy: how a drafter with a model keeps to the grammar: "mask", "topk_walk" or
+        "validate" (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It
+        changes the speed, never the text's distribution.
 
     Raises ConfigError for a value out of range.
     """
@@ -90,6 +96,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     grammar: GrammarSpec | None = None
+    draft_policy: DraftPolicy | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -112,6 +119,9 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, low=0)
         _require_grammar(self.grammar)
+        if self.draft_policy is not None and self.draft_policy not in DRAFT_POLICIES:
+            fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
+            raise ConfigError("draft_policy", self.draft_policy, fix)
 
 
 def _require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 
 import torch
@@ -38,6 +39,19 @@ def plain_greedy(target: ToyTarget, rule: Rule | None, prompt: list[int], length
     return output
 
 
+FEATURE_SIZE = 32  # of the tiny models' hidden states
+
+
+def toy_features(proposer: Proposer, context: Sequence[int], start: int) -> Tensor | None:
+    """Hidden states of ``context[start:-1]`` as a target might have them: fixed by the prefix."""
+    width = FEATURE_SIZE * len(proposer.aux_hidden_layers)
+    rows = []
+    for end in range(start + 1, len(context)):
+        seed = zlib.crc32(repr(tuple(context[:end])).encode())
+        rows.append(torch.randn(width, generator=torch.Generator().manual_seed(seed)))
+    return torch.stack(rows) if rows and width else None
+
+
 def speculate(
     target: ToyTarget,
     proposer: Proposer,
@@ -50,6 +64,7 @@ def speculate(
     """Greedy guided speculation of ``length`` tokens a request; ended ones leave the batch."""
     constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in rules]
     outputs: list[list[int]] = [[] for _ in rules]
+    known = [0] * len(rules)  # tokens whose hidden states the proposer has had
     live = list(range(len(rules)))
     while live:
         batch = toy_batch(
@@ -59,6 +74,12 @@ def speculate(
             limits=[length - len(outputs[row]) - 1 for row in live],
         )
         batch.slots = tuple(live)
+        batch.features = tuple(
+            toy_features(proposer, context, known[row])
+            for row, context in zip(live, batch.contexts, strict=True)
+        )
+        for row, context in zip(live, batch.contexts, strict=True):
+            known[row] = len(context) - 1
         step = speculative_step(target, proposer, batch, batch.verify_noise())
         for row, committed in zip(list(live), commit(batch, step.accepted), strict=True):
             assert committed.error is None

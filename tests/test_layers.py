@@ -24,7 +24,7 @@ LAYERS = (
 )
 # The package itself re-exports the engine: only what stands above the engine may use it.
 LAYER = {part: level for level, parts in enumerate(LAYERS) for part in parts} | {"": 5}
-SIBLINGS = {("grammar", "ops")}  # the one import between packages of layer 1
+SIBLINGS = {("grammar", "ops"), ("models", "ops")}  # imports between packages of layer 1
 
 LONGEST_FUNCTION = 40
 LONGEST_KERNEL = 120
@@ -89,7 +89,7 @@ def late():
     assert imported_parts(source) == {"engine", "", "ops", "grammar"}
     assert is_allowed("grammar", "ops")
     assert not is_allowed("ops", "grammar")
-    assert not is_allowed("models", "ops")
+    assert not is_allowed("models", "grammar")
     assert not is_allowed("engine", "")
 
 

@@ -22,7 +22,7 @@ from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.drafting import draft_autoregressively
+from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.types import Draft, SamplingParams
 
 TEXTS = (b"a", b"b", b"c", b"d", b"{", b"}", b'"', b":", b",", b"1", b"0", b"")
@@ -124,6 +124,7 @@ class ToyCompiled:
         self.eos = vocabulary.stop_token_ids[0]
         self.fills: Counter[tuple[int, ...]] = Counter()
         self.refused: frozenset[int] = frozenset()
+        self.excluded: frozenset[int] = frozenset()
 
     def new_matcher(self) -> ToyMatcher:
         return ToyMatcher(self)

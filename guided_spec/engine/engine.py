@@ -208,6 +208,7 @@ class Engine:
             vocab_size=self._model.vocab_size,
             device=self._model.device,
             features=self._target.take_features(slots),
+            policies=tuple(request.params.draft_policy for request in requests),
         )
 
     def _sampling_of(self, requests: tuple[Request, ...]) -> Sampling:
@@ -223,3 +224,5 @@ class Engine:
         for request, num_drafted, accepted, forced in rows:
             request.stats.count_step(num_drafted, accepted, forced)
             request.stats.mask_seconds += share
+        for request, starved in zip(requests, step.lookahead.starved, strict=True):
+            request.stats.starved += starved

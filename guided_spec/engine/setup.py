@@ -18,6 +18,7 @@ from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.proposers import ProposerContext, build_proposer
+from guided_spec.proposers.auto import resolve_auto
 
 __all__ = ["Options", "Setup", "bundled_asset"]
 
@@ -99,7 +100,6 @@ class Setup:
         target = CausalLM(loaded, num_slots=num_slots, max_length=max_model_len)
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
-        name = proposer or _default_proposer(draft)
         context = ProposerContext(
             vocabulary=vocabulary,
             encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
@@ -112,6 +112,7 @@ class Setup:
             dtype=target.dtype,
             draft=draft,
         )
+        name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
         engine = Engine(target, build_proposer(name, context), config)
         backend = XGrammarBackend(vocabulary)
         return cls(
@@ -132,10 +133,6 @@ def _tokenizer(model: Any, tokenizer: Any) -> Any:
     if tokenizer is None:
         tokenizer = model if isinstance(model, str | Path) else model.config.name_or_path
     return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
-
-
-def _default_proposer(draft: Any) -> str:
-    return "chain:grammar_forced+" + ("ngram" if draft is None else "draft_model")
 
 
 def _max_model_len(model: Any, config: EngineConfig) -> int:

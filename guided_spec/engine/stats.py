@@ -17,6 +17,7 @@ class RequestStats:
     steps: target forwards that decoded this request, prefill not counted.
     drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
     forced, forced_accepted: those of them that the grammar left no choice about.
+    starved: draft positions at which a draft head's smaller vocabulary had no legal token.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
     seed: the seed that was used, given or drawn.
@@ -29,6 +30,7 @@ class RequestStats:
     accepted: list[int] = field(default_factory=list)
     forced: int = 0
     forced_accepted: int = 0
+    starved: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0
     seed: int = 0

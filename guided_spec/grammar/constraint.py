@@ -17,16 +17,17 @@ __all__ = ["Constraint", "Fork"]
 class Fork:
     """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
 
-    Used by one thread at a time.
+    excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
     """
 
-    def __init__(self, matcher: GrammarMatcher) -> None:
+    def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
         self.matcher = matcher
+        self._excluded = excluded
         self.token_ids: list[int] = []
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, when the grammar refuses it."""
-        if not self.matcher.accept_token(token_id):
+        if token_id in self._excluded or not self.matcher.accept_token(token_id):
             return False
         self.token_ids.append(token_id)
         return True
@@ -63,7 +64,7 @@ class Constraint:
         self.compiled = compiled
         self.committed: list[int] = []
         self._original = compiled.new_matcher()
-        self._fork = Fork(self._original.fork())
+        self._fork = Fork(self._original.fork(), compiled.excluded)
 
     @property
     def is_terminated(self) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.walk import Walk
 from guided_spec.types import Draft
 
 __all__ = ["Lookahead"]
@@ -26,24 +27,6 @@ __all__ = ["Lookahead"]
 # From this many rows on, filling them beside the forward beats the cost of changing threads
 # (docs/performance.md, "Where masks are filled").
 ROWS_WORTH_A_THREAD = 16
-
-
-class _Walk:
-    """One request's way along its draft."""
-
-    __slots__ = ("drafted", "filled", "fork", "is_open", "is_paused", "limit")
-
-    def __init__(self, fork: Fork | None, limit: int) -> None:
-        self.fork = fork
-        self.limit = limit
-        self.drafted: list[int] = []
-        self.filled = 0  # rows 0..filled-1 are in the mask rows
-        self.is_open = limit > 0 and not (fork is not None and fork.matcher.is_terminated())
-        self.is_paused = False
-
-    @property
-    def is_drafting(self) -> bool:
-        return self.is_open and not self.is_paused
 
 
 class Lookahead:
@@ -54,7 +37,7 @@ class Lookahead:
     proposer continues from there.
     """
 
-    def __init__(self, walks: list[_Walk], rows: MaskRows) -> None:
+    def __init__(self, walks: list[Walk], rows: MaskRows) -> None:
         self._walks = walks
         self._rows = rows
         self._is_constrained = any(walk.fork is not None for walk in walks)
@@ -73,7 +56,7 @@ class Lookahead:
         """
         rows.clear()
         walks = [
-            _Walk(None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
+            Walk(None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
             for constraint, limit in zip(constraints, limits, strict=True)
         ]
         return cls(walks, rows)
@@ -88,13 +71,23 @@ class Lookahead:
         """[B]: whether more tokens may be drafted for the request.
 
         False from its limit on, after an end-of-text token and after an illegal token, and while it
-        is paused.
+        is paused or held.
         """
         return [walk.is_drafting for walk in self._walks]
 
+    @property
+    def refused(self) -> list[int | None]:
+        """[B]: the illegal token that ended the request's draft, None where there was none."""
+        return [walk.refused for walk in self._walks]
+
+    @property
+    def starved(self) -> list[int]:
+        """[B]: positions at which the drafter's own vocabulary had no legal token."""
+        return [walk.starved for walk in self._walks]
+
     @contextmanager
     def pausing(self, pause: Callable[[int], bool]) -> Iterator[None]:
-        """Inside, ``accept`` ends a request's turn where ``pause(request)`` says so.
+        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
 
         That is how one proposer takes over from another in the middle of a draft.
         """
@@ -106,11 +99,21 @@ class Lookahead:
             for walk in self._walks:
                 walk.is_paused = False
 
+    @contextmanager
+    def holding(self, held: Sequence[bool]) -> Iterator[None]:
+        """Inside, the requests of ``held`` [B] count as closed: their drafts are walked later."""
+        for walk, is_held in zip(self._walks, held, strict=True):
+            walk.is_held = is_held
+        try:
+            yield
+        finally:
+            for walk in self._walks:
+                walk.is_held = False
+
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
-        None when no request is constrained. Rows of free requests forbid nothing; those of closed
-        ones mean nothing.
+        None when no request is constrained. Rows of free, closed and held requests forbid nothing.
         """
         if not self._is_constrained:
             return None
@@ -119,24 +122,23 @@ class Lookahead:
             if walk.is_drafting and walk.fork is not None:
                 self._fill_here(request, walk)
         self.fill_seconds += time.perf_counter() - started
-        return self._rows.at_depths([len(walk.drafted) for walk in self._walks])
+        return self._rows.at_depths(
+            [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
+        )
 
-    def accept(self, token_ids: Tensor) -> None:
+    def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
         """Append one drafted token, int64 [B], to every open request; one download.
 
         -1 closes the request: nothing more is drafted. So does a token that its mask forbids; it
         may stand in the draft all the same, where the verifier refuses it.
+        starved: bool [B], where the drafter's own vocabulary had no legal token; counted.
         """
-        for request, (walk, token_id) in enumerate(
-            zip(self._walks, token_ids.tolist(), strict=True)
-        ):
-            if not walk.is_drafting:
-                continue
-            if not self._is_legal(request, walk, token_id):
-                walk.is_open = False
-                continue
-            self._append(walk, token_id)
-            walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)
+        rows = [token_ids] if starved is None else [token_ids, starved.to(token_ids.dtype)]
+        ids, *flags = torch.stack(rows).tolist()
+        for request, walk in enumerate(self._walks):
+            if walk.is_drafting:
+                walk.starved += flags[0][request] if flags else 0
+                self._accept(request, walk, ids[request])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -144,13 +146,23 @@ class Lookahead:
         Cut at the first illegal token and at the request's limit. Rows are not filled yet: that
         can wait until the target runs.
         """
+        return self.extend_best([[(token,) for token in draft] for draft in drafts])
+
+    def extend_best(self, options: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+        """``extend`` by the first legal one of several tokens at each position.
+
+        options: [B] lists with, for each position, tokens in the order of preference.
+        """
         legal: list[list[int]] = []
-        for walk, draft in zip(self._walks, drafts, strict=True):
+        for request, (walk, positions) in enumerate(zip(self._walks, options, strict=True)):
             start = len(walk.drafted)
-            for token_id in draft:
-                if not walk.is_open:
+            for token_ids in positions:
+                if not walk.is_drafting:
                     break
-                self._append(walk, token_id)
+                if any(walk.append(token_id) for token_id in token_ids):
+                    self._check_pause(request, walk)
+                else:
+                    walk.refuse(token_ids[0])
             legal.append(walk.drafted[start:])
         return legal
 
@@ -225,22 +237,25 @@ class Lookahead:
         probs = None if draft.probs is None else draft.probs[:, :width]
         return Draft(draft.token_ids[:, :width], lengths.to(draft.num_tokens.device), probs)
 
-    def _is_legal(self, request: int, walk: _Walk, token_id: int) -> bool:
-        if token_id < 0 or walk.fork is None:
-            return token_id >= 0
-        self._fill_here(request, walk)
-        return self._rows.allows(request, len(walk.drafted), token_id)
-
-    def _append(self, walk: _Walk, token_id: int) -> None:
-        fork = walk.fork
-        if fork is not None and not fork.accept(token_id):
+    def _accept(self, request: int, walk: Walk, token_id: int) -> None:
+        if token_id < 0:
             walk.is_open = False
             return
-        walk.drafted.append(token_id)
-        ended = fork is not None and fork.matcher.is_terminated()
-        walk.is_open = not ended and len(walk.drafted) < walk.limit
+        if walk.fork is not None:
+            self._fill_here(request, walk)
+            # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
+            if not self._rows.allows(request, len(walk.drafted), token_id):
+                walk.refuse(token_id)
+                return
+        if walk.append(token_id):
+            self._check_pause(request, walk)
+        else:
+            walk.refuse(token_id)
 
-    def _fill_here(self, request: int, walk: _Walk) -> None:
+    def _check_pause(self, request: int, walk: Walk) -> None:
+        walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)
+
+    def _fill_here(self, request: int, walk: Walk) -> None:
         depth = len(walk.drafted)
         if walk.filled < depth:
             self._fill_back(request, walk)
@@ -248,7 +263,7 @@ class Lookahead:
             self._rows.fill(walk.fork.matcher, request, depth)
             walk.filled = depth + 1
 
-    def _fill_back(self, request: int, walk: _Walk) -> None:
+    def _fill_back(self, request: int, walk: Walk) -> None:
         # Tokens were appended unfilled: go back to the first missing row and walk up again.
         assert walk.fork is not None
         walk.fork.rollback_to(walk.filled)

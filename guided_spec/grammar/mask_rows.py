@@ -28,7 +28,9 @@ class MaskRows:
         self.device = device
         words = num_mask_words(vocab_size)
         pin = device.type == "cuda"
-        self._rows = torch.full((requests * depths, words), -1, dtype=torch.int32, pin_memory=pin)
+        # One row more than is ever filled: what a request reads that is not asked for its mask.
+        size = (requests * depths + 1, words)
+        self._rows = torch.full(size, -1, dtype=torch.int32, pin_memory=pin)
         self._array = self._rows.numpy()
         self._dirty: set[int] = set()
         self.filling: Future[None] | None = None  # whoever fills on another thread says so here
@@ -60,12 +62,13 @@ class MaskRows:
         row: NDArray[np.int32] = self._array[request * self.depths + depth]
         return row
 
-    def at_depths(self, depths: list[int]) -> Tensor:
-        """int32 [B, W] on the device: for request b its row at ``depths[b]``."""
-        index = torch.tensor([b * self.depths + depth for b, depth in enumerate(depths)])
+    def at_depths(self, depths: list[int | None]) -> Tensor:
+        """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None."""
+        rows = [-1 if at is None else b * self.depths + at for b, at in enumerate(depths)]
+        index = torch.tensor([row % len(self._rows) for row in rows])
         return self._rows.index_select(0, index).to(self.device)
 
     def first(self, requests: int, depths: int) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the first requests."""
-        rows = self._rows.view(self.requests, self.depths, -1)[:requests, :depths]
+        rows = self._rows[:-1].view(self.requests, self.depths, -1)[:requests, :depths]
         return rows.to(self.device, non_blocking=True)

@@ -40,7 +40,14 @@ class GrammarMatcher(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """A grammar compiled for one vocabulary: immutable, shared by requests."""
+    """A grammar compiled for one vocabulary: immutable, shared by requests.
+
+    excluded: tokens that no text of the grammar holds. Matchers may refuse them noisily, so a draft
+        that guesses freely is cut before them without asking.
+    """
+
+    @property
+    def excluded(self) -> frozenset[int]: ...
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""

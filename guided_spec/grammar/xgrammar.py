@@ -44,6 +44,9 @@ class XGrammarBackend:
 
     def __init__(self, vocabulary: Vocabulary, *, compile_threads: int = 2) -> None:
         self.vocabulary = vocabulary
+        self._without_bytes = frozenset(
+            token for token, data in enumerate(vocabulary.token_bytes) if not data
+        ) - {*vocabulary.stop_token_ids}
         info = xgrammar.TokenizerInfo(
             list(vocabulary.token_bytes),
             xgrammar.VocabType.RAW,
@@ -67,7 +70,9 @@ class XGrammarBackend:
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         self._require_a_first_token(spec, compiled)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
-        return XGrammarGrammar(compiled, style)
+        # A structural tag may name special tokens; all other grammars are made of bytes.
+        excluded = frozenset() if spec.kind == "structural_tag" else self._without_bytes
+        return XGrammarGrammar(compiled, style, excluded)
 
     def _compile(self, spec: GrammarSpec, source: str, *, any_whitespace: bool) -> Any:
         try:
@@ -95,6 +100,7 @@ class XGrammarGrammar:
 
     compiled: Any
     style: Any | None = None
+    excluded: frozenset[int] = frozenset()
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""

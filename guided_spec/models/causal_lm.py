@@ -95,8 +95,8 @@ class CausalLM:
         """Feed the tokens, store their keys and values; never waits for the device.
 
         logits: of all tokens, of each row's last real one, or none.
-        hidden_layers: hidden states to return: index i is the input of layer i, and the number of
-            layers (or -1) is the last layer's output after the final norm.
+        hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
+            layers) the output of the last layer, and -1 that output after the final norm.
 
         ``commit`` has to follow before the next forward. Raises ModelError for a layer that the
         model does not have.
@@ -193,7 +193,7 @@ class CausalLM:
                 if not -1 <= layer <= len(modules):
                     raise ModelError(f"hidden layer {layer}: the model has {len(modules)} layers")
                 hook = _hook_output if layer in (-1, len(modules)) else _hook_input
-                module = self._decoder if hook is _hook_output else modules[layer]
+                module = self._decoder if layer == -1 else modules[min(layer, len(modules) - 1)]
                 stack.enter_context(hook(module, captured, place))
             yield captured
 
@@ -268,7 +268,7 @@ def _hook_input(module: nn.Module, captured: list[Tensor], place: int) -> Iterat
 @contextmanager
 def _hook_output(module: nn.Module, captured: list[Tensor], place: int) -> Iterator[None]:
     def keep(_: nn.Module, __: Any, output: Any) -> None:
-        captured[place] = output[0]
+        captured[place] = output if isinstance(output, Tensor) else output[0]
 
     with _removing(module.register_forward_hook(keep)):
         yield

@@ -8,7 +8,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["apply_token_bitmask", "num_mask_words", "pack_bitmask", "unpack_bitmask"]
+__all__ = [
+    "apply_token_bitmask",
+    "num_mask_words",
+    "only_legal_token",
+    "pack_bitmask",
+    "translate_bitmask",
+    "unpack_bitmask",
+]
 
 BITS = 32
 
@@ -47,3 +54,24 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor | None) -> Tensor:
         return logits
     legal = unpack_bitmask(bitmask, logits.shape[-1])
     return logits.masked_fill(~legal, float("-inf"))
+
+
+def translate_bitmask(bitmask: Tensor, target_ids: Tensor) -> Tensor:
+    """A mask over target tokens to one over draft tokens: int32 [..., W] to [..., ceil(D / 32)].
+
+    target_ids: int64 [D], which target token each draft token is; on the device of the mask, where
+        all of this happens: one gather of words, no atomics, nothing waits for the host. Bit i of
+        the result is bit ``target_ids[i]`` of the mask; unused bits of the last word are 0.
+    """
+    words = bitmask.index_select(-1, target_ids >> 5)  # [..., D]: the word of each draft token
+    bits = words >> (target_ids & 31).to(torch.int32)
+    return pack_bitmask((bits & 1).bool())
+
+
+def only_legal_token(bitmask: Tensor) -> Tensor:
+    """int64 [...]: the one legal token of each row of int32 [..., W]; -1 where there is another."""
+    used = bitmask != 0
+    word = bitmask.to(torch.int64).sum(-1) & 0xFFFFFFFF  # that of the only word in use, if any
+    is_single = (used.sum(-1) == 1) & (word & (word - 1) == 0)
+    bit = word.clamp_min(1).double().log2().long()  # exact: a power of two
+    return torch.where(is_single, used.int().argmax(-1) * BITS + bit, -1)

@@ -54,6 +54,10 @@ class Chain:
         the first one leads again, and go on behind it.
         """
         lead, *fillers = self._members
+        for filler in fillers:
+            if filler.aux_hidden_layers:
+                # Hidden states come once: it has to read them even if its turn never comes.
+                filler.propose(replace(batch, num_draft_tokens=0), lookahead)
         draft = lead.propose(batch, lookahead)
         left = batch.num_draft_tokens
         while left > 0 and any(lookahead.is_open):

@@ -15,7 +15,8 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.drafting import draft_autoregressively, host_draft
+from guided_spec.proposers.draft_loop import draft_autoregressively, read_policy
+from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
 
 __all__ = ["DraftModel"]
@@ -25,10 +26,11 @@ class DraftModel:
     """Drafts with any smaller causal LM, batched, with a KV cache of its own.
 
     The cache's lengths count committed tokens only: every step first feeds what was committed since
-    the last one, and so overwrites what the last draft left behind.
+    the last one, and so overwrites what the last draft left behind. The context's argument is the
+    draft policy.
 
-    Raises ConfigError when no draft model is named, ModelError when it cannot be loaded, and
-    VocabularyMismatchError when its tokens are not the target's.
+    Raises ConfigError when no draft model is named or the policy is unknown, ModelError when the
+    model cannot be loaded, and VocabularyMismatchError when its tokens are not the target's.
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
@@ -37,6 +39,7 @@ class DraftModel:
         if context.draft is None:
             fix = "name a smaller model with the target's tokenizer, or choose the proposer ngram"
             raise ConfigError("draft", None, fix)
+        self._policy = read_policy(context.argument, "mask")
         model = _load(context)
         limit = getattr(model.config, "max_position_embeddings", None) or context.max_model_len
         length = min(limit, context.max_model_len)
@@ -62,16 +65,19 @@ class DraftModel:
             feeder.feed(pending, starts)
             saved = self._model.save_states(feeder.slots)
             feeder.feed(drafted, feeder.ends)
-            draft = draft_autoregressively(feeder.logits, feeder.next, batch, lookahead)
+            draft = self._draft(feeder, batch, lookahead)
             self._model.load_states(feeder.slots, saved)
             return draft
         feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
-        return draft_autoregressively(feeder.logits, feeder.next, batch, lookahead)
+        return self._draft(feeder, batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots' caches start anew with their next requests."""
         for slot in slots:
             self._lengths[slot] = 0
+
+    def _draft(self, feeder: _Feeder, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        return draft_autoregressively(feeder.logits, feeder.next, batch, lookahead, self._policy)
 
     def _fits(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
         """Whether the request may draft, and the draft model's context has room for it."""

@@ -1,19 +1,16 @@
-"""What all proposers share: how a draft is put together, and the loop that drafts with a model."""
+"""What all proposers share: how a draft is put together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.bitmask import apply_token_bitmask
-from guided_spec.ops.warp import warp
 from guided_spec.types import Draft
 
-__all__ = ["concatenate", "draft_autoregressively", "host_draft"]
+__all__ = ["concatenate", "host_draft"]
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -23,54 +20,6 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     ids = torch.tensor(padded, dtype=torch.int64).view(len(token_ids), longest)
     lengths = torch.tensor([len(row) for row in token_ids], dtype=torch.int64)
     return Draft(ids.to(batch.device), lengths.to(batch.device))
-
-
-def draft_autoregressively(
-    first_logits: Tensor,
-    forward: Callable[[Tensor], Tensor],
-    batch: DecodeBatch,
-    lookahead: Lookahead,
-) -> Draft:
-    """Mask, sample, accept on the fork; up to K times, for any model that maps a token to logits.
-
-    first_logits: [B, V] after each request's context and its draft so far.
-    forward: int64 [B] tokens just drafted -> [B, V] logits after them. Not called for the last.
-
-    Greedy requests draft the largest legal logit. At temperature > 0 the draft is sampled from the
-    masked, warped draft distribution, which the verifier is given. A request is left alone from
-    the first position on where it may not draft or has no legal token.
-    """
-    logits = first_logits
-    tokens: list[Tensor] = []
-    probs: list[Tensor] = []
-    counts: list[Tensor] = []
-    first = batch.positions() + torch.tensor(
-        [len(drafted) for drafted in lookahead.drafted], device=batch.device
-    )
-    for depth in range(batch.num_draft_tokens):
-        if not any(lookahead.is_open):
-            break
-        if depth > 0:
-            logits = forward(tokens[-1])
-        opened = torch.tensor(lookahead.is_open, device=batch.device)
-        masked = apply_token_bitmask(logits, lookahead.next_mask())
-        row_probs = warp(masked.unsqueeze(1), batch.sampling).squeeze(1)
-        token = _draw(row_probs, batch, first + depth)
-        lookahead.accept(token)
-        tokens.append(token.clamp_min(0))
-        probs.append(row_probs)
-        counts.append(opened & (token >= 0))
-    if not tokens:
-        return host_draft(batch, [[] for _ in lookahead.drafted])
-    sampled = None if batch.sampling.all_greedy else torch.stack(probs, 1)
-    return Draft(torch.stack(tokens, 1), torch.stack(counts, 1).sum(1), sampled)
-
-
-def _draw(probs: Tensor, batch: DecodeBatch, positions: Tensor) -> Tensor:
-    """int64 [B]; -1 where nothing has any probability."""
-    scores = probs if batch.sampling.all_greedy else probs / batch.draft_noise(positions)
-    best = scores.max(-1)
-    return torch.where(best.values > 0, best.indices, -1)
 
 
 def concatenate(first: Draft, second: Draft) -> Draft:

@@ -18,6 +18,8 @@ WAIT = 30
 
 
 class Compiled:
+    excluded: frozenset[int] = frozenset()
+
     def new_matcher(self) -> GrammarMatcher:
         raise NotImplementedError
 

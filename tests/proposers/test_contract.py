@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,8 +19,9 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.proposers import build_proposer, register_proposer
 from guided_spec.step import commit, speculative_step
-from guided_spec.types import Draft, SamplingParams
-from tests.loops import plain_greedy, speculate
+from guided_spec.types import DRAFT_POLICIES, Draft, SamplingParams
+from tests.learned_heads import TARGETS, HeadedTarget, write_head
+from tests.loops import plain_greedy, speculate, toy_features
 from tests.models.tiny import build
 from tests.toys import (
     VOCAB_SIZE,
@@ -43,9 +44,13 @@ CHAINS = [
     "chain:ngram+grammar_forced",
     "chain:grammar_forced+ngram+toy_registered",
     "chain:grammar_forced+draft_model",
+    "chain:grammar_forced+eagle3:validate",
+    "chain:grammar_forced+ngram+deepseek_mtp",
+    "chain:auto+draft_model:topk_walk",
     "chain:none+none",
 ]
-SPECS = [*NAMES, *OTHERS, *CHAINS]
+POLICIES = [f"{name}:{policy}" for name in ("draft_model", "eagle3") for policy in DRAFT_POLICIES]
+SPECS = [*NAMES, *OTHERS, *CHAINS, *POLICIES]
 TARGET = ToyTarget(2)
 RULES: list[Rule | None] = [
     text_rule([b'{"ab":1}', b'{"ab":0,"cd":1}']),
@@ -79,15 +84,37 @@ def _others(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     del proposers.PROPOSERS["toy_registered"]
 
 
-def make(spec: str) -> Proposer:
-    draft = build("llama", vocab_size=VOCAB_SIZE) if "draft_model" in spec else None
-    return build_proposer(spec, toy_context(draft=draft))
+Make = Callable[[str], Proposer]
 
 
-def make_batch(k: int, temperature: float) -> DecodeBatch:
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HeadedTarget]:
+    return {
+        method: write_head(tmp_path_factory.mktemp("heads") / method, method, VOCAB_SIZE)
+        for method in TARGETS
+    }
+
+
+@pytest.fixture
+def make(heads: dict[str, HeadedTarget]) -> Make:
+    """Builds a proposer by its spec, with the target and the draft that its name asks for."""
+
+    def build_it(spec: str) -> Proposer:
+        headed = next((heads[method] for method in sorted(TARGETS)[::-1] if method in spec), None)
+        if headed is not None:
+            return build_proposer(spec, toy_context(target=headed.target, draft=headed.draft))
+        draft = build("llama", vocab_size=VOCAB_SIZE) if "draft_model" in spec else None
+        return build_proposer(spec, toy_context(draft=draft))
+
+    return build_it
+
+
+def make_batch(proposer: Proposer, k: int, temperature: float) -> DecodeBatch:
     constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in RULES]
     params = [SamplingParams(temperature=temperature)] * len(RULES)
-    return toy_batch(CONTEXTS, constraints, k=k, limits=LIMITS, params=params)
+    batch = toy_batch(CONTEXTS, constraints, k=k, limits=LIMITS, params=params)
+    batch.features = tuple(toy_features(proposer, context, 0) for context in CONTEXTS)
+    return batch
 
 
 def count_fills(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
@@ -105,9 +132,12 @@ def count_fills(monkeypatch: pytest.MonkeyPatch) -> Counter[tuple[int, int]]:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("spec", SPECS)
-def test_contract(monkeypatch: pytest.MonkeyPatch, spec: str, k: int, temperature: float) -> None:
+def test_contract(
+    monkeypatch: pytest.MonkeyPatch, make: Make, spec: str, k: int, temperature: float
+) -> None:
     fills = count_fills(monkeypatch)
-    proposer, batch = make(spec), make_batch(k, temperature)
+    proposer = make(spec)
+    batch = make_batch(proposer, k, temperature)
     with torch.inference_mode():
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         draft = proposer.propose(batch, lookahead)
@@ -116,13 +146,14 @@ def test_contract(monkeypatch: pytest.MonkeyPatch, spec: str, k: int, temperatur
         row[:length]
         for row, length in zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
     ]
-    assert lookahead.drafted == lists
+    for drafted, refused, row in zip(lookahead.drafted, lookahead.refused, lists, strict=True):
+        assert row == drafted or ("validate" in spec and row == [*drafted, refused])
     lookahead.start(draft)
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     assert bitmask is not None
-    check_probs(draft, bitmask)
+    check_probs(draft, None if "validate" in spec else bitmask)
     assert set(fills.values()) <= {1}
-    for rule, constraint, row in zip(RULES, batch.constraints, lists, strict=True):
+    for rule, constraint, row in zip(RULES, batch.constraints, lookahead.drafted, strict=True):
         if rule is not None and constraint is not None:
             original, fork = constraint._original, constraint._fork.matcher
             assert isinstance(original, ToyMatcher)
@@ -145,11 +176,13 @@ def check_shapes(draft: Draft, batch: DecodeBatch) -> None:
     assert draft.probs is None or draft.probs.shape == (size, width, VOCAB_SIZE)
 
 
-def check_probs(draft: Draft, bitmask: torch.Tensor) -> None:
-    """Every drafted token could be drawn from its probabilities, which keep to the mask."""
+def check_probs(draft: Draft, bitmask: torch.Tensor | None) -> None:
+    """Every drafted token could be drawn from its probabilities, which keep to the mask if any."""
     if draft.probs is None:
         return
-    legal = unpack_bitmask(bitmask, VOCAB_SIZE)
+    shape = (*draft.probs.shape[:2], VOCAB_SIZE)
+    everything = torch.ones(shape, dtype=torch.bool)
+    legal = everything if bitmask is None else unpack_bitmask(bitmask, VOCAB_SIZE)
     for row, length in enumerate(draft.num_tokens.tolist()):
         for at in range(length):
             probs = draft.probs[row, at]
@@ -160,15 +193,16 @@ def check_probs(draft: Draft, bitmask: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("spec", SPECS)
-def test_greedy_text_is_the_targets(spec: str, k: int) -> None:
+def test_greedy_text_is_the_targets(make: Make, spec: str, k: int) -> None:
     with torch.inference_mode():
         found = speculate(TARGET, make(spec), RULES, [4], length=12, k=k)
     assert found == [plain_greedy(TARGET, rule, [4], 12) for rule in RULES]
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_sampled_text_is_legal(spec: str) -> None:
-    proposer, batch = make(spec), make_batch(4, 1.0)
+def test_sampled_text_is_legal(make: Make, spec: str) -> None:
+    proposer = make(spec)
+    batch = make_batch(proposer, 4, 1.0)
     with torch.inference_mode():
         step = speculative_step(TARGET, proposer, batch, batch.verify_noise())
     for rule, committed in zip(RULES, commit(batch, step.accepted), strict=True):
@@ -178,11 +212,12 @@ def test_sampled_text_is_legal(spec: str) -> None:
             assert rule is None or token in rule(tuple(committed.token_ids[:at]))
 
 
-def test_draft_model_drafts() -> None:
-    batch = make_batch(4, 0.0)
+def test_draft_model_drafts(make: Make) -> None:
+    proposer = make("draft_model")
+    batch = make_batch(proposer, 4, 0.0)
     with torch.inference_mode():
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        draft = make("draft_model").propose(batch, lookahead)
+        draft = proposer.propose(batch, lookahead)
     assert draft.num_tokens.tolist()[2:] == [4, 0, 0, 2]
 
 
@@ -208,8 +243,8 @@ def test_the_argument_stands_behind_the_colon(monkeypatch: pytest.MonkeyPatch) -
     assert seen == ["one:two", ""]
 
 
-def test_the_first_draft_row_is_the_models_own() -> None:
-    batch = make_batch(1, 1.0)
+def test_the_first_draft_row_is_the_models_own(make: Make) -> None:
+    batch = make_batch(ToyDrafter(TARGET), 1, 1.0)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     draft = make("toy_registered").propose(batch, lookahead)
     logits = ToyTarget(7).logits(CONTEXTS[1])

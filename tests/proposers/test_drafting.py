@@ -1,26 +1,15 @@
-"""What proposers share: joining ragged drafts, and sampling from what is reported."""
+"""What proposers share: putting drafts together, and joining ragged ones."""
 
 from __future__ import annotations
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.proposers.drafting import concatenate, draft_autoregressively, host_draft
-from guided_spec.types import Draft, SamplingParams
-from tests.toys import (
-    EOS,
-    VOCAB_SIZE,
-    ToyCompiled,
-    chi_square_p_value,
-    hashed_rule,
-    text_rule,
-    toy_batch,
-)
+from guided_spec.proposers.drafting import concatenate, host_draft
+from guided_spec.types import Draft
+from tests.toys import VOCAB_SIZE, toy_batch
 
 SIZE = 3
 RAGGED = st.lists(
@@ -67,57 +56,3 @@ def test_concatenate(
         parts += [(second, at) for at in range(len(right[row]))]
         for at, (draft, index) in enumerate(parts):
             assert torch.equal(probs_at(joined, row, at), probs_at(draft, row, index))
-
-
-ROWS = 20_000
-
-
-def test_tokens_are_drawn_from_the_reported_probabilities() -> None:
-    generator = torch.Generator().manual_seed(1)
-    first = torch.randn(VOCAB_SIZE, generator=generator)
-    table = torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=generator)
-    params = SamplingParams(temperature=1.2, top_k=4)
-    batch = toy_batch([[0]] * ROWS, [None] * ROWS, k=2, params=[params] * ROWS)
-    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = draft_autoregressively(
-        first.expand(ROWS, -1), lambda token_ids: table[token_ids], batch, lookahead
-    )
-    assert draft.probs is not None
-    assert draft.num_tokens.tolist() == [2] * ROWS
-    assert bool((draft.probs[:, 0] == draft.probs[:1, 0]).all())
-    law = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
-    for token in draft.token_ids[:, 0].unique().tolist():
-        row = (draft.token_ids[:, 0] == token).nonzero()[0, 0]
-        law[token] = draft.probs[row, 0, token] * draft.probs[row, 1]
-    assert float(law.sum()) == pytest.approx(1.0, abs=1e-4)
-    counts = torch.bincount((draft.token_ids * torch.tensor([VOCAB_SIZE, 1])).sum(1), minlength=144)
-    assert chi_square_p_value(counts, law) > 1e-6
-
-
-def test_ragged_rows_stop_where_they_must() -> None:
-    rules = [text_rule([b"ab"]), hashed_rule(1), text_rule([b"abcd"]), None]
-    constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in rules]
-    stuck = Constraint(ToyCompiled(lambda prefix: frozenset() if prefix else frozenset({2})))
-    batch = toy_batch([[0]] * 5, [*constraints, stuck], k=4, limits=[4, 0, 2, 4, 4])
-    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    fed: list[list[int]] = []
-
-    def forward(token_ids: Tensor) -> Tensor:
-        fed.append(token_ids.tolist())
-        return torch.arange(VOCAB_SIZE).float().expand(5, -1)
-
-    draft = draft_autoregressively(forward(torch.zeros(5)), forward, batch, lookahead)
-    assert draft.probs is None
-    assert draft.num_tokens.tolist() == [3, 0, 2, 4, 1]
-    assert lookahead.drafted == [[0, 1, EOS], [], [0, 1], [EOS] * 4, [2]]
-    assert draft.token_ids.shape == (5, 4)
-    assert len(fed) == 4  # the last token is not fed
-    assert all(0 <= token < VOCAB_SIZE for row in fed for token in row)
-
-
-def test_nothing_to_draft() -> None:
-    batch = toy_batch([[0]], [None], k=3, limits=[0])
-    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = draft_autoregressively(torch.zeros(1, VOCAB_SIZE), torch.zeros_like, batch, lookahead)
-    assert draft.token_ids.shape == (1, 0)
-    assert draft.num_tokens.tolist() == [0]

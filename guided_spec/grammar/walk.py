@@ -1,0 +1,58 @@
+"""One request's way along its draft: its fork, the tokens so far, and whether more may follow."""
+
+from __future__ import annotations
+
+from guided_spec.grammar.constraint import Fork
+
+__all__ = ["Walk"]
+
+
+class Walk:
+    """Made once a step and request.
+
+    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
+    is_open: nothing has ended the draft. is_paused: the turn is another proposer's; is_held: the
+    request's tokens are walked later. refused: the illegal token that ended the draft. starved:
+    positions at which the drafter knew none of the legal tokens.
+    """
+
+    __slots__ = (
+        "drafted",
+        "filled",
+        "fork",
+        "is_held",
+        "is_open",
+        "is_paused",
+        "limit",
+        "refused",
+        "starved",
+    )
+
+    def __init__(self, fork: Fork | None, limit: int) -> None:
+        self.fork = fork
+        self.limit = limit
+        self.drafted: list[int] = []
+        self.filled = 0
+        self.is_open = limit > 0 and not (fork is not None and fork.matcher.is_terminated())
+        self.is_paused = False
+        self.is_held = False
+        self.refused: int | None = None
+        self.starved = 0
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a token may be appended now."""
+        return self.is_open and not self.is_paused and not self.is_held
+
+    def append(self, token_id: int) -> bool:
+        """Append a token; False, and no change, where the fork refuses it."""
+        if self.fork is not None and not self.fork.accept(token_id):
+            return False
+        self.drafted.append(token_id)
+        ended = self.fork is not None and self.fork.matcher.is_terminated()
+        self.is_open = not ended and len(self.drafted) < self.limit
+        return True
+
+    def refuse(self, token_id: int) -> None:
+        """An illegal token ends the draft."""
+        self.is_open, self.refused = False, token_id

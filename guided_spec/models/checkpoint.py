@@ -1,0 +1,214 @@
+"""A checkpoint on disk or on the hub, read tensor by tensor.
+
+Draft heads are no models of transformers, and MTP layers are a corner of a large one: both need a
+few named tensors, not a whole model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers.utils.hub import cached_file
+
+from guided_spec.errors import ModelError
+
+__all__ = ["Checkpoint"]
+
+SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
+LAYOUTS = tuple(name for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
+MOST_NAMES = 8
+
+Fetch = Callable[[str], Path | None]
+
+
+class Checkpoint:
+    """Named tensors and the config.json beside them; made by ``open``.
+
+    source: the folder or hub id, as it was given.
+    config: config.json, parsed.
+    names: every tensor there is; known without reading the data of one.
+    """
+
+    def __init__(
+        self, source: str, config: dict[str, Any], files: Mapping[str, str], fetch: Fetch
+    ) -> None:
+        self.source = source
+        self.config = config
+        self.names = frozenset(files)
+        self._files = files
+        self._fetch = fetch
+
+    @classmethod
+    def open(cls, source: str | Path, *, revision: str | None = None) -> Checkpoint:
+        """Read config.json and the list of tensors.
+
+        source: a folder, or a hub id such as "org/name". The weights are looked for as
+            model.safetensors, its index with shards, pytorch_model.bin, its index with shards.
+        revision: branch, tag or commit on the hub; a folder has none.
+
+        From the hub, only config.json and the index are fetched here; a checkpoint without an
+        index is one file, which is fetched whole. Raises ModelError, naming the source, for a
+        missing or broken config.json, missing weights, and a corrupt file.
+        """
+        name = str(source)
+        fetch = _from_folder(source) if Path(source).is_dir() else _from_hub(source, revision)
+        path = fetch("config.json")
+        if path is None:
+            raise _error(name, "expected a config.json, found none", "pass a model folder or id")
+        config = _read_json(name, path)
+        for layout in LAYOUTS:
+            path = fetch(layout)
+            if path is not None:
+                return cls(name, config, _list_tensors(name, path, layout), fetch)
+        raise _error(name, f"expected one of {', '.join(LAYOUTS)}, found none", "add the weights")
+
+    def matching(self, prefix: str) -> list[str]:
+        """The names that start with ``prefix``, sorted."""
+        return sorted(name for name in self.names if name.startswith(prefix))
+
+    def read(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The tensors, on the CPU in their stored dtype; opens only the files that hold them.
+
+        Raises ModelError for names that are not there, a shard that is missing, and one that is
+        corrupt or lacks what the index promises.
+        """
+        wanted = list(names)
+        unknown = sorted(set(wanted) - self.names)
+        if unknown:
+            found = f"found {len(self.names)} other tensors, such as {_some(sorted(self.names))}"
+            problem = f"expected the tensors {_some(unknown)}, {found}"
+            raise _error(self.source, problem, "pass a checkpoint of the right kind")
+        by_file: dict[str, list[str]] = {}
+        for name in wanted:
+            by_file.setdefault(self._files[name], []).append(name)
+        tensors: dict[str, Tensor] = {}
+        for file, group in by_file.items():
+            path = self._fetch(file)
+            if path is None:
+                problem = f"its index expects the file {file!r} for {_some(group)}, found no such"
+                raise _error(self.source, problem, "download the whole checkpoint")
+            tensors.update(_read_tensors(self.source, path, group))
+        return {name: tensors[name] for name in wanted}
+
+
+def _from_folder(source: str | Path) -> Fetch:
+    def fetch(file: str) -> Path | None:
+        path = Path(source) / file
+        return path if path.is_file() else None
+
+    return fetch
+
+
+def _from_hub(source: str | Path, revision: str | None) -> Fetch:
+    name = str(source)
+    if isinstance(source, Path) or name.startswith((".", "/", "~")):
+        raise _error(name, "expected a folder, found none", "pass a model folder or a hub id")
+
+    def fetch(file: str) -> Path | None:
+        # Layouts are asked for that need not be there; what is wrong with the id, the revision or
+        # the connection shows when config.json is asked for, which comes first.
+        is_needed = file == "config.json"
+        flags = {
+            "_raise_exceptions_for_missing_entries": is_needed,
+            "_raise_exceptions_for_connection_errors": is_needed,
+        }
+        try:
+            found = cached_file(name, file, revision=revision, **flags)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())
+            problem = f"expected a folder or a model on the hub, found neither: {reason}"
+            fix = "check the name, the revision and the connection"
+            raise _error(name, problem, fix) from error
+        return None if found is None else Path(found)
+
+    return fetch
+
+
+def _read_json(source: str, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        problem = f"{path.name}: expected JSON, found something else ({error})"
+        raise _error(source, problem, "download it again") from error
+    if not isinstance(value, dict):
+        problem = f"{path.name}: expected a JSON object, found {type(value).__name__}"
+        raise _error(source, problem, "download it again")
+    return value
+
+
+def _list_tensors(source: str, path: Path, layout: str) -> dict[str, str]:
+    """The file of each tensor."""
+    if not layout.endswith(".index.json"):
+        return dict.fromkeys(_read_names(source, path), layout)
+    files = _read_json(source, path).get("weight_map")
+    if not isinstance(files, dict) or not all(isinstance(file, str) for file in files.values()):
+        problem = f"{layout}: expected a weight_map of tensor names to files, found {files!r:.80}"
+        raise _error(source, problem, "download it again")
+    return files
+
+
+def _read_names(source: str, path: Path) -> list[str]:
+    if path.suffix != ".safetensors":
+        return list(_load_pickle(source, path))
+    with _safe_open(source, path) as file:
+        return list(file.keys())
+
+
+def _read_tensors(source: str, path: Path, names: list[str]) -> dict[str, Tensor]:
+    if path.suffix != ".safetensors":
+        stored = _load_pickle(source, path)
+        _check_stored(source, path, names, stored)
+        return {name: stored[name] for name in names}
+    with _safe_open(source, path) as file:
+        _check_stored(source, path, names, set(file.keys()))
+        return {name: file.get_tensor(name) for name in names}
+
+
+def _check_stored(source: str, path: Path, names: list[str], stored: Iterable[str]) -> None:
+    lacking = sorted(set(names).difference(stored))
+    if lacking:
+        problem = f"its index expects {_some(lacking)} in {path.name}, found no such tensors there"
+        raise _error(source, problem, "download the checkpoint again")
+
+
+def _safe_open(source: str, path: Path) -> Any:
+    # safetensors raises its own class, which derives from Exception only.
+    try:
+        return safe_open(path, framework="pt", device="cpu")
+    except Exception as error:
+        raise _corrupt(source, path, "a safetensors file", error) from error
+
+
+def _load_pickle(source: str, path: Path) -> dict[str, Tensor]:
+    try:
+        try:
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError:  # files of torch before 1.6 are no archives and cannot be mapped
+            stored = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # pickle, zip and torch each raise their own
+        raise _corrupt(source, path, "a torch file of nothing but tensors", error) from error
+    if not isinstance(stored, dict) or not all(isinstance(t, Tensor) for t in stored.values()):
+        problem = f"{path.name}: expected a mapping of names to tensors, found other objects"
+        raise _error(source, problem, "save the state dict alone")
+    return stored
+
+
+def _corrupt(source: str, path: Path, expected: str, error: Exception) -> ModelError:
+    reason = " ".join(str(error).split())[:200]
+    problem = f"{path.name}: expected {expected}, found something else ({reason})"
+    return _error(source, problem, "download it again")
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more
+
+
+def _error(source: str, problem: str, fix: str) -> ModelError:
+    return ModelError(f"checkpoint={source!r}: {problem}; {fix}")

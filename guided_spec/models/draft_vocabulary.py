@@ -1,0 +1,61 @@
+"""A draft head's own, smaller vocabulary, and masks translated into it.
+
+EAGLE-3 heads score only the D most frequent of the target's V tokens. Their checkpoints hold
+``d2t`` int64 [D], offsets: draft id i is target id ``i + d2t[i]`` (SafeAILab/EAGLE, SpecForge and
+speculators all store it so).
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, arange
+
+from guided_spec.errors import ModelError
+from guided_spec.ops.bitmask import translate_bitmask
+
+__all__ = ["DraftVocabulary"]
+
+
+class DraftVocabulary:
+    """Which target token each draft token is.
+
+    target_ids: int64 [D], on the device of the head; distinct ids below ``target_size``.
+    """
+
+    def __init__(self, target_ids: Tensor, target_size: int) -> None:
+        self.target_ids = target_ids
+        self.target_size = target_size
+
+    @classmethod
+    def from_offsets(cls, offsets: Tensor, target_size: int, source: str) -> DraftVocabulary:
+        """From the ``d2t`` tensor of a checkpoint, int64 [D].
+
+        source: what to name in the error. Raises ModelError for offsets that are no integers, that
+        leave the target's vocabulary, or that name a target token twice.
+        """
+        if offsets.dim() != 1 or offsets.is_floating_point() or not len(offsets):
+            found = f"{offsets.dtype} {list(offsets.shape)}"
+            raise ModelError(f"{source}: d2t: expected int64 [D], found {found}")
+        target_ids = offsets.long() + arange(len(offsets), device=offsets.device)
+        low, high = int(target_ids.min()), int(target_ids.max())
+        if low < 0 or high >= target_size:
+            raise ModelError(
+                f"{source}: d2t: expected offsets to target ids in [0, {target_size}), "
+                f"found {low} to {high}; the head belongs to another target"
+            )
+        if len(target_ids.unique()) < len(target_ids):
+            raise ModelError(
+                f"{source}: d2t: expected {len(target_ids)} different target tokens, found some "
+                "twice; d2t has to hold offsets (target id minus draft id), not target ids"
+            )
+        return cls(target_ids, target_size)
+
+    def __len__(self) -> int:
+        return len(self.target_ids)
+
+    def to_target(self, draft_ids: Tensor) -> Tensor:
+        """Draft ids int64 [...] to target ids."""
+        return self.target_ids[draft_ids]
+
+    def translate(self, bitmask: Tensor | None) -> Tensor | None:
+        """Mask over target tokens, int32 [..., W], to one over draft tokens; None stays None."""
+        return None if bitmask is None else translate_bitmask(bitmask, self.target_ids)

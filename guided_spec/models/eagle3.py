@@ -1,0 +1,248 @@
+"""The draft head of EAGLE-3: a decoder layer fed with embeddings and features of several layers.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test", 2025. With hidden states l, m, h of a low, a middle and a high layer of the target at
+position p, and the embedding e of token p + 1:
+
+    g = fc([l ; m ; h])                                           ``features``, target states only
+    n = hidden_norm(g)
+    x = g + attention([input_layernorm(e) ; n])                   n + ..., if norm_before_residual
+    y = x + mlp(post_attention_layernorm(x))                      ``forward``
+    logits = lm_head(norm(y))                                     ``logits``
+
+and y is the g of the next position; with norm_output (EAGLE 3.1) norm(y) is. Further layers are
+ordinary ones over y. Checkpoints of SafeAILab and SpecForge call the layer ``midlayer``, those of
+speculators ``layers.0``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.eagle3_layout import Eagle3Layout, read_layout
+from guided_spec.models.head_weights import (
+    allocate,
+    check_quantization,
+    dequantize,
+    follow_biases,
+    load_tensors,
+)
+from guided_spec.models.target_ends import TargetEnds
+
+__all__ = ["Eagle3Head"]
+
+# Held by checkpoints for training or for other runtimes; what they say is known without them.
+IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+class Parts(NamedTuple):
+    """What the layers of one model type are made of."""
+
+    attention: Any
+    layer: Any
+    mlp: Any
+    norm: Any
+    rotary: Any
+
+
+PARTS = {
+    "llama": Parts(
+        llama.LlamaAttention,
+        llama.LlamaDecoderLayer,
+        llama.LlamaMLP,
+        llama.LlamaRMSNorm,
+        llama.LlamaRotaryEmbedding,
+    ),
+    "qwen3": Parts(
+        qwen3.Qwen3Attention,
+        qwen3.Qwen3DecoderLayer,
+        qwen3.Qwen3MLP,
+        qwen3.Qwen3RMSNorm,
+        qwen3.Qwen3RotaryEmbedding,
+    ),
+}
+
+
+class FirstLayer(nn.Module):
+    """The layer whose attention reads [embedding ; hidden], twice as wide as what it returns."""
+
+    def __init__(self, layout: Eagle3Layout) -> None:
+        super().__init__()
+        config, size = layout.config, layout.config.hidden_size
+        parts = PARTS[config.model_type]
+        self.norm_before_residual = layout.norm_before_residual
+        self.self_attn = parts.attention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, outputs))
+        self.mlp = parts.mlp(config)
+        self.input_layernorm = parts.norm(size, config.rms_norm_eps)
+        self.hidden_norm = parts.norm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = parts.norm(size, config.rms_norm_eps)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, **attention: Any) -> Tensor:
+        """embedding, hidden and the result: [B, T, H]; attention: what ``self_attn`` takes."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        wide = torch.cat([self.input_layernorm(embedding), normed], -1)
+        states: Tensor = residual + self.self_attn(wide, **attention)[0]
+        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output
+
+
+class Eagle3Head(nn.Module):
+    """See ``DraftHead``; made by ``from_checkpoint``.
+
+    layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
+    output head, that are not among them are the target's where the sizes allow it, and no
+    parameters. vocabulary: None where it is the target's. The parameters are on the meta device.
+    """
+
+    def __init__(
+        self,
+        layout: Eagle3Layout,
+        names: Collection[str],
+        vocabulary: DraftVocabulary | None,
+        target: PreTrainedModel,
+    ) -> None:
+        super().__init__()
+        self.config = layout.config
+        self.hidden_size: int = layout.config.hidden_size
+        self.aux_hidden_layers = layout.aux_hidden_layers
+        self.num_modules = 1
+        self.vocabulary = vocabulary
+        self.norm_output = layout.norm_output
+        self._target = TargetEnds(target)
+        parts = PARTS[self.config.model_type]
+        with torch.device("meta"):
+            self._build_ends(layout, names)
+            self._build_fusion(layout)
+            further = (
+                parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
+            )
+            self.layers = nn.ModuleList([FirstLayer(layout), *further])
+            self.norm = parts.norm(self.hidden_size, self.config.rms_norm_eps)
+            follow_biases(self, names)
+        with torch.device(target.device):
+            self.rotary_emb = parts.rotary(self.config)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> Eagle3Head:
+        """Load a head on the target's device and in its dtype, for inference.
+
+        The target is not changed; its embedding and output head are used as they are where the
+        checkpoint has none. Raises ModelError, listing what was expected and what was found, for a
+        checkpoint that is no EAGLE-3 head or was made for another target.
+        """
+        source = checkpoint.source
+        check_quantization(checkpoint.config, source)
+        stored = checkpoint.read(sorted(checkpoint.names.difference(IGNORED)))
+        tensors = {
+            name.replace("midlayer.", "layers.0."): tensor
+            for name, tensor in dequantize(stored, checkpoint.config, dtype=target.dtype).items()
+        }
+        layout = read_layout(checkpoint.config, tensors, target, source)
+        offsets = tensors.pop("d2t", None)
+        vocabulary = _read_vocabulary(offsets, layout, target, source)
+        head = cls(layout, tensors, vocabulary, target)
+        allocate(head, device=target.device, dtype=target.dtype)
+        load_tensors(head, tensors, source)
+        return head.eval()
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """Target states [..., len(aux_hidden_layers) * H_target] fused to [..., H]."""
+        if self.fc is None:
+            return hidden_states
+        if self.input_norm is not None:
+            hidden_states = self.input_norm(hidden_states)
+        if self.fc_norm is not None:
+            chunks = hidden_states.chunk(len(self.fc_norm), -1)
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            hidden_states = torch.cat(normed, -1)
+        fused: Tensor = self.fc(hidden_states)
+        return fused
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead.forward``."""
+        del module
+        embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
+        arguments = {
+            "position_embeddings": self.rotary_emb(hidden, position_ids),
+            "past_key_values": past_key_values,
+        }
+        masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
+        states: Tensor = self.layers[0](
+            embed(token_ids), hidden, attention_mask=masks[0], **arguments
+        )
+        for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
+            states = layer(states, attention_mask=mask, **arguments)
+        if self.norm_output:
+            states = self.norm(states)
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [..., D]."""
+        normed = hidden if self.norm_output else self.norm(hidden)
+        scores: Tensor
+        scores = self._target.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return scores
+
+    def _build_ends(self, layout: Eagle3Layout, names: Collection[str]) -> None:
+        config = layout.config
+        fits = layout.target_hidden_size == self.hidden_size
+        self.embed_tokens: nn.Embedding | None = None
+        if "embed_tokens.weight" in names or not fits:
+            self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in names or not fits or self.vocabulary is not None:
+            self.lm_head = nn.Linear(self.hidden_size, layout.draft_vocab_size)
+
+    def _build_fusion(self, layout: Eagle3Layout) -> None:
+        norm, eps = PARTS[self.config.model_type].norm, self.config.rms_norm_eps
+        size, count = layout.target_hidden_size, len(layout.aux_hidden_layers)
+        self.fc = self.input_norm = self.fc_norm = None
+        if layout.use_aux_hidden_state:
+            self.fc = nn.Linear(count * size, self.hidden_size)
+            if layout.norm_before_fc:
+                self.input_norm = norm(count * size, eps)
+            if layout.fc_norm:
+                self.fc_norm = nn.ModuleList(norm(size, eps) for _ in range(count))
+
+    def _mask(self, attention_mask: Any, index: int) -> Any:
+        if isinstance(attention_mask, Mapping):
+            return attention_mask[self.config.layer_types[index]]
+        return attention_mask
+
+
+def _read_vocabulary(
+    offsets: Tensor | None, layout: Eagle3Layout, target: PreTrainedModel, source: str
+) -> DraftVocabulary | None:
+    draft_size, target_size = layout.draft_vocab_size, layout.config.vocab_size
+    if draft_size == target_size and (offsets is None or not offsets.any()):
+        return None
+    if offsets is None or offsets.shape != (draft_size,):
+        found = "none" if offsets is None else list(offsets.shape)
+        raise ModelError(
+            f"checkpoint={source!r}: d2t: expected int64 [{draft_size}], found {found}; a head "
+            f"with {draft_size} of {target_size} tokens has to say which ones"
+        )
+    return DraftVocabulary.from_offsets(offsets.to(target.device), target_size, source)

@@ -1,0 +1,59 @@
+"""Mixture-of-experts weights: from one tensor an expert, as published, to one for all of them."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+
+from guided_spec.errors import ModelError
+
+__all__ = ["fuse_experts"]
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+# projection: expert: tensor
+Experts = dict[str, dict[int, Tensor]]
+
+
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the experts of each layer stacked, as transformers' modules hold them.
+
+    tensors: by name; not changed. ``X.experts.{e}.gate_proj.weight`` [I, H], ``up_proj`` [I, H] and
+    ``down_proj`` [H, I] of the experts 0 to E - 1 become ``X.experts.gate_up_proj`` [E, 2 * I, H],
+    the gate first, and ``X.experts.down_proj`` [E, H, I]. Dtype and device stay, and so does
+    everything else, experts that are fused already among it.
+
+    Raises ModelError when an expert lacks one of its three weights.
+    """
+    fused: dict[str, Tensor] = {}
+    groups: defaultdict[str, Experts] = defaultdict(lambda: {name: {} for name in PROJECTIONS})
+    for name, tensor in tensors.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            fused[name] = tensor
+        else:
+            prefix, expert, projection = match.groups()
+            groups[prefix][projection][int(expert)] = tensor
+    for prefix, experts in groups.items():
+        order = _expert_numbers(prefix, experts)
+        gate, up, down = ([experts[name][e] for e in order] for name in PROJECTIONS)
+        pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
+        fused[f"{prefix}.down_proj"] = torch.stack(down)
+    return fused
+
+
+def _expert_numbers(prefix: str, experts: Experts) -> range:
+    """0 to E - 1, when every projection is there for each of them."""
+    numbers = range(1 + max(number for weights in experts.values() for number in weights))
+    for projection, weights in experts.items():
+        if set(weights) != set(numbers):
+            raise ModelError(
+                f"{prefix}: expected the {projection} of experts 0 to {numbers[-1]}, "
+                f"found those of {sorted(weights)}"
+            )
+    return numbers

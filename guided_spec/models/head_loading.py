@@ -1,0 +1,101 @@
+"""Draft heads by the name of their method, loaded once for each target."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.draft_head import DraftHead
+from guided_spec.models.eagle import EagleHead
+from guided_spec.models.eagle3 import Eagle3Head
+from guided_spec.models.mtp import MtpHead
+from guided_spec.models.qwen_mtp import QwenMtpHead
+
+__all__ = ["find_method", "load_head"]
+
+Load = Callable[[Checkpoint, PreTrainedModel], Any]
+
+# method: who reads its checkpoint, and which targets (by model_type) carry it in their own.
+METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
+    "eagle": (EagleHead.from_checkpoint, ()),
+    "eagle3": (Eagle3Head.from_checkpoint, ()),
+    "deepseek_mtp": (MtpHead.from_checkpoint, ("deepseek_v3", "deepseek_v32")),
+    "glm4_moe_mtp": (MtpHead.from_checkpoint, ("glm4_moe",)),
+    "qwen3_5_mtp": (
+        QwenMtpHead.from_checkpoint,
+        ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+    ),
+}
+
+SPECULATORS = {"eagle3": "eagle3", "mtp": "qwen3_5_mtp"}  # speculators_model_type: method
+
+
+def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -> DraftHead:
+    """The head of ``method`` for ``target``, on its device, in its dtype.
+
+    source: a folder or hub id; None: the target's own checkpoint (MTP).
+    A head is read once for each target and kept with it: every engine on that target shares it.
+
+    Raises ModelError when the checkpoint does not fit: it lists what was expected and found.
+    """
+    load, kinds = METHODS[method]
+    kind = target.config.model_type
+    if kinds and kind not in kinds:
+        fix = f"expected a target of type {' or '.join(kinds)}, found {kind}"
+        raise ModelError(f"proposer={method!r}: {fix}; choose another proposer, or 'auto'")
+    path = _own_checkpoint(target) if source is None and kinds else source
+    if path is None:
+        missing = "the model was not loaded from a checkpoint" if kinds else "draft=None"
+        raise ModelError(f"proposer={method!r}: {missing}; pass draft= the head's folder or hub id")
+    heads: dict[tuple[str, str], DraftHead] = vars(target).setdefault("_draft_heads", {})
+    key = (method, str(path))
+    if key not in heads:
+        heads[key] = load(Checkpoint.open(path), target)
+    return heads[key]
+
+
+def find_method(source: str | Path | None, target: PreTrainedModel) -> str | None:
+    """Whose checkpoint ``source`` is: a method's name, or None for an ordinary language model.
+
+    None as ``source`` asks for the MTP layers in the target's own checkpoint. Reads the config and
+    the names of the tensors only. Raises ModelError when the checkpoint cannot be read.
+    """
+    if source is None:
+        return _find_mtp(target)
+    checkpoint = Checkpoint.open(source)
+    named = checkpoint.config.get("speculators_model_type")
+    if named is not None:
+        if named not in SPECULATORS:
+            raise ModelError(
+                f"draft={checkpoint.source!r}: expected a speculators_model_type that is read here "
+                f"({', '.join(SPECULATORS)}), found {named!r}"
+            )
+        return SPECULATORS[named]
+    names = checkpoint.names
+    if "d2t" in names or any(name.startswith("midlayer.") for name in names):
+        return "eagle3"
+    if "fc.weight" in names:
+        return "eagle3" if "layers.0.hidden_norm.weight" in names else "eagle"
+    return None
+
+
+def _find_mtp(target: PreTrainedModel) -> str | None:
+    kind, path = target.config.model_type, _own_checkpoint(target)
+    method = next((name for name, (_, kinds) in METHODS.items() if kind in kinds), None)
+    if method is None or path is None:
+        return None
+    text_config: Any = target.config.get_text_config(decoder=True)
+    layer = f"model.layers.{text_config.num_hidden_layers}."
+    names = Checkpoint.open(path).names
+    has_layers = any(name.startswith(("mtp.", layer)) for name in names)
+    return method if has_layers else None
+
+
+def _own_checkpoint(target: PreTrainedModel) -> str | None:
+    path: str | None = getattr(target.config, "name_or_path", None)
+    return path or None

@@ -1,0 +1,142 @@
+"""Filling a draft head with the tensors of a checkpoint, and refusing those that do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from guided_spec.errors import ModelError
+
+__all__ = ["allocate", "check_quantization", "dequantize", "follow_biases", "load_tensors"]
+
+MOST_LINES = 40
+SCALE = "_scale_inv"
+QUANTIZATIONS = ("quantization_config", "compression_config")
+
+
+def follow_biases(module: nn.Module, names: Collection[str]) -> None:
+    """Give every ``Linear`` in ``module`` a bias exactly where ``names`` has a tensor for it.
+
+    Configurations of draft heads say little that is reliable about biases; their files do.
+    """
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            bias = nn.Parameter(linear.weight.new_empty(linear.out_features))
+            linear.register_parameter("bias", bias if f"{name}.bias" in names else None)
+
+
+def allocate(module: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Put parameters that were built on the meta device into fresh memory, to be loaded.
+
+    Buffers stay as they are: rotary frequencies have to be float32 whatever the weights are.
+    """
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            memory = torch.empty(parameter.shape, device=device, dtype=dtype)
+            part.register_parameter(name, nn.Parameter(memory, requires_grad=False))
+
+
+def load_tensors(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Copy the tensors into the parameters and buffers of the same names.
+
+    tensors: in any dtype, on any device; they are converted to the module's.
+    source: what to name in the error.
+    optional: names that may be missing; what they would fill stays as it is.
+
+    Raises one ModelError that lists every missing, unexpected and wrongly shaped tensor; the module
+    is unchanged then.
+    """
+    expected = module.state_dict()
+    missing = sorted(expected.keys() - tensors.keys() - set(optional))
+    unexpected = sorted(tensors.keys() - expected.keys())
+    shared = sorted(expected.keys() & tensors.keys())
+    misshaped = [name for name in shared if expected[name].shape != tensors[name].shape]
+    problems = [
+        *(f"{name}: expected {list(expected[name].shape)}, found none" for name in missing),
+        *(f"{name}: expected none, found {list(tensors[name].shape)}" for name in unexpected),
+        *(
+            f"{name}: expected {list(expected[name].shape)}, found {list(tensors[name].shape)}"
+            for name in misshaped
+        ),
+    ]
+    if problems:
+        listed = "\n  ".join(problems[:MOST_LINES])
+        more = f"\n  and {len(problems) - MOST_LINES} more" if len(problems) > MOST_LINES else ""
+        raise ModelError(
+            f"checkpoint={source!r}: its tensors do not fit the head; pass a head of this kind "
+            f"that was made for this target:\n  {listed}{more}"
+        )
+    with torch.no_grad():
+        for name in shared:
+            expected[name].copy_(tensors[name])
+
+
+def check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Refuse quantized weights that ``dequantize`` cannot read.
+
+    config: the checkpoint's config.json. Raises ModelError for all but fp8 in blocks.
+    """
+    for key in QUANTIZATIONS:
+        found = config.get(key)
+        if found and not _is_blockwise_fp8(found):
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            raise ModelError(
+                f"checkpoint={source!r}: {key}: expected plain weights or fp8 with a "
+                f"weight_block_size, found quant_method={method!r}; pass a head that is not "
+                "quantized this way"
+            )
+
+
+def dequantize(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """The tensors, weights in fp8 multiplied out into ``dtype`` and their scales left out.
+
+    The format is that of DeepSeek-V3 and R1: ``*.weight`` float8_e4m3fn [out, in] beside
+    ``*.weight_scale_inv`` float32 [ceil(out / bo), ceil(in / bi)], one factor for each block of
+    ``weight_block_size`` = (bo, bi). Nothing else is changed. Raises ModelError for a weight
+    without a scale of that shape, and a scale without a weight.
+    """
+    quantization: Any = config.get("quantization_config")
+    if not _is_blockwise_fp8(quantization):
+        return dict(tensors)
+    block = tuple(quantization["weight_block_size"])
+    scales = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
+    quantized = {name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn}
+    unpaired = sorted(scales ^ quantized)
+    if unpaired:
+        pair = "float8_e4m3fn weights and their _scale_inv"
+        raise ModelError(f"fp8 weights: expected pairs of {pair}, found one of {unpaired[0]!r}")
+    plain = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
+    for name in quantized:
+        plain[name] = _multiply_out(name, plain[name], tensors[name + SCALE], block).to(dtype)
+    return plain
+
+
+def _is_blockwise_fp8(quantization: Any) -> bool:
+    is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    return is_fp8 and bool(quantization.get("weight_block_size"))
+
+
+def _multiply_out(name: str, weight: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
+    """[out, in] float32."""
+    shape = [-(-size // step) for size, step in zip(weight.shape, block, strict=False)]
+    if weight.dim() != 2 or list(scale.shape) != shape:
+        raise ModelError(
+            f"{name}{SCALE}: expected {shape} for blocks of {list(block)} of "
+            f"{list(weight.shape)}, found {list(scale.shape)}; the checkpoint is broken"
+        )
+    rows = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]

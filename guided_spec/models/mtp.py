@@ -1,0 +1,166 @@
+"""The multi-token prediction modules of DeepSeek-V3, R1 and V3.2, GLM-4.5 and GLM-4.5-Air.
+
+Section 2.2 of DeepSeek-V3's report (arXiv:2412.19437). With N layers in the target, its checkpoint
+holds module i as ``model.layers.{N + i}.*``: ``enorm``, ``hnorm``, ``eh_proj``,
+``shared_head.norm``, the weights of one decoder layer, and copies of the target's embedding and
+output layer, which are not read.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpLayer
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.experts import fuse_experts
+from guided_spec.models.head_weights import check_quantization, dequantize, load_tensors
+from guided_spec.models.target_ends import TargetEnds
+from guided_spec.models.target_layers import TargetLayers
+
+__all__ = ["MtpHead"]
+
+# What a module holds besides its decoder layer, and what transformers' MtpLayer calls it.
+OWN_NAMES = {
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "eh_proj.": "eh_proj.",
+    "shared_head.norm.": "post_norm.",
+}
+# Copies of what the target has, and a buffer that old checkpoints hold.
+UNREAD = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+
+
+class MtpHead(nn.Module):
+    """L modules, run by transformers' ``MtpLayer``; see ``DraftHead`` for its attributes.
+
+    With token embedding e and hidden state h, of the target's last layer after its final norm::
+
+        y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
+
+    h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
+    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
+    not, and it is one key of a text.
+    """
+
+    aux_hidden_layers: tuple[int, ...] = (-1,)
+    vocabulary: DraftVocabulary | None = None
+
+    def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
+        """Modules with weights not yet set, on torch's current default device."""
+        super().__init__()
+        self.config: Any = _module_config(target, num_modules)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_modules = num_modules
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        classes = self._kind.layer_class, self._kind.norm_class
+        self.layers = nn.ModuleList(MtpLayer(self.config, *classes, i) for i in range(num_modules))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead:
+        """The modules in the target's own checkpoint, on the target's device and in its dtype.
+
+        Nothing else of the checkpoint is read. The head borrows the target's embedding, rotary
+        embedding and output layer; it is in eval mode, and its weights take no gradient.
+
+        Raises ModelError, listing what was expected and found, when the checkpoint has no such
+        modules, belongs to another target, or is quantized in a way that cannot be read.
+        """
+        check_quantization(checkpoint.config, checkpoint.source)
+        first: int = target.config.get_text_config(decoder=True).num_hidden_layers
+        num_modules = _count_modules(checkpoint)
+        names = _module_names(checkpoint, first, num_modules)
+        tensors = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=target.dtype)
+        with torch.device("meta"):
+            head = cls(target, num_modules)
+        head._kind.allocate(head)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
+        load_tensors(head, fuse_experts(renamed), checkpoint.source)
+        return head.eval()
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's last hidden states as they are."""
+        return hidden_states
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead``: [B, T, H] after the module's norm."""
+        output: Tensor = self.layers[module](
+            self._ends.embed(token_ids),
+            hidden,
+            position_embeddings=self._kind.rotate(hidden, position_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+        )
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's output layer."""
+        return self._ends.logits(hidden)
+
+
+def _module_config(target: PreTrainedModel, num_modules: int) -> Any:
+    """The target's text configuration, cut down to ``num_modules`` layers like its last one."""
+    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
+    # The layers' numbers start at 0 again, where the target's first layers are dense.
+    if hasattr(config, "first_k_dense_replace"):
+        config.first_k_dense_replace = 0
+    for field in ("layer_types", "mlp_layer_types"):
+        kinds = getattr(config, field, None)
+        if kinds is not None:
+            setattr(config, field, [kinds[-1]] * num_modules)
+    config.num_hidden_layers = num_modules
+    return config
+
+
+def _count_modules(checkpoint: Checkpoint) -> int:
+    config = checkpoint.config.get("text_config", checkpoint.config)
+    count = config.get("num_nextn_predict_layers")
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: config.json: expected num_nextn_predict_layers of "
+            f"at least 1, found {count}; pass a checkpoint that has MTP modules"
+        )
+    return count
+
+
+def _module_names(checkpoint: Checkpoint, first: int, count: int) -> dict[str, str]:
+    """The head's name of each tensor of layers ``first`` to ``first + count - 1`` to be read."""
+    names = {}
+    for module in range(count):
+        prefix = f"model.layers.{first + module}."
+        found = [name.removeprefix(prefix) for name in checkpoint.matching(prefix)]
+        if not found:
+            layers = {name.split(".")[2] for name in checkpoint.matching("model.layers.")}
+            listed = ", ".join(sorted(layers, key=int)) or "none"
+            raise ModelError(
+                f"checkpoint={checkpoint.source!r}: expected an MTP module as {prefix}*, behind "
+                f"the {first} layers of the target, found layers {listed}; "
+                "pass a checkpoint that was saved with its MTP modules"
+            )
+        kept = [name for name in found if not name.startswith(UNREAD)]
+        names.update({prefix + name: f"layers.{module}.{_rename(name)}" for name in kept})
+    return names
+
+
+def _rename(name: str) -> str:
+    """The name in an MtpLayer, where what is not the module's own belongs to its decoder layer."""
+    for prefix, renamed in OWN_NAMES.items():
+        if name.startswith(prefix):
+            return renamed + name.removeprefix(prefix)
+    return f"mtp_block.{name}"

@@ -1,0 +1,162 @@
+"""The multi-token prediction module of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE.
+
+Their checkpoints hold it as ``mtp.*``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``,
+``layers.{i}.*`` and ``norm``. transformers skips these when it loads a model. What speculators
+saves for such a module differs only in its names, and is read too.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.experts import fuse_experts
+from guided_spec.models.head_weights import check_quantization, dequantize, load_tensors
+from guided_spec.models.target_ends import TargetEnds
+from guided_spec.models.target_layers import TargetLayers
+
+__all__ = ["QwenMtpHead"]
+
+# Prefixes of names, and what they are here: the first that fits counts.
+PUBLISHED_NAMES = {"mtp.": ""}
+SPECULATORS_NAMES = {
+    "mtp_layers.0.token_layernorm.": "pre_fc_norm_embedding.",
+    "mtp_layers.0.hidden_layernorm.": "pre_fc_norm_hidden.",
+    "mtp_layers.0.input_proj.": "fc.",
+    "mtp_layers.0.final_layernorm.": "norm.",
+    "mtp_layers.": "layers.",
+}
+
+
+class QwenMtpHead(nn.Module):
+    """Full-attention decoder layers between a projection and a norm; see ``DraftHead``.
+
+    With token embedding e and hidden state h, of the target's last layer after its final norm::
+
+        x = fc([pre_fc_norm_embedding(e); pre_fc_norm_hidden(h)])
+        h' = norm(layer(x));   logits = output(h')
+
+    h' is also what the next pass takes. The norms are of the target's class, which scales by
+    1 + weight. Embedding, rotary embedding and output layer are the target's. The equations are
+    those of the serving engines (vLLM ``qwen3_next_mtp``, SGLang ``qwen3_next_mtp``).
+    """
+
+    aux_hidden_layers: tuple[int, ...] = (-1,)
+    vocabulary: DraftVocabulary | None = None
+
+    def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
+        """Modules with weights not yet set, on torch's current default device."""
+        super().__init__()
+        self.config: Any = _module_config(target, num_modules)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_modules = num_modules
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        layer_class, norm_class = self._kind.layer_class, self._kind.norm_class
+        width, eps = self.hidden_size, self.config.rms_norm_eps
+        self.pre_fc_norm_embedding = norm_class(width, eps=eps)
+        self.pre_fc_norm_hidden = norm_class(width, eps=eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList(layer_class(self.config, i) for i in range(num_modules))
+        self.norm = norm_class(width, eps=eps)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> QwenMtpHead:
+        """The module in the target's own checkpoint, or in one of speculators.
+
+        It is on the target's device and in its dtype, in eval mode, and its weights take no
+        gradient. Nothing else of the checkpoint is read.
+
+        Raises ModelError, listing what was expected and found, when the checkpoint has no such
+        module, belongs to another target, or is quantized in a way that cannot be read.
+        """
+        check_quantization(checkpoint.config, checkpoint.source)
+        num_modules = _count_modules(checkpoint)
+        names = _module_names(checkpoint)
+        tensors = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=target.dtype)
+        with torch.device("meta"):
+            head = cls(target, num_modules)
+        head._kind.allocate(head)
+        renamed = {names[name]: tensor for name, tensor in tensors.items()}
+        load_tensors(head, fuse_experts(renamed), checkpoint.source)
+        return head.eval()
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's last hidden states as they are."""
+        return hidden_states
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead``: [B, T, H] after the last norm, which all modules share."""
+        embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids))
+        states = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
+        states = self.layers[module](
+            states,
+            position_embeddings=self._kind.rotate(hidden, position_ids),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+        )
+        output: Tensor = self.norm(states)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's output layer."""
+        return self._ends.logits(hidden)
+
+
+def _module_config(target: PreTrainedModel, num_modules: int) -> Any:
+    """The target's text configuration, cut down to ``num_modules`` layers of full attention."""
+    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
+    config.num_hidden_layers = num_modules
+    config.layer_types = ["full_attention"] * num_modules
+    if hasattr(config, "mlp_only_layers"):
+        # The layers' numbers start at 0 again; where the target has experts, these have too.
+        config.mlp_only_layers, config.decoder_sparse_step = [], 1
+    return config
+
+
+def _count_modules(checkpoint: Checkpoint) -> int:
+    """As many as the configuration says; Qwen3-Next's does not, and has one."""
+    config = checkpoint.config.get("text_config", checkpoint.config)
+    default = config.get("num_nextn_predict_layers", 1)
+    count = config.get("mtp_num_hidden_layers", default)
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: config.json: expected mtp_num_hidden_layers of at "
+            f"least 1, found {count}; pass a checkpoint that has an MTP module"
+        )
+    return count
+
+
+def _module_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """The head's name of each tensor to be read, by its name in the checkpoint."""
+    published = dict.fromkeys(checkpoint.matching("mtp."), PUBLISHED_NAMES)
+    saved = dict.fromkeys(checkpoint.matching("mtp_layers."), SPECULATORS_NAMES)
+    if not published and not saved:
+        parts = sorted({name.split(".")[0] for name in checkpoint.names})
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: expected an MTP module as mtp.*, or mtp_layers.* "
+            f"in one of speculators, found only {', '.join(f'{part}.*' for part in parts)}; pass a "
+            "checkpoint that was saved with its MTP module"
+        )
+    return {name: _rename(name, table) for name, table in (published or saved).items()}
+
+
+def _rename(name: str, table: dict[str, str]) -> str:
+    prefix = next(prefix for prefix in table if name.startswith(prefix))
+    return table[prefix] + name.removeprefix(prefix)

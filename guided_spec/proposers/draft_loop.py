@@ -1,0 +1,220 @@
+"""The loop that drafts with a model, for every proposer that has one, under three policies.
+
+- ``mask``: at each depth the grammar's mask goes to the device, and what was drawn under it comes
+  back. Every draft token is legal; each depth waits for the host once.
+- ``validate``: the model drafts freely. The host walks the draft afterwards, in one download; the
+  first illegal token stays in it, and the verifier refuses it exactly.
+- ``topk_walk``: the model drafts freely and greedily, and the ``TOP`` best tokens of each depth
+  come back in one download. The host takes the best legal one of each.
+
+Which one a request gets changes how much is accepted, never the distribution of the text: a draft
+sampled under a mask is verified with its masked probabilities, one sampled freely with those, and
+one chosen by a walk is deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token
+from guided_spec.ops.warp import warp
+from guided_spec.proposers.drafting import host_draft
+from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
+
+__all__ = ["draft_autoregressively", "read_policy"]
+
+TOP = 8  # tokens of a depth that a walk may choose from
+
+
+def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
+    """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
+
+    Raises ConfigError for another word.
+    """
+    for policy in (default, *DRAFT_POLICIES):
+        if argument in ("", policy):
+            return policy  # type: ignore[return-value]
+    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
+
+
+def draft_autoregressively(
+    first_logits: Tensor,
+    forward: Callable[[Tensor], Tensor],
+    batch: DecodeBatch,
+    lookahead: Lookahead,
+    policy: DraftPolicy = "mask",
+    vocabulary: DraftVocabulary | None = None,
+) -> Draft:
+    """Draft up to K tokens a request with any model that maps a token to logits.
+
+    first_logits: [B, D] after each request's context and its draft so far; a request whose row is
+        -inf throughout drafts nothing.
+    forward: int64 [B] target ids just drafted -> [B, D] logits after them. Not called for the last.
+    policy: of the requests that do not ask for one.
+    vocabulary: what the logits score; None: the target's own V tokens.
+
+    Greedy requests draft the largest logit, others sample from the warped draft distribution (not
+    under ``topk_walk``). Where no legal token is in the draft vocabulary, the only legal token is
+    drafted if there is just one, and the request's draft ends otherwise.
+    """
+    loop = _Loop(batch, lookahead, policy, vocabulary)
+    logits = first_logits
+    with lookahead.holding(loop.is_later):
+        for depth in range(batch.num_draft_tokens):
+            if not loop.goes_on(depth):
+                break
+            if depth > 0:
+                logits = forward(loop.places[-1].tokens.clamp_min(0))
+            loop.draw(logits, depth)
+    return loop.finish()
+
+
+class _Place(NamedTuple):
+    """One position of the draft.
+
+    tokens: int64 [B] target ids, -1 where there is none. probs: float32 [B, D].
+    top: int64 [B, TOP] target ids, the best first; None when no request walks.
+    rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
+        without a reduced vocabulary.
+    """
+
+    tokens: Tensor
+    probs: Tensor
+    top: Tensor | None
+    rescued: Tensor | None
+
+
+class _Loop:
+    """What is drafted in one call, and how each request keeps to its grammar.
+
+    is_later: [B] requests whose tokens the host walks at the end.
+    """
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        lookahead: Lookahead,
+        policy: DraftPolicy,
+        vocabulary: DraftVocabulary | None,
+    ) -> None:
+        self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
+        asked = batch.policies or (None,) * len(batch)
+        policies = [one or policy for one in asked]
+        masked = [one == "mask" for one in policies]
+        # Free requests go with the masked ones where there are any: their download comes anyway.
+        is_waiting = any(
+            one and constraint is not None
+            for one, constraint in zip(masked, batch.constraints, strict=True)
+        )
+        self._starts = [len(drafted) for drafted in lookahead.drafted]
+        self._was_open = lookahead.is_open
+        self.is_later = [not (is_waiting and one) for one in masked]
+        self._walks = [
+            one == "topk_walk" and constraint is not None
+            for one, constraint in zip(policies, batch.constraints, strict=True)
+        ]
+        self._rooms = [
+            limit - start if is_open and later else 0
+            for limit, start, is_open, later in zip(
+                batch.limits, self._starts, self._was_open, self.is_later, strict=True
+            )
+        ]
+        lengths = [len(c) + start for c, start in zip(batch.contexts, self._starts, strict=True)]
+        self._first = torch.tensor(lengths).to(batch.device, non_blocking=True)
+        self._is_walking = torch.tensor(self._walks).to(batch.device, non_blocking=True)
+        self.places: list[_Place] = []
+
+    def goes_on(self, depth: int) -> bool:
+        """Whether any request may draft another token."""
+        return any(self._lookahead.is_open) or depth < max(self._rooms)
+
+    def draw(self, logits: Tensor, depth: int) -> None:
+        """One token for each request from logits [B, D]; the masked requests walk it at once."""
+        mask = None if all(self.is_later) else self._lookahead.next_mask()
+        vocabulary, sampling = self._vocabulary, self._batch.sampling
+        legal = mask if vocabulary is None else vocabulary.translate(mask)
+        scores = apply_token_bitmask(logits, legal)
+        probs = warp(scores.unsqueeze(1), sampling).squeeze(1)
+        best = (probs if sampling.all_greedy else probs / self._noise(depth)).max(-1)
+        choice, drawn = best.indices, best.values > 0
+        if any(self._walks) and not sampling.all_greedy:
+            choice = torch.where(self._is_walking, logits.argmax(-1), choice)
+        starved = rescued = None
+        if vocabulary is not None:
+            choice = vocabulary.to_target(choice)
+            starved = ~drawn & (logits.amax(-1) > float("-inf"))
+            only = choice.new_tensor(-1) if mask is None else only_legal_token(mask)
+            rescued = torch.where(starved, only, -1)
+            choice, drawn = torch.where(starved, rescued, choice), drawn | (rescued >= 0)
+        tokens = torch.where(drawn, choice, -1)
+        self.places.append(_Place(tokens, probs, self._top(logits), rescued))
+        if not all(self.is_later):
+            self._lookahead.accept(tokens, starved)
+
+    def finish(self) -> Draft:
+        """The draft, once the tokens that wait for it are walked."""
+        if any(self._rooms) and self.places:
+            self._lookahead.extend_best(self._options())
+        rows = [self._row(request) for request in range(len(self._batch))]
+        draft = host_draft(self._batch, rows)
+        is_sampled = not self._batch.sampling.all_greedy and not all(self._walks)
+        return draft._replace(probs=self._probs(draft)) if is_sampled and self.places else draft
+
+    def _row(self, request: int) -> list[int]:
+        row = self._lookahead.drafted[request][self._starts[request] :]
+        refused = self._lookahead.refused[request] if self._was_open[request] else None
+        # Dropping an illegal token that was sampled would bias the text: the verifier has to refuse
+        # it. One that a walk ended at was never drawn.
+        return row if refused is None or self._walks[request] else [*row, refused]
+
+    def _options(self) -> list[list[list[int]]]:
+        """[B] lists of what each position offers to the requests that are walked now."""
+        columns = [
+            place.tokens.unsqueeze(1)
+            if place.top is None
+            else torch.cat([place.tokens.unsqueeze(1), place.top], 1)
+            for place in self.places
+        ]
+        options: list[list[list[int]]] = []
+        for request, positions in enumerate(torch.stack(columns, 1).tolist()):
+            walks, found = self._walks[request], []
+            for first, *top in positions if self._rooms[request] else ():
+                if first < 0:
+                    break
+                found.append(top if walks else [first])
+            options.append(found)
+        return options
+
+    def _probs(self, draft: Draft) -> Tensor:
+        """[B, K, V] what the tokens of the draft were drawn from."""
+        width = draft.token_ids.shape[1]
+        probs = torch.stack([place.probs for place in self.places], 1)[:, :width]
+        if self._vocabulary is not None:
+            full = probs.new_zeros(*probs.shape[:2], self._vocabulary.target_size)
+            probs = full.index_copy_(2, self._vocabulary.target_ids, probs)
+            rescued = torch.stack([p.rescued for p in self.places if p.rescued is not None], 1)
+            index = rescued[:, :width].unsqueeze(-1)
+            probs.scatter_add_(2, index.clamp_min(0), (index >= 0).to(probs.dtype))
+        if any(self._walks):
+            one_hot = torch.nn.functional.one_hot(draft.token_ids, probs.shape[2])
+            probs = torch.where(self._is_walking[:, None, None], one_hot.to(probs.dtype), probs)
+        return probs
+
+    def _noise(self, depth: int) -> Tensor:
+        noise = self._batch.draft_noise(self._first + depth)
+        return noise if self._vocabulary is None else noise[:, self._vocabulary.target_ids]
+
+    def _top(self, logits: Tensor) -> Tensor | None:
+        """The best tokens of logits [B, D], where some request walks."""
+        if not any(self._walks):
+            return None
+        top = logits.topk(min(TOP, logits.shape[-1])).indices
+        return top if self._vocabulary is None else self._vocabulary.to_target(top)

@@ -1,0 +1,122 @@
+"""A learned draft head drafts for the target: EAGLE, EAGLE-3 and MTP, all by this one class."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch
+from guided_spec.errors import ModelError
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.models.draft_head import DraftHead
+from guided_spec.models.slot_head import SlotHead
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.proposers.draft_loop import draft_autoregressively, read_policy
+from guided_spec.proposers.drafting import host_draft
+from guided_spec.types import Draft, DraftPolicy
+
+__all__ = ["LearnedHead"]
+
+DEFAULT_POLICY: DraftPolicy = "mask"
+
+
+class LearnedHead:
+    """Drafts with a head that is fed with the target's hidden states.
+
+    Every step first reads the tokens verified since the last one, with the target's hidden states,
+    and so overwrites what the last draft left behind; then it drafts from its own output.
+
+    head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
+    Raises ConfigError for an unknown policy, ModelError when the head cannot run over slots.
+    """
+
+    def __init__(self, context: ProposerContext, head: DraftHead) -> None:
+        self.aux_hidden_layers = head.aux_hidden_layers
+        self._policy = read_policy(context.argument, DEFAULT_POLICY)
+        self._head = SlotHead(
+            head,
+            num_slots=context.num_slots,
+            max_length=context.max_model_len,
+            device=context.device,
+            dtype=context.dtype,
+            piece=context.config.prefill_tokens,
+        )
+        self._vocabulary = head.vocabulary
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """Up to K tokens a request, from its second step on if its prompt is a single token."""
+        self._read(batch)
+        rows = [row for row in range(len(batch)) if self._may_draft(batch, lookahead, row)]
+        if not rows:
+            return host_draft(batch, [[] for _ in lookahead.drafted])
+        slots = [batch.slots[row] for row in rows]
+        self._follow(slots, [lookahead.drafted[row] for row in rows], batch.device)
+        index = torch.tensor(rows).to(batch.device, non_blocking=True)
+
+        def logits() -> Tensor:
+            scores = self._head.logits(slots)
+            if len(rows) == len(batch):
+                return scores
+            full = scores.new_full((len(batch), scores.shape[1]), float("-inf"))
+            return full.index_copy_(0, index, scores)
+
+        def forward(token_ids: Tensor) -> Tensor:
+            self._head.walk(slots, token_ids[index])
+            return logits()
+
+        return draft_autoregressively(
+            logits(), forward, batch, lookahead, self._policy, self._vocabulary
+        )
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots start anew with their next requests."""
+        self._head.release(slots)
+
+    def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
+        """Whether the request may draft, has been read, and its slot has room for the draft."""
+        length = len(batch.contexts[row]) + len(lookahead.drafted[row]) + batch.num_draft_tokens
+        has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
+        return lookahead.is_open[row] and has_room and self._head.length(batch.slots[row]) > 0
+
+    def _read(self, batch: DecodeBatch) -> None:
+        """Read what was verified since the last step, once a step."""
+        slots: list[int] = []
+        tokens: list[Sequence[int]] = []
+        states: list[Tensor] = []
+        features = batch.features or (None,) * len(batch)
+        for slot, context, state in zip(batch.slots, batch.contexts, features, strict=True):
+            known, wanted = self._head.length(slot), len(context) - 1
+            if known == wanted:
+                continue  # read before, by an earlier call in this step; or a prompt of one token
+            if state is None or known + len(state) != wanted:
+                found = 0 if state is None else len(state)
+                raise ModelError(
+                    f"slot {slot}: the draft head needs the target's hidden states of "
+                    f"{wanted - known} tokens, and batch.features holds {found}"
+                )
+            slots.append(slot)
+            tokens.append(context[known + 1 :])
+            states.append(state)
+        if slots:
+            self._head.read(slots, tokens, states)
+
+    def _follow(
+        self, slots: list[int], drafted: Sequence[Sequence[int]], device: torch.device
+    ) -> None:
+        """Walk the tokens that the drafts already hold, from where the last call began."""
+        self._head.rewind(slots)
+        missing = [
+            list(tokens[self._head.depth(slot) :])
+            for slot, tokens in zip(slots, drafted, strict=True)
+        ]
+        longest = max(map(len, missing))
+        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in missing])
+        tokens = padded.to(device, non_blocking=True)
+        for depth in range(longest):
+            rows = [row for row, one in enumerate(missing) if len(one) > depth]
+            column = tokens[torch.tensor(rows).to(device, non_blocking=True), depth]
+            self._head.walk([slots[row] for row in rows], column)
+        if longest:
+            self._head.mark(slots)

@@ -1,0 +1,60 @@
+"""The page "Add a proposer", followed to the letter: its file and its entry point, installed."""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from guided_spec import LLM, GrammarSpec, SamplingParams
+from guided_spec.proposers import ENTRY_POINT_GROUP, PROPOSERS, proposer_names
+from tests.docs.pages import ROOT, read_blocks
+
+PAGE = (ROOT / "docs" / "add_a_proposer.md").read_text()
+BLOCKS = read_blocks(PAGE)
+PROMPTS = [
+    "Please call Maria Lopez at +49 170 5551234.\n\nFields: name, phone\nJSON: ",
+    "The launch was moved to March 5, 2024.\n\nDate: ",
+    "one two three one two three one two",
+]
+PARAMS = [
+    SamplingParams(grammar=GrammarSpec.json_object()),
+    SamplingParams(grammar=GrammarSpec.regex(r"\d{4}-\d{2}-\d{2}")),
+    SamplingParams(max_tokens=12),
+]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The proposer's name, after an installer has done its work: a module and its metadata."""
+    project = tomllib.loads(next(b.code for b in BLOCKS if b.language == "toml"))["project"]
+    ((name, value),) = project["entry-points"][ENTRY_POINT_GROUP].items()
+    module = value.partition(":")[0]
+    assert f"The whole of `{module}.py`:\n\n```python" in PAGE
+    code = next(b.code for b in BLOCKS if b.language == "python")
+    (tmp_path / f"{module}.py").write_text(code)
+    info = tmp_path / f"{project['name']}-{project['version']}.dist-info"
+    info.mkdir()
+    headers = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
+    (info / "METADATA").write_text("".join(f"{key}: {text}\n" for key, text in headers.items()))
+    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {value}\n")
+    assert name not in proposer_names()
+    monkeypatch.syspath_prepend(tmp_path)
+    yield name
+    sys.modules.pop(module, None)
+
+
+def test_the_page_makes_an_installed_proposer(installed: str) -> None:
+    assert installed in proposer_names()
+    assert installed not in PROPOSERS, "the entry point is not what is tested"
+    with LLM(proposer="none") as llm:
+        plain = llm.generate(PROMPTS, PARAMS)
+    for proposer in (installed, f"chain:grammar_forced+{installed}"):
+        with llm.with_proposer(proposer) as other:
+            found = other.generate(PROMPTS, PARAMS)
+        assert [output.error for output in found] == [None] * len(PROMPTS)
+        assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+        assert sum(o.stats.steps for o in found) < sum(o.stats.steps for o in plain)

@@ -1,0 +1,247 @@
+"""Learned heads in the engine: the text is plain decoding's, and drafts of a taught head are taken.
+
+Every head is taught the plain texts first, so that drafts are accepted, raggedly.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from guided_spec.core import DecodeBatch
+from guided_spec.engine.outputs import Completion
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.head_loading import load_head
+from guided_spec.proposers.learned_head import LearnedHead
+from guided_spec.types import DraftPolicy, SamplingParams
+from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
+from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
+from tests.models.tiny import build
+from tests.tiny_llm import VOCAB_SIZE, make_llm
+
+METHODS = list(TARGETS)
+FREE = [replace(params, grammar=None) for params in PARAMS]
+SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward
+
+
+class Taught(NamedTuple):
+    """A target whose head knows its plain texts: those under the grammars, and the free ones."""
+
+    headed: HeadedTarget
+    guided: list[Completion]
+    free: list[Completion]
+
+    def generate(
+        self, proposer: str, params: list[SamplingParams], **options: Any
+    ) -> list[Completion]:
+        with make_llm(self.headed.target, proposer, self.headed.draft, **options) as llm:
+            outputs = llm.generate(PROMPTS, params)
+        assert [output.error for output in outputs] == [None] * len(PROMPTS)
+        return [output.completions[0] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def taught(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    @cache
+    def teach(method: str) -> Taught:
+        headed = write_head(tmp_path_factory.mktemp("heads") / method, method, VOCAB_SIZE)
+        plain = Taught(headed, [], [])
+        guided = plain.generate("none", PARAMS, max_batch_size=1)
+        free = plain.generate("none", FREE, max_batch_size=1)
+        with make_llm(headed.target, "none") as llm:
+            prompts = [llm.encode(prompt) for prompt in PROMPTS] * 2
+        texts = [p + c.token_ids for p, c in zip(prompts, guided + free, strict=True)]
+        head = load_head(method, headed.draft, headed.target)
+        overfit(head, headed.target, [text for text in texts if len(text) > 4])
+        return Taught(headed, guided, free)
+
+    return teach
+
+
+def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
+    return [(c.token_ids, c.finish_reason) for c in completions]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
+@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("method", METHODS)
+def test_greedy_text_is_that_of_plain_decoding(
+    taught: Any, method: str, policy: str, *, is_guided: bool, size: tuple[int, int]
+) -> None:
+    known = taught(method)
+    found = known.generate(
+        f"{method}:{policy}",
+        PARAMS if is_guided else FREE,
+        max_batch_size=size[0],
+        prefill_tokens=size[1],
+    )
+    assert tokens(found) == tokens(known.guided if is_guided else known.free)
+    accepted = [sum(c.stats.accepted) for c in found]
+    assert sum(accepted) > 20
+    assert len(set(accepted)) > 2  # ragged: rows move on at their own pace
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_in_a_chain(taught: Any, method: str) -> None:
+    """The head goes on behind forced text and drafts of others that it has no states for."""
+    for chain in (f"chain:grammar_forced+{method}", f"chain:ngram+{method}:validate"):
+        found = taught(method).generate(chain, PARAMS, max_batch_size=3, prefill_tokens=16)
+        assert tokens(found) == tokens(taught(method).guided)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_text(
+    monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, batch_size: int
+) -> None:
+    """Valid; each mask row is filled once a step, and the originals never see a draft."""
+    fills: Counter[tuple[int, int]] = Counter()
+    fill, propose, seen = MaskRows.fill, LearnedHead.propose, list[int]()
+
+    def counting(rows: MaskRows, matcher: GrammarMatcher, request: int, depth: int) -> None:
+        fills[request, depth] += 1
+        assert fills[request, depth] == 1
+        fill(rows, matcher, request, depth)
+
+    def watching(head: LearnedHead, batch: DecodeBatch, lookahead: Any) -> Any:
+        fills.clear()
+        seen.append(len(batch))
+        draft = propose(head, batch, lookahead)
+        for constraint, context, prompt in zip(
+            batch.constraints, batch.contexts, batch.prompt_lengths, strict=True
+        ):
+            if constraint is not None:
+                check_original(constraint, list(context[prompt:]))
+        return draft
+
+    monkeypatch.setattr(MaskRows, "fill", counting)
+    monkeypatch.setattr(LearnedHead, "propose", watching)
+    params = [replace(p, temperature=1.0, seed=row) for row, p in enumerate(PARAMS)]
+    found = taught(method).generate(method, params, max_batch_size=batch_size, prefill_tokens=16)
+    assert max(seen) == batch_size
+    assert sum(sum(c.stats.accepted) for c in found) > 5
+    assert re.fullmatch("[0-9]{3}-[a-z]{4,8}", found[3].text)
+    assert found[4].text in ("a cat", "a dog", "a caterpillar")
+
+
+def check_original(constraint: Constraint, output: list[int]) -> None:
+    """The original stands where a new matcher stands that was led along the committed text."""
+    assert constraint.committed == output
+    matcher = constraint.compiled.new_matcher()
+    assert all(matcher.accept_token(token) for token in output)
+    masks = np.zeros((2, -(-VOCAB_SIZE // 32)), dtype=np.int32)
+    for row, one in enumerate((matcher, constraint._original)):
+        one.fill_next_token_bitmask(masks, row)
+    assert bool((masks[0] == masks[1]).all())
+
+
+def test_samples_share_a_prompt(taught: Any) -> None:
+    known = taught("eagle3")
+    with make_llm(known.headed.target, "eagle3", known.headed.draft) as llm:
+        (output,) = llm.generate(PROMPTS[3], replace(PARAMS[3], n=3))
+    assert [c.token_ids for c in output.completions] == [known.guided[3].token_ids] * 3
+
+
+def test_a_request_may_choose_its_policy(taught: Any) -> None:
+    known = taught("eagle")
+    policies: list[DraftPolicy | None] = ["mask", "topk_walk", "validate", None] * 2
+    params = [
+        replace(one, draft_policy=policy) for one, policy in zip(PARAMS, policies, strict=False)
+    ]
+    found = known.generate("eagle:validate", params)
+    assert tokens(found) == tokens(known.guided)
+
+
+def test_slots_are_used_again_after_a_cancellation(taught: Any) -> None:
+    known = taught("eagle3")
+    with make_llm(known.headed.target, "eagle3", known.headed.draft, max_batch_size=1) as llm:
+        for chunk in llm.stream(PROMPTS[5], SamplingParams(max_tokens=60, ignore_eos=True)):
+            assert chunk.completion is None
+            break
+        outputs = llm.generate(PROMPTS, PARAMS)
+    assert [o.token_ids for o in outputs] == [c.token_ids for c in known.guided]
+
+
+def test_masked_drafts_are_accepted_at_least_as_often(taught: Any) -> None:
+    """Over all heads, on the same prompts."""
+    lengths: dict[str, float] = {}
+    for policy in ("mask", "validate"):
+        stats = [c.stats for m in METHODS for c in taught(m).generate(f"{m}:{policy}", PARAMS)]
+        lengths[policy] = sum(s.output_tokens for s in stats) / sum(s.steps for s in stats)
+    assert lengths["mask"] >= lengths["validate"] > 1.3
+
+
+def test_starvation_is_counted(taught: Any) -> None:
+    stats = [c.stats for c in taught("eagle3").generate("eagle3", PARAMS)]
+    assert sum(one.starved for one in stats) > 0
+    assert all(c.stats.starved == 0 for c in taught("eagle").generate("eagle", PARAMS))
+
+
+def test_auto_finds_the_method(taught: Any) -> None:
+    for method in METHODS:
+        headed = taught(method).headed
+        with make_llm(headed.target, "auto", headed.draft) as llm:
+            assert llm.proposer == method
+        with make_llm(headed.target, "chain:grammar_forced+auto", headed.draft) as llm:
+            assert llm.proposer == f"chain:grammar_forced+{method}"
+    with make_llm(build("llama", vocab_size=VOCAB_SIZE), "auto") as llm:
+        assert llm.proposer == "ngram"
+    model = build("qwen3", vocab_size=VOCAB_SIZE)
+    with make_llm(model, "chain:ngram+auto", draft=model) as llm:
+        assert llm.proposer == "chain:ngram+draft_model"
+
+
+def test_a_head_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    reads: list[str] = []
+    read = Checkpoint.read
+
+    def counting(checkpoint: Checkpoint, names: Any) -> Any:
+        reads.append(checkpoint.source)
+        return read(checkpoint, names)
+
+    monkeypatch.setattr(Checkpoint, "read", counting)
+    headed = write_head(tmp_path / "head", "deepseek_mtp", VOCAB_SIZE)
+    for _ in range(3):
+        with make_llm(headed.target, "deepseek_mtp") as llm, llm.with_proposer("auto") as other:
+            assert other.proposer == "deepseek_mtp"
+    assert len(reads) == 1
+
+
+def test_what_does_not_fit_is_said(tmp_path: Any) -> None:
+    llama = build("llama", vocab_size=VOCAB_SIZE)
+    with pytest.raises(ModelError, match="'eagle3': draft=None; pass draft="):
+        make_llm(llama, "eagle3")
+    with pytest.raises(ModelError, match="expected a target of type deepseek_v3.* found llama"):
+        make_llm(llama, "deepseek_mtp")
+    with pytest.raises(ModelError, match="was not loaded from a checkpoint"):
+        make_llm(build("glm4_moe", vocab_size=VOCAB_SIZE), "glm4_moe_mtp")
+    with pytest.raises(ConfigError, match="draft='LlamaForCausalLM': eagle takes the folder"):
+        make_llm(llama, "eagle", draft=llama)
+    headed = write_head(tmp_path / "head", "eagle3", VOCAB_SIZE)
+    with pytest.raises(ConfigError, match="draft policy='best': must be one of mask"):
+        make_llm(headed.target, "eagle3:best", headed.draft)
+    with pytest.raises(ModelError, match="expected"):
+        make_llm(build("llama", vocab_size=VOCAB_SIZE // 2), "eagle3", headed.draft)
+
+
+def test_a_grammar_spec_survives(taught: Any) -> None:
+    """A schema under every policy of a head that was taught other texts."""
+    spec = GrammarSpec.json_schema(SCHEMA)
+    known = taught("qwen3_5_mtp")
+    with make_llm(known.headed.target, "none") as llm:
+        expected = llm.generate("Something new", SamplingParams(max_tokens=60, grammar=spec))
+    with make_llm(known.headed.target, "qwen3_5_mtp", known.headed.draft) as llm:
+        found = llm.generate("Something new", SamplingParams(max_tokens=60, grammar=spec))
+    assert found[0].token_ids == expected[0].token_ids

@@ -1,0 +1,70 @@
+"""Learned draft heads on a CUDA device: reading, drafting under every policy, translated masks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from guided_spec.engine.outputs import RequestOutput
+from guided_spec.models.head_loading import load_head
+from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
+from guided_spec.types import SamplingParams
+from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
+from tests.learned_heads import TARGETS, HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm
+
+pytestmark = pytest.mark.gpu
+
+
+def on_cuda(folder: Path, method: str, dtype: torch.dtype) -> HeadedTarget:
+    target, draft = write_head(folder, method, VOCAB_SIZE)
+    model: Any = target
+    return HeadedTarget(model.to("cuda", dtype), draft)
+
+
+def generate(headed: HeadedTarget, proposer: str, temperature: float) -> list[RequestOutput]:
+    params = [
+        SamplingParams(max_tokens=50, temperature=temperature, seed=4, grammar=grammar)
+        for grammar in GRAMMARS
+    ]
+    with make_llm(
+        headed.target, proposer, headed.draft, prefill_tokens=24, max_batch_size=3
+    ) as llm:
+        return llm.generate(PROMPTS, params)
+
+
+@pytest.mark.parametrize("method", TARGETS)
+def test_greedy_equals_plain(tmp_path: Path, method: str) -> None:
+    headed = on_cuda(tmp_path / "head", method, torch.float32)
+    plain = generate(headed, "none", 0.0)
+    proposers = [f"{method}:{policy}" for policy in ("mask", "topk_walk", "validate")]
+    for proposer in (*proposers, f"chain:grammar_forced+{method}"):
+        found = generate(headed, proposer, 0.0)
+        assert [output.error for output in found] == [None] * len(PROMPTS)
+        assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+        assert sum(sum(output.stats.drafted) for output in found) > 20
+    head: Any = load_head(method, headed.draft, headed.target)
+    assert all(parameter.is_cuda for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("method", TARGETS)
+def test_sampled_in_bfloat16(tmp_path: Path, method: str, policy: str) -> None:
+    headed = on_cuda(tmp_path / "head", method, torch.bfloat16)
+    outputs = generate(headed, f"{method}:{policy}", 1.0)
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    assert outputs[3].text in ("cat", "dog", "cattle")
+
+
+@pytest.mark.parametrize(("vocab_size", "draft_size"), [(12, 5), (4097, 1000), (151_669, 32_000)])
+def test_masks_are_translated_alike(vocab_size: int, draft_size: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bitmask = pack_bitmask(torch.rand(3, 2, vocab_size, generator=generator) < 0.3)
+    target_ids = torch.randperm(vocab_size, generator=generator)[:draft_size]
+    expected = translate_bitmask(bitmask, target_ids)
+    assert torch.equal(translate_bitmask(bitmask.cuda(), target_ids.cuda()).cpu(), expected)
+    alone = pack_bitmask(torch.arange(vocab_size) == torch.arange(vocab_size)[-3:, None])
+    assert torch.equal(only_legal_token(alone.cuda()).cpu(), torch.arange(vocab_size)[-3:])
