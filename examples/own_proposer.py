@@ -12,21 +12,22 @@ class Echo:
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: gs.ProposerContext) -> None:
-        self.longest = context.config.num_draft_tokens
+        """Nothing is needed; weights would be loaded here."""
 
     def propose(self, batch: gs.DecodeBatch, lookahead: gs.Lookahead) -> gs.Draft:
         """``extend`` cuts every draft at the first token that the grammar forbids."""
-        return host_draft(batch, lookahead.extend([self.echo(c) for c in batch.contexts]))
+        texts = [[*c, *d] for c, d in zip(batch.contexts, lookahead.drafted, strict=True)]
+        drafts = [echo(text, batch.num_draft_tokens) for text in texts]
+        return host_draft(batch, lookahead.extend(drafts))
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept between steps."""
 
-    def echo(self, context: Sequence[int]) -> Sequence[int]:
-        """Up to K tokens behind the last earlier occurrence of the last token."""
-        for index in range(len(context) - 2, -1, -1):
-            if context[index] == context[-1]:
-                return context[index + 1 : index + 1 + self.longest]
-        return []
+
+def echo(text: list[int], length: int) -> list[int]:
+    """Up to ``length`` tokens behind the last earlier occurrence of the last token."""
+    behind = [i + 1 for i, token in enumerate(text[:-1]) if token == text[-1]]
+    return text[behind[-1] : behind[-1] + length] if behind else []
 
 
 gs.register_proposer("echo", Echo)

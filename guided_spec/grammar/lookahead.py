@@ -26,7 +26,7 @@ __all__ = ["Lookahead"]
 
 # From this many rows on, filling them beside the forward beats the cost of changing threads
 # (docs/performance.md, "Where masks are filled").
-ROWS_WORTH_A_THREAD = 16
+ROWS_WORTH_A_THREAD = 256
 
 
 class Lookahead:
@@ -151,13 +151,14 @@ class Lookahead:
     def extend_best(self, options: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
         """``extend`` by the first legal one of several tokens at each position.
 
-        options: [B] lists with, for each position, tokens in the order of preference.
+        options: [B] lists with, for each position, tokens in the order of preference; a request's
+            draft stops at an empty one.
         """
         legal: list[list[int]] = []
         for request, (walk, positions) in enumerate(zip(self._walks, options, strict=True)):
             start = len(walk.drafted)
             for token_ids in positions:
-                if not walk.is_drafting:
+                if not walk.is_drafting or not token_ids:
                     break
                 if any(walk.append(token_id) for token_id in token_ids):
                     self._check_pause(request, walk)

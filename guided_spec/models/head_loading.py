@@ -55,7 +55,8 @@ def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -
     heads: dict[tuple[str, str], DraftHead] = vars(target).setdefault("_draft_heads", {})
     key = (method, str(path))
     if key not in heads:
-        heads[key] = load(Checkpoint.open(path), target)
+        checkpoint = _open_own(target, path) if source is None else Checkpoint.open(path)
+        heads[key] = load(checkpoint, target)
     return heads[key]
 
 
@@ -91,9 +92,14 @@ def _find_mtp(target: PreTrainedModel) -> str | None:
         return None
     text_config: Any = target.config.get_text_config(decoder=True)
     layer = f"model.layers.{text_config.num_hidden_layers}."
-    names = Checkpoint.open(path).names
+    names = _open_own(target, path).names
     has_layers = any(name.startswith(("mtp.", layer)) for name in names)
     return method if has_layers else None
+
+
+def _open_own(target: PreTrainedModel, path: str) -> Checkpoint:
+    # The commit that the target itself was loaded from; a folder has none.
+    return Checkpoint.open(path, revision=getattr(target.config, "_commit_hash", None))
 
 
 def _own_checkpoint(target: PreTrainedModel) -> str | None:

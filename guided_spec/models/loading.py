@@ -46,7 +46,7 @@ def load_model(
     """
     if sum(value is not None for value in (device, device_map, tp_plan)) > 1:
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
-    _check_path(path)
+    _check_folder("model", path, "config.json")
     target = _target_device(device)
     arguments = {"dtype": _resolve_dtype(dtype, target), **options}
     if device_map is not None:
@@ -73,7 +73,7 @@ def load_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
     options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """
-    _check_path(path)
+    _check_folder("tokenizer", path, "tokenizer_config.json")
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
     except Exception as error:  # transformers raises nearly every class of exception here
@@ -97,13 +97,14 @@ def end_of_text_ids(
     return tuple(sorted(found))
 
 
-def _check_path(path: str | Path) -> None:
+def _check_folder(argument: str, path: str | Path, file: str) -> None:
     """Refuse what is plainly a folder and not there, before a hub is asked for it."""
     looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
+    shown = f"{argument}={str(path)!r}"
     if looks_local and not Path(path).is_dir():
-        raise ModelError(f"model={str(path)!r}: there is no such folder; pass one or a hub id")
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise ModelError(f"model={str(path)!r}: the folder has no config.json; pass a model folder")
+        raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
+    if Path(path).is_dir() and not (Path(path) / file).is_file():
+        raise ModelError(f"{shown}: the folder has no {file}; pass a {argument} folder")
 
 
 def _target_device(device: str | torch.device | None) -> torch.device:

@@ -245,6 +245,16 @@ def test_drafts_that_nobody_announced_are_walked() -> None:
     assert lookahead.drafted == [[0, 1]]
 
 
+def test_a_position_without_candidates_ends_a_draft_but_leaves_it_open() -> None:
+    lookahead, _ = toy_lookahead(ToyCompiled(text_rule([b"abcd"])))
+    assert lookahead.extend_best([[(5, 0), (), (1,)]]) == [[0]]
+    assert lookahead.is_open == [True]
+    assert lookahead.refused == [None]
+    assert lookahead.extend_best([[(9, 1), (7, 8)]]) == [[1]]
+    assert lookahead.is_open == [False]
+    assert lookahead.refused == [7]
+
+
 def test_forced_positions() -> None:
     lookahead, _ = toy_lookahead(ToyCompiled(text_rule([b"abcd"])))
     lookahead.extend([[0]])

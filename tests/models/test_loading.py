@@ -75,6 +75,17 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_an_empty_folder_is_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"tokenizer=.*: the folder has no tokenizer_config\.json"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_needs_no_model_beside_it(folder: Path, tmp_path: Path) -> None:
+    load_tokenizer(folder).save_pretrained(tmp_path)
+    assert not (tmp_path / "config.json").exists()
+    assert load_tokenizer(tmp_path).decode([2, 3]) == "a b"
+
+
 def test_a_model_that_is_not_a_decoder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "vit"}')
     with pytest.raises(ModelError, match="cannot be loaded"):
