@@ -7,15 +7,25 @@ import re
 
 import jsonschema
 
+from guided_spec.grammar.markers import DEFAULT_MARKERS
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["is_valid"]
 
 
 def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
-    """Whether ``text`` satisfies the spec; kinds without an independent judge pass."""
+    """Whether ``text`` satisfies the spec; kinds without an independent judge pass.
+
+    Of a spec with a start the part behind the marker is judged; all of a text without the marker,
+    which the prompt held then. A marker of token ids is not seen in a text: it passes.
+    """
     if grammar is None:
         return True
+    if grammar.start is not None:
+        if not isinstance(grammar.start.marker, str | None):
+            return True
+        known = grammar.start.marker or next((m for m in DEFAULT_MARKERS if m in text), "")
+        text = text.partition(known)[2] if known and known in text else text
     match grammar.kind:
         case "json_schema":
             return _is_valid_json(text, json.loads(grammar.source))

@@ -35,6 +35,7 @@ def bench(
     max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
+    verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here too.")] = None,
@@ -51,7 +52,7 @@ def bench(
         plan = Plan(items, proposers.split(","), params, batch_size == 1 and temperature == 0)
         load: dict[str, Any] = {"device": device, "dtype": dtype}
         load = {name: value for name, value in load.items() if value is not None}
-        load |= {"draft": draft_model, "max_batch_size": batch_size}
+        load |= {"draft": draft_model, "max_batch_size": batch_size, "verifier": verifier}
         with LLM(model, "none", num_draft_tokens, **load) as llm:
             measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from guided_spec.cli.console import failures_as_messages, print_json, stderr, stdout
-from guided_spec.cli.grammar import grammar_from_options
+from guided_spec.cli.grammar import grammar_from_options, starting_after
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.types import SamplingParams
@@ -33,6 +33,7 @@ def generate(
     regex: Annotated[str | None, typer.Option(help="Regular expression.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="One option; repeat it.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")] = None,
+    after: Annotated[str | None, typer.Option(help="Free text up to this marker.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
     proposer: Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
@@ -63,7 +64,7 @@ def generate(
             min_p=min_p,
             seed=seed,
             stop=stop or (),
-            grammar=grammar_from_options(schema, regex, choice, grammar),
+            grammar=starting_after(grammar_from_options(schema, regex, choice, grammar), after),
         )
         llm = _load(model, proposer, num_draft_tokens, draft_model, device, dtype)
         runs = _run(llm, _chat(prompt) if chat else prompt, params, with_plain=compare)

@@ -7,7 +7,7 @@ from pathlib import Path
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["grammar_from_options", "read_text"]
+__all__ = ["grammar_from_options", "read_text", "starting_after"]
 
 
 def grammar_from_options(
@@ -39,6 +39,15 @@ def grammar_from_options(
         text = read_text("--grammar", grammar)
         return GrammarSpec.lark(text) if grammar.suffix == ".lark" else GrammarSpec.ebnf(text)
     return None
+
+
+def starting_after(grammar: GrammarSpec | None, marker: str | None) -> GrammarSpec | None:
+    """The grammar behind ``marker``, at once if that is None. Raises ConfigError without one."""
+    if marker is None:
+        return grammar
+    if grammar is None:
+        raise ConfigError("--after", marker, "needs a grammar; give one")
+    return grammar.after(marker)
 
 
 def read_text(option: str, path: Path) -> str:

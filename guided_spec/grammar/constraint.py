@@ -2,6 +2,8 @@
 
 The original moves on committed tokens only. The fork follows drafts; it is made once per request
 and brought back by rollback, because forking copies the whole history while rollback does not.
+
+The committed tokens are the truth. A matcher that disagrees with them is made anew from them.
 """
 
 from __future__ import annotations
@@ -39,8 +41,11 @@ class Fork:
             self.matcher.rollback(surplus)
             del self.token_ids[length:]
 
-    def follow_commit(self, token_ids: Sequence[int]) -> None:
-        """Stand where the original stands after it committed ``token_ids``; nothing is ahead."""
+    def follow_commit(self, token_ids: Sequence[int]) -> bool:
+        """Stand where the original stands after it committed ``token_ids``; nothing is ahead.
+
+        False when the matcher refuses one of them: the fork is then of no more use.
+        """
         agreed = 0
         while (
             agreed < min(len(token_ids), len(self.token_ids))
@@ -48,21 +53,21 @@ class Fork:
         ):
             agreed += 1
         self.rollback_to(agreed)
-        for token_id in token_ids[agreed:]:
-            if not self.matcher.accept_token(token_id):
-                raise GrammarStateError(f"the fork refused token {token_id} that was committed")
         self.token_ids.clear()
+        return _advance(self.matcher, token_ids[agreed:]) == len(token_ids) - agreed
 
 
 class Constraint:
     """One request's grammar, at the end of its committed text.
 
     compiled: shared with other requests; this constraint makes its own matchers from it.
+    committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self.compiled = compiled
         self.committed: list[int] = []
+        self.resyncs = 0
         self._original = compiled.new_matcher()
         self._fork = Fork(self._original.fork(), compiled.excluded)
 
@@ -79,18 +84,41 @@ class Constraint:
     def commit(self, token_ids: Sequence[int]) -> list[int]:
         """Advance the original; returns the tokens up to the one that ended the text.
 
-        Raises GrammarStateError when the grammar refuses a token: the text is then no longer
-        inside the grammar, and the request cannot go on.
+        Where a matcher refuses a token, both are rebuilt once from the committed tokens and asked
+        again. Raises GrammarStateError when the new one refuses a token too: the text is then no
+        longer inside the grammar, and the request cannot go on.
         """
-        taken: list[int] = []
-        for token_id in token_ids:
-            if self._original.is_terminated():
-                break
-            if not self._original.accept_token(token_id):
-                position = len(self.committed) + len(taken)
-                reason = f"the grammar refuses token {token_id} at output position {position}"
-                raise GrammarStateError(f"{reason}, after it was accepted by the verifier")
-            taken.append(token_id)
+        original, fork = self._original, self._fork
+        taken = list(token_ids[: _advance(original, token_ids)])
+        is_refused = len(taken) < len(token_ids) and not original.is_terminated()
+        if (
+            is_refused
+            or not fork.follow_commit(taken)
+            # A fork that takes the text for complete fills no more masks: nothing would be illegal.
+            or fork.matcher.is_terminated() != original.is_terminated()
+        ):
+            taken = self._resync(token_ids)
         self.committed.extend(taken)
-        self._fork.follow_commit(taken)
         return taken
+
+    def _resync(self, token_ids: Sequence[int]) -> list[int]:
+        """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""
+        text = [*self.committed, *token_ids]
+        matcher = self.compiled.new_matcher()
+        end = _advance(matcher, text)
+        has_ended = matcher.is_terminated() and end >= len(self.committed)
+        if end < len(text) and not has_ended:
+            reason = f"the grammar refuses token {text[end]} at output position {end}"
+            raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
+        self._original = matcher
+        self._fork = Fork(matcher.fork(), self.compiled.excluded)
+        self.resyncs += 1
+        return text[len(self.committed) : end]
+
+
+def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
+    """Accept tokens up to the end of the text or the first refused one; returns how many."""
+    for taken, token_id in enumerate(token_ids):
+        if matcher.is_terminated() or not matcher.accept_token(token_id):
+            return taken
+    return len(token_ids)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.start import Start
+from guided_spec.grammar.tools import ToolOptions, tool_tag
 
 __all__ = ["GrammarKind", "GrammarSpec"]
 
@@ -32,6 +34,7 @@ class GrammarSpec:
     any_whitespace: JSON kinds only. False writes ``", "`` and ``": "`` between values and no other
         whitespace, which bounds the length of the text; True leaves whitespace to the model.
     root: ``ebnf`` only, the rule to start from.
+    start: where in the text the constraint begins, see ``after``; None at its first token.
 
     Raises ConfigError for a value of the wrong type.
     """
@@ -40,6 +43,7 @@ class GrammarSpec:
     source: str
     any_whitespace: bool = False
     root: str = "root"
+    start: Start | None = None
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -108,6 +112,28 @@ class GrammarSpec:
         return cls("structural_tag", _canonical("tag", tag))
 
     @classmethod
+    def tools(
+        cls,
+        tools: Sequence[Mapping[str, Any]],
+        tool_choice: str | Mapping[str, Any] = "auto",
+        *,
+        model: str | None = None,
+        parallel: bool = True,
+        reasoning: bool = False,
+    ) -> GrammarSpec:
+        """Calls of OpenAI-style ``tools``, with arguments that match their schemas.
+
+        tool_choice: "auto", "required", "none", or a dict that names a function.
+        model: a model family that xgrammar knows, such as "llama" or "qwen_3"; None writes
+            ``<tool_call>`` blocks of ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen do.
+        parallel: False for one call at most. reasoning: see ``ToolOptions``.
+
+        Raises ConfigError naming the tool.
+        """
+        tag = tool_tag(tools, tool_choice, ToolOptions(model, parallel, reasoning))
+        return cls("structural_tag", _canonical("tools", tag))
+
+    @classmethod
     def from_response_format(cls, response_format: Mapping[str, Any]) -> GrammarSpec | None:
         """The spec of OpenAI's or LMDeploy's ``response_format``; None for ``{"type": "text"}``.
 
@@ -131,6 +157,21 @@ class GrammarSpec:
             case other:
                 fix = "must be text, json_object, json_schema, regex_schema or structural_tag"
                 raise ConfigError("response_format.type", other, fix)
+
+    def after(
+        self, marker: str | Sequence[int] | None = None, *, reasoning_budget: int | None = None
+    ) -> GrammarSpec:
+        """The same constraint, binding behind the first ``marker`` only, as after reasoning.
+
+        marker: text or token ids, see ``Marker``; None is the model family's own, looked up in the
+            chat template when the grammar is compiled.
+        reasoning_budget: free tokens at most; then the marker is written. None: any number.
+
+        Up to the marker the text is free, but it does not end there: a finished text satisfies the
+        constraint. Behind a prompt that ends with the marker, the constraint binds at once. Raises
+        ConfigError for a value of the wrong type.
+        """
+        return replace(self, start=Start(marker, reasoning_budget))
 
 
 def _schema_member(response_format: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ class Vocabulary:
     text_bytes: V entries, what each token shows in a text. As ``token_bytes``, plus the added
         tokens that are not special, such as ``</think>``: free text may hold them. Empty: a copy
         of ``token_bytes``.
+    added_tokens: (name, id) of the tokenizer's added tokens, special or not.
 
     Raises ModelError when the lengths disagree or a stop token is missing or out of range.
     """
@@ -35,6 +36,7 @@ class Vocabulary:
     stop_token_ids: tuple[int, ...]
     vocab_size: int
     text_bytes: tuple[bytes, ...] = ()
+    added_tokens: tuple[tuple[str, int], ...] = ()
 
     def __post_init__(self) -> None:
         if not self.text_bytes:
@@ -62,14 +64,16 @@ class Vocabulary:
         decoded = _decode_tokens(tokenizer, vocab_size, stop)
         token_bytes = list(decoded)
         text_bytes = list(decoded)
+        names: list[tuple[str, int]] = []
         for token_id, added in tokenizer.added_tokens_decoder.items():
             if token_id < vocab_size:
+                names.append((added.content, token_id))
                 # The backend would let "<|im_end|>" stand inside a JSON string.
                 token_bytes[token_id] = b""
                 text_bytes[token_id] = b"" if added.special else added.content.encode()
         for token_id in stop:
             token_bytes[token_id] = text_bytes[token_id] = b""
-        return cls(tuple(token_bytes), stop, vocab_size, tuple(text_bytes))
+        return cls(tuple(token_bytes), stop, vocab_size, tuple(text_bytes), tuple(names))
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""

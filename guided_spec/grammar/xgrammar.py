@@ -5,22 +5,22 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass
-from typing import Any, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
-import jsonschema
 import numpy as np
 import xgrammar
 
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
-    UnsupportedSchemaError,
 )
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema import normalize
-from guided_spec.grammar.schema_report import Unenforced
+from guided_spec.grammar.schema_prepare import prepare_schema
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tag import prepare_tag
+from guided_spec.grammar.tag_tokens import with_tokens
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
@@ -28,8 +28,14 @@ __all__ = ["XGrammarBackend", "XGrammarGrammar"]
 _CACHE_BYTES = 256 * 2**20
 _CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
-_SHOWN = 5
 _ANY_OBJECT = {"type": "object", "additionalProperties": {}}
+
+
+class _Compilers(NamedTuple):
+    """One vocabulary's compilers, with xgrammar's caches and without."""
+
+    cached: Any
+    uncached: Any
 
 
 class XGrammarBackend:
@@ -47,17 +53,21 @@ class XGrammarBackend:
         self._without_bytes = frozenset(
             token for token, data in enumerate(vocabulary.token_bytes) if not data
         ) - {*vocabulary.stop_token_ids}
+        self._compile_threads = compile_threads
+        self._tag_compiler = lru_cache(maxsize=8)(self._new_tag_compiler)
+        self._compilers = self._new_compilers(list(vocabulary.token_bytes))
+
+    def _new_compilers(self, data: list[bytes]) -> _Compilers:
         info = xgrammar.TokenizerInfo(
-            list(vocabulary.token_bytes),
+            data,
             xgrammar.VocabType.RAW,
-            vocab_size=vocabulary.vocab_size,
-            stop_token_ids=list(vocabulary.stop_token_ids),
+            vocab_size=self.vocabulary.vocab_size,
+            stop_token_ids=list(self.vocabulary.stop_token_ids),
         )
-        self._cached = xgrammar.GrammarCompiler(
-            info, max_threads=compile_threads, cache_limit_bytes=_CACHE_BYTES
-        )
-        self._uncached = xgrammar.GrammarCompiler(
-            info, max_threads=compile_threads, cache_enabled=False
+        threads = self._compile_threads
+        return _Compilers(
+            xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES),
+            xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False),
         )
 
     def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
@@ -66,23 +76,50 @@ class XGrammarBackend:
         Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
         full) or UnsatisfiableGrammarError (nothing matches).
         """
+        if spec.start is not None:
+            raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
+        if spec.kind == "structural_tag":
+            return self._compile_tag(spec)
         source = _prepare(spec)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         self._require_a_first_token(spec, compiled)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
-        # A structural tag may name special tokens; all other grammars are made of bytes.
-        excluded = frozenset() if spec.kind == "structural_tag" else self._without_bytes
-        return XGrammarGrammar(compiled, style, excluded)
+        return XGrammarGrammar(compiled, style, self._without_bytes)
 
-    def _compile(self, spec: GrammarSpec, source: str, *, any_whitespace: bool) -> Any:
+    def _compile_tag(self, spec: GrammarSpec) -> XGrammarGrammar:
+        tag, named = with_tokens(prepare_tag(_parse(spec)), self.vocabulary)
+        compilers = self._tag_compiler(named) if named else None
+        compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
+        self._require_a_first_token(spec, compiled)
+        return XGrammarGrammar(compiled, None, self._without_bytes - named)
+
+    def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
+        """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
+
+        These bytes are no UTF-8: nothing but a token format, or free text by bytes, holds them.
+        """
+        data = list(self.vocabulary.token_bytes)
+        for token_id in named:
+            data[token_id] = b"\xff\xfe%d" % token_id
+        return self._new_compilers(data)
+
+    def _compile(
+        self,
+        spec: GrammarSpec,
+        source: str,
+        *,
+        any_whitespace: bool,
+        compilers: _Compilers | None = None,
+    ) -> Any:
+        cached, uncached = compilers or self._compilers
         try:
             try:
-                return _run(self._cached, spec, source, any_whitespace=any_whitespace)
+                return _run(cached, spec, source, any_whitespace=any_whitespace)
             except RuntimeError as error:
                 if _CACHE_BUG not in str(error):
                     raise
                 # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
-                return _run(self._uncached, spec, source, any_whitespace=any_whitespace)
+                return _run(uncached, spec, source, any_whitespace=any_whitespace)
         except (RuntimeError, ValueError, RecursionError) as error:
             reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
             raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
@@ -136,15 +173,13 @@ def _prepare(spec: GrammarSpec) -> str:
     """The source to hand to xgrammar."""
     match spec.kind:
         case "json_schema":
-            return json.dumps(_prepare_schema(_parse(spec)))
+            return json.dumps(prepare_schema(_parse(spec)))
         case "json_object":
             return json.dumps(_ANY_OBJECT)
         case "regex":
             return to_fullmatch(spec.source)
         case "choice":
             return "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
-        case "structural_tag":
-            return json.dumps(_prepare_tag(_parse(spec)))
     return spec.source
 
 
@@ -153,48 +188,3 @@ def _parse(spec: GrammarSpec) -> Any:
         return json.loads(spec.source)
     except (ValueError, RecursionError) as error:
         raise GrammarCompileError(f"the {spec.kind} is not JSON: {error}") from error
-
-
-def _prepare_schema(schema: Any) -> Any:
-    """The schema as xgrammar enforces it; raises if some of it would go unenforced."""
-    if not isinstance(schema, dict | bool):
-        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
-    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
-    try:
-        validator.check_schema(cast(dict[str, Any], schema))
-        prepared = normalize(schema)
-    except jsonschema.SchemaError as error:
-        pointer = "/".join(["", *map(str, error.absolute_path)])
-        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
-    except (re.error, RecursionError, OverflowError) as error:
-        raise GrammarCompileError(f"not a JSON schema: {error}") from error
-    errors = [entry for entry in prepared.unenforced if entry.level == "error"]
-    if errors:
-        raise UnsupportedSchemaError(_describe(errors))
-    if prepared.schema is False:
-        raise UnsatisfiableGrammarError("no value is valid under the JSON schema")
-    return prepared.schema
-
-
-def _describe(errors: list[Unenforced]) -> str:
-    lines = [f"{e.pointer or '/'}: {e.keyword}: {e.reason}; {e.fix}" for e in errors[:_SHOWN]]
-    if len(errors) > _SHOWN:
-        lines.append(f"and {len(errors) - _SHOWN} more (see schema.find_unenforced)")
-    return "the JSON schema cannot be enforced in full:\n  " + "\n  ".join(lines)
-
-
-def _prepare_tag(tag: Any) -> Any:
-    """A structural tag with its schemas and regexes prepared as those of their own kinds are."""
-    if isinstance(tag, list):
-        return [_prepare_tag(part) for part in tag]
-    if not isinstance(tag, dict):
-        return tag
-    prepared = {}
-    for key, value in tag.items():
-        if key in ("json_schema", "schema") and isinstance(value, dict | bool):
-            prepared[key] = _prepare_schema(value)
-        elif key == "pattern" and tag.get("type") == "regex" and isinstance(value, str):
-            prepared[key] = to_fullmatch(value)
-        else:
-            prepared[key] = _prepare_tag(value)
-    return prepared

@@ -10,13 +10,13 @@ that costs nothing but the token.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch
+from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -39,7 +39,7 @@ class GrammarForced:
     def __init__(self, context: ProposerContext) -> None:
         self._limit = context.config.max_forced_tokens
         self._search = ForcedSearch(context.vocabulary)
-        self._tokens = CanonicalTokens(context)
+        self._tokens = CanonicalTokens(context.encode, context.vocabulary.token_bytes)
         self._styles: dict[int, _Style] = {}
         self._known: dict[int, _Known] = {}
 
@@ -134,39 +134,6 @@ class ForcedSearch:
         matcher.fill_next_token_bitmask(self._row, 0)
         row: NDArray[np.int32] = self._row[0]
         return row
-
-
-class CanonicalTokens:
-    """Splits text into tokens the way the tokenizer would write it in the middle of a text."""
-
-    # Some tokenizers put a space before a text; behind an anchor they cannot.
-    ANCHORS = ("", "\n", "a", '"')
-
-    def __init__(self, context: ProposerContext) -> None:
-        self._encode = context.encode
-        self._token_bytes = context.vocabulary.token_bytes
-        self.split = lru_cache(maxsize=4096)(self._split)
-
-    def _split(self, data: bytes) -> list[int]:
-        if not data:
-            return []
-        text = data.decode("utf-8", errors="ignore")  # a character cut at the end is left out
-        for anchor in self.ANCHORS:
-            tokens = self._suffix(self._encode(anchor + text), text.encode())
-            if tokens is not None:
-                return tokens
-        return []
-
-    def _suffix(self, tokens: list[int], data: bytes) -> list[int] | None:
-        length = 0
-        for start in range(len(tokens), -1, -1):
-            if length == len(data):
-                found = tokens[start:]
-                spelled = b"".join(self._token_bytes[token] for token in found)
-                return found if spelled == data else None
-            if start > 0:
-                length += len(self._token_bytes[tokens[start - 1]])
-        return None
 
 
 class _Style:

@@ -154,6 +154,12 @@ def test_another_text_is_noticed() -> None:
         ("abc", GrammarSpec.regex("a."), False),
         ("x", GrammarSpec.choice(["x", "y"]), True),
         ("z", GrammarSpec.choice(["x", "y"]), False),
+        ("free </t>ab", GrammarSpec.regex("a.").after("</t>"), True),
+        ("ab</t>free", GrammarSpec.regex("a.").after("</t>"), False),
+        ("ab", GrammarSpec.regex("a.").after("</t>"), True),
+        ("free </think>ab", GrammarSpec.regex("a.").after(), True),
+        ("free </think>b", GrammarSpec.regex("a.").after(), False),
+        ("not seen", GrammarSpec.regex("a.").after([1]), True),
         ("no judge", GrammarSpec.ebnf('root ::= "a"'), True),
     ],
 )

@@ -234,3 +234,11 @@ def test_help() -> None:
     assert result.exit_code == 0
     for command in ("generate", "proposers", "check", "bench"):
         assert command in result.stdout
+
+
+def test_after(model: str) -> None:
+    result = generate(model, "--regex", "[a-z]{2}-[0-9]", "--after", "name")
+    assert re.fullmatch(r"[a-z]{2}-[0-9]\n", result.stdout)  # the prompt ends with the marker
+    result = generate(model, "--after", "name")
+    assert result.exit_code != 0
+    assert "--after='name': needs a grammar" in result.stderr

@@ -96,9 +96,76 @@ def test_a_refused_commit_raises() -> None:
         constraint.commit([1, 3])
 
 
-def test_a_fork_that_disagrees_raises() -> None:
+TEXT = b'abcd{}":'  # no token occurs twice: one that is forgotten is missed at once
+WALK = [*range(8), EOS]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 4)), max_size=8), st.data())
+def test_matchers_that_forget_are_rebuilt(
+    steps: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    """Whichever forgets, and whenever: behind every commit both stand at the committed text."""
+    constraint = Constraint(ToyCompiled(text_rule([TEXT])))
+    expected = 0
+    for drafted, length in steps:
+        done = len(constraint.committed)
+        broken = data.draw(st.sampled_from(["none", "original", "fork", "both"]))
+        lost = 0
+        for name, matcher in zip(("original", "fork"), matchers(constraint), strict=True):
+            if broken in (name, "both") and done:
+                lost += 1
+                del matcher.tokens[data.draw(st.integers(0, done - 1)) :]
+        fork = constraint.fork()
+        for token in WALK[done : done + drafted]:
+            fork.accept(token)
+        taken = WALK[done : done + length]
+        assert constraint.commit(taken) == taken
+        expected += bool(lost and taken)
+        assert constraint.resyncs == expected
+        original, ahead = matchers(constraint)
+        assert original.tokens == ahead.tokens == constraint.committed == WALK[: done + length]
+        if constraint.is_terminated:
+            break
+
+
+def test_a_matcher_that_refuses_once_is_rebuilt() -> None:
     constraint = Constraint(ToyCompiled(text_rule([b"ab"])))
-    _, ahead = matchers(constraint)
-    ahead.compiled = ToyCompiled(text_rule([b"cd"]))
-    with pytest.raises(GrammarStateError, match="fork refused token 0"):
-        constraint.commit([0])
+    for matcher in matchers(constraint):
+        broken = ToyCompiled(text_rule([b"ab"]))
+        broken.refused = frozenset({0})
+        matcher.compiled = broken
+    assert constraint.commit([0]) == [0]
+    assert constraint.resyncs == 1
+    assert constraint.fork().accept(1)
+    assert constraint.commit([1, EOS, 3]) == [1, EOS]
+    assert constraint.resyncs == 1
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
+def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt(which: int) -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])))
+    constraint.commit([0])
+    matchers(constraint)[which].tokens = [0, 1, EOS]
+    assert constraint.commit([1]) == [1]
+    assert constraint.resyncs == 1
+    assert not constraint.is_terminated
+    assert constraint.commit([2, EOS]) == [2, EOS]
+
+
+def test_a_rebuilt_matcher_that_refuses_raises() -> None:
+    """The committed text and the grammar have parted: nothing is kept of the step."""
+    constraint = Constraint(ToyCompiled(text_rule([b"abc"])))
+    constraint.commit([0, 1])
+    constraint.compiled = ToyCompiled(text_rule([b"adc"]))
+    matchers(constraint)[0].tokens.clear()
+    with pytest.raises(GrammarStateError, match="token 1 at output position 1, .*a new matcher"):
+        constraint.commit([2])
+    assert constraint.committed == [0, 1]
+    assert constraint.resyncs == 0
+
+
+def test_a_rebuilt_matcher_that_ends_too_early_raises() -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"ab"])))
+    constraint.committed = [0, 1, EOS, 1]
+    with pytest.raises(GrammarStateError, match="token 1 at output position 3"):
+        constraint.commit([1])

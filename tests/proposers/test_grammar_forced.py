@@ -7,17 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from guided_spec.config import EngineConfig
+from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
-from guided_spec.proposers.grammar_forced import (
-    LONGEST_TEXT,
-    CanonicalTokens,
-    ForcedSearch,
-    GrammarForced,
-)
+from guided_spec.proposers.grammar_forced import LONGEST_TEXT, ForcedSearch, GrammarForced
 from tests.grammar.walks import BYTES
 from tests.toys import EOS, TEXTS, VOCABULARY, Rule, ToyCompiled, text_rule, toy_batch, toy_context
 
@@ -135,16 +131,16 @@ def longest_first(text: str) -> list[int]:
 )
 @pytest.mark.parametrize("text", [b"ab", b"abc", b"abcab", b"cab", b" abc", b'"a"', b""])
 def test_tokens_are_the_tokenizers_own(encode: Callable[[str], list[int]], text: bytes) -> None:
-    tokens = CanonicalTokens(toy_context(vocabulary=MERGED, encode=encode)).split(text)
+    tokens = CanonicalTokens(encode, MERGED.token_bytes).split(text)
     assert b"".join(MERGED.token_bytes[token] for token in tokens) == text
     assert tokens == longest_first(text.decode())
 
 
 def test_characters_cut_in_two_are_left_for_later() -> None:
-    context = toy_context(vocabulary=BYTES, encode=lambda text: list(text.encode()))
-    assert CanonicalTokens(context).split("aé".encode()[:2]) == [97]
+    tokens = CanonicalTokens(lambda text: list(text.encode()), BYTES.token_bytes)
+    assert tokens.split("aé".encode()[:2]) == [97]
 
 
 def test_text_that_cannot_be_encoded_is_not_drafted() -> None:
-    context = toy_context(vocabulary=MERGED, encode=lambda text: [len(MERGES)] * len(text))
-    assert CanonicalTokens(context).split(b"ab") == []
+    tokens = CanonicalTokens(lambda text: [len(MERGES)] * len(text), MERGED.token_bytes)
+    assert tokens.split(b"ab") == []
