@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         GrammarStateError,
         GuidedSpecError,
         ModelError,
+        NoTokenLeftError,
         PromptError,
         RequestCancelledError,
         RequestError,
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
     from guided_spec.proposers import PROPOSERS, register_proposer
     from guided_spec.proposers.context import ProposerContext
     from guided_spec.step import commit, speculative_step
-    from guided_spec.types import Accepted, Draft, Noise, SamplingParams
+    from guided_spec.types import (
+        Accepted,
+        Draft,
+        Noise,
+        SamplingParams,
+        TokenLogprobs,
+        TopLogprob,
+    )
 
 __all__ = [
     "LLM",
@@ -58,6 +66,7 @@ __all__ = [
     "GuidedSpecError",
     "Lookahead",
     "ModelError",
+    "NoTokenLeftError",
     "Noise",
     "PromptError",
     "Proposer",
@@ -67,6 +76,8 @@ __all__ = [
     "RequestOutput",
     "RequestStats",
     "SamplingParams",
+    "TokenLogprobs",
+    "TopLogprob",
     "UnknownProposerError",
     "UnsatisfiableGrammarError",
     "UnsupportedSchemaError",
@@ -96,6 +107,8 @@ _MODULES = {
     "RequestOutput": "engine.outputs",
     "RequestStats": "engine.stats",
     "SamplingParams": "types",
+    "TokenLogprobs": "types",
+    "TopLogprob": "types",
     "commit": "step",
     "register_proposer": "proposers",
     "rejection_sample": "ops.rejection",

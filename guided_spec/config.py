@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from guided_spec.errors import ConfigError
+from guided_spec.types import Verifier
 
 __all__ = ["EngineConfig"]
 
@@ -25,6 +27,8 @@ class EngineConfig:
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
         fit, requests queue.
     compile_threads: grammars compiled at the same time.
+    verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
+        target draws itself, so that the same seed gives the same text with any proposer and K.
 
     Raises ConfigError for a value out of range.
     """
@@ -36,6 +40,7 @@ class EngineConfig:
     prefill_tokens: int = 1024
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
+    verifier: Verifier = "rejection"
 
     def __post_init__(self) -> None:
         _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
@@ -45,6 +50,9 @@ class EngineConfig:
         _require("prefill_tokens", self.prefill_tokens, low=1)
         _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
         _require("compile_threads", self.compile_threads, low=1)
+        if self.verifier not in get_args(Verifier):
+            fix = f"must be one of {', '.join(get_args(Verifier))}"
+            raise ConfigError("verifier", self.verifier, fix)
 
 
 def _require(name: str, value: int | None, *, low: int, high: int | None = None) -> None:

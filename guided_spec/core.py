@@ -12,9 +12,11 @@ from torch import Tensor
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.warp import Sampling
-from guided_spec.types import Draft, DraftPolicy, Noise
+from guided_spec.types import Draft, DraftPolicy, Noise, Verifier
 
 __all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput"]
 
@@ -47,6 +49,9 @@ class DecodeBatch:
         before the last one that became known since the request's previous step (all of the prompt
         but its last token at the first); None where the proposer asked for none.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
+    verifier: which of ``guided_spec.step.VERIFIERS`` decides.
+    adjustments: the biases, bans and penalties of all requests; None when nobody has any.
+    logprobs: who wants log-probabilities, and which; None when nobody does.
     """
 
     slots: tuple[int, ...]
@@ -61,29 +66,42 @@ class DecodeBatch:
     device: torch.device
     features: tuple[Tensor | None, ...] = ()
     policies: tuple[DraftPolicy | None, ...] = ()
+    verifier: Verifier = "rejection"
+    adjustments: Adjustments | None = None
+    logprobs: LogprobsPlan | None = None
 
     def __len__(self) -> int:
         return len(self.slots)
 
     def positions(self, offset: int = 0) -> Tensor:
         """int64 [B]: the absolute position of the next token of each request, plus ``offset``."""
-        return torch.tensor([len(c) + offset for c in self.contexts], device=self.device)
+        lengths = torch.tensor([len(context) + offset for context in self.contexts])
+        return lengths.to(self.device, non_blocking=True)  # the target's forward may be running
 
     def draft_noise(self, positions: Tensor) -> Tensor:
-        """[B, V] exponential(1) to sample the draft tokens at ``positions`` int64 [B] with."""
-        return exponential_noise(self.sampling.seeds, positions, Stream.DRAFT, self.vocab_size)
+        """[B, V] exponential(1) to sample the draft tokens at ``positions`` int64 [B] with.
 
-    def verify_noise(self) -> Noise:
-        """The noise of one rejection step, for drafts of any length the mask rows have room for."""
-        batch, depths = len(self), self.mask_rows.depths
+        Coupled drafts share the target's noise; for the rejection sampler the two are independent,
+        or its residual would not be.
+        """
+        stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
+        return exponential_noise(self.sampling.seeds, positions, stream, self.vocab_size)
+
+    def verify_noise(self, num_draft: int) -> Noise:
+        """The noise of one step with a draft of ``num_draft`` tokens."""
+        batch, is_coupled = len(self), self.verifier == "coupled"
         if self.sampling.all_greedy:  # one-hot targets decide alike under any noise
-            accept = torch.zeros(batch, depths, device=self.device)
-            return Noise(accept, torch.ones(batch, 1, device=self.device))
-        first = self.positions()
-        depth = torch.arange(depths, device=self.device)
-        accept = uniform_noise(self.sampling.seeds, first.unsqueeze(1) + depth, Stream.ACCEPT)
-        sample = exponential_noise(self.sampling.seeds, first, Stream.SAMPLE, self.vocab_size)
-        return Noise(accept, sample)
+            accept = torch.zeros(batch, num_draft, device=self.device)
+            return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=self.device))
+        seeds, first = self.sampling.seeds, self.positions()
+        positions = first.unsqueeze(1) + torch.arange(num_draft + 1, device=self.device)
+        accept = uniform_noise(seeds, positions[:, :-1], Stream.ACCEPT)
+        if not is_coupled:
+            sample = exponential_noise(seeds, first, Stream.SAMPLE, self.vocab_size)
+            return Noise(accept, sample)
+        repeated = seeds.repeat_interleave(num_draft + 1)
+        sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, self.vocab_size)
+        return Noise(accept, sample.view(batch, num_draft + 1, -1))
 
 
 class Proposer(Protocol):

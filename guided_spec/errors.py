@@ -7,6 +7,7 @@ GuidedSpecError
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── PromptError                      empty, of the wrong type, or longer than the context
+│   ├── NoTokenLeftError                 bans, or bans and the grammar, forbid every token
 │   └── RequestCancelledError            the caller cancelled it
 └── GrammarError                         something about one request's grammar
     ├── GrammarCompileError              the schema, regex or grammar is broken
@@ -24,6 +25,7 @@ __all__ = [
     "GrammarStateError",
     "GuidedSpecError",
     "ModelError",
+    "NoTokenLeftError",
     "PromptError",
     "RequestCancelledError",
     "RequestError",
@@ -69,6 +71,14 @@ class RequestError(GuidedSpecError):
 
 class PromptError(RequestError):
     """The prompt is empty, of the wrong type, or longer than the context."""
+
+
+class NoTokenLeftError(RequestError):
+    """Nothing may follow: bans, or bans and the grammar together, forbid every token.
+
+    Of a request without either, the target gave no token a probability. ``GrammarDeadEndError`` is
+    the grammar's alone.
+    """
 
 
 class RequestCancelledError(RequestError):

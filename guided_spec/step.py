@@ -7,23 +7,35 @@ from typing import NamedTuple
 import torch
 
 from guided_spec.core import DecodeBatch, Proposer, TargetModel
-from guided_spec.errors import GrammarDeadEndError, GrammarError, GrammarStateError
-from guided_spec.grammar.constraint import Constraint
+from guided_spec.errors import (
+    GrammarDeadEndError,
+    GrammarStateError,
+    GuidedSpecError,
+    NoTokenLeftError,
+)
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.coupled import coupled_sample
+from guided_spec.ops.logprobs import Logprobs, Scores, gather_logprobs
 from guided_spec.ops.rejection import rejection_sample
 from guided_spec.ops.warp import warp
 from guided_spec.types import Accepted, Draft, Noise
 
-__all__ = ["Committed", "Step", "commit", "speculative_step"]
+__all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]
+
+VERIFIERS = {"rejection": rejection_sample, "coupled": coupled_sample}
 
 
 class Step(NamedTuple):
-    """One step's outcome: what was accepted, of which draft, under which masks."""
+    """One step's outcome: what was accepted, of which draft, under which masks.
+
+    logprobs: of the accepted tokens; None when no request of the batch asks.
+    """
 
     accepted: Accepted
     draft: Draft
     lookahead: Lookahead
+    logprobs: Logprobs | None = None
 
 
 class Committed(NamedTuple):
@@ -31,13 +43,15 @@ class Committed(NamedTuple):
 
     token_ids: list[int]
     num_accepted: int
-    error: GrammarError | None = None
+    error: GuidedSpecError | None = None
 
 
 def speculative_step(
-    target: TargetModel, proposer: Proposer, batch: DecodeBatch, noise: Noise
+    target: TargetModel, proposer: Proposer, batch: DecodeBatch, noise: Noise | None = None
 ) -> Step:
-    """Draft, verify in one forward, and keep what the rejection sampler accepts.
+    """Draft, verify in one forward, and keep what the batch's verifier accepts.
+
+    noise: None draws what the batch's seeds give for a draft of this length.
 
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
@@ -45,25 +59,34 @@ def speculative_step(
     draft = proposer.propose(batch, lookahead)
     draft = lookahead.start(draft)  # the rows still missing are filled beside the forward
     output = target.verify(batch, draft)
-    bitmask = lookahead.finish(draft.token_ids.shape[1])
-    probs = warp(apply_token_bitmask(output.logits, bitmask), batch.sampling)
-    return Step(rejection_sample(probs, draft, noise), draft, lookahead)
+    noise = noise or batch.verify_noise(draft.token_ids.shape[1])
+    logits = masked = apply_token_bitmask(output.logits, lookahead.finish(draft.token_ids.shape[1]))
+    if batch.adjustments is not None:
+        logits = batch.adjustments.apply(logits, draft.token_ids)
+    probs = warp(logits, batch.sampling)
+    step = Step(VERIFIERS[batch.verifier](probs, draft, noise), draft, lookahead)
+    if batch.logprobs is None:
+        return step
+    scores = Scores(output.logits, masked, probs)
+    found = gather_logprobs(scores, step.accepted.token_ids, batch.logprobs)
+    return step._replace(logprobs=found)
 
 
 def commit(batch: DecodeBatch, accepted: Accepted) -> list[Committed]:
     """Move the original matchers over the accepted tokens; one download.
 
-    Returns one record a request. A request whose grammar is at a dead end, or refuses a token, gets
-    the error; the others are not affected.
+    Returns one record a request. A request whose grammar is at a dead end or refuses a token, or
+    whose bans leave no token, gets the error; the others are not affected.
     """
     packed = torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1).tolist()
     return [
-        _commit_row(constraint, num_accepted, row)
-        for constraint, (num_accepted, *row) in zip(batch.constraints, packed, strict=True)
+        _commit_row(batch, request, num_accepted, row)
+        for request, (num_accepted, *row) in enumerate(packed)
     ]
 
 
-def _commit_row(constraint: Constraint | None, num_accepted: int, row: list[int]) -> Committed:
+def _commit_row(batch: DecodeBatch, request: int, num_accepted: int, row: list[int]) -> Committed:
+    constraint = batch.constraints[request]
     token_ids = [token for token in row[: num_accepted + 1] if token >= 0]
     if constraint is not None:
         try:
@@ -71,6 +94,20 @@ def _commit_row(constraint: Constraint | None, num_accepted: int, row: list[int]
         except GrammarStateError as error:
             return Committed([], num_accepted, error)
     if row[num_accepted] < 0 and not (constraint is not None and constraint.is_terminated):
-        reason = f"no token is legal after {num_accepted} accepted draft tokens"
-        return Committed(token_ids, num_accepted, GrammarDeadEndError(reason))
+        return Committed(token_ids, num_accepted, _no_token(batch, request, num_accepted))
     return Committed(token_ids, num_accepted)
+
+
+def _no_token(batch: DecodeBatch, request: int, num_accepted: int) -> GuidedSpecError:
+    """Why no token had a probability after the accepted ones."""
+    length = len(batch.contexts[request]) - batch.prompt_lengths[request] + num_accepted
+    where = f"at output position {length}"
+    bans = [] if batch.adjustments is None else batch.adjustments.bans_after(request, length)
+    is_free = batch.constraints[request] is None
+    if bans:
+        allowed = "" if is_free else " that the grammar allows"
+        names = " and ".join(bans)
+        return NoTokenLeftError(f"no token is left {where}: {names} forbid all{allowed}")
+    if is_free:
+        return NoTokenLeftError(f"no token is left {where}: the target's logits are -inf or NaN")
+    return GrammarDeadEndError(f"no token is legal {where}")

@@ -6,7 +6,7 @@ D draft vocabulary, W = ceil(V / 32) mask words, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
@@ -17,12 +17,28 @@ from guided_spec.errors import ConfigError
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["DRAFT_POLICIES", "Accepted", "Draft", "DraftPolicy", "Noise", "SamplingParams"]
+__all__ = [
+    "DRAFT_POLICIES",
+    "Accepted",
+    "Draft",
+    "DraftPolicy",
+    "LogprobsMode",
+    "Noise",
+    "SamplingParams",
+    "TokenLogprobs",
+    "TopLogprob",
+    "Verifier",
+]
+
+LogprobsMode = Literal["raw", "masked", "processed"]
+Verifier = Literal["rejection", "coupled"]
 
 DraftPolicy = Literal["mask", "topk_walk", "validate"]
 DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
 MAX_SEED = 2**63 - 1
+MAX_BIAS = 1e9  # nothing a model or a penalty does to it leaves float32
+MAX_LOGPROBS = 20
 
 
 class Draft(NamedTuple):
@@ -41,10 +57,11 @@ class Draft(NamedTuple):
 
 
 class Noise(NamedTuple):
-    """The randomness of one rejection step; drawn outside so that the sampler is a function.
+    """The randomness of one step; drawn outside so that the verifiers are functions.
 
     accept: [B, K] float32, uniform on [0, 1).
-    sample: [B, V] float32, exponential(1), strictly positive.
+    sample: float32, exponential(1), strictly positive: [B, V] for the rejection sampler, which
+        draws one token a row, [B, K + 1, V] for coupled verification: one at each position.
     """
 
     accept: Tensor
@@ -63,6 +80,26 @@ class Accepted(NamedTuple):
     num_accepted: Tensor
 
 
+class TopLogprob(NamedTuple):
+    """One of the likeliest tokens at some position, and its log-probability."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprobs(NamedTuple):
+    """What was known about one generated token when it was chosen.
+
+    token_id, logprob: of the token itself; at most 0.
+    top: the likeliest tokens there, in descending order, the token itself among them if it is one;
+        of equals the lower id comes first. Tokens without any probability are left out.
+    """
+
+    token_id: int
+    logprob: float
+    top: tuple[TopLogprob, ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingParams:
     """How one request is sampled.
@@ -78,9 +115,27 @@ class SamplingParams:
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match; None leaves it free.
+    logit_bias: what to add to the logits of some tokens, at most 1e9 either way; -inf forbids one.
+        Kept as a sorted tuple of pairs.
+    bad_words: what the text must not come to hold, behind the end of the prompt or across it. A str
+        stands for its tokens at the start of a text and behind a space; other splits of the same
+        letters into tokens are not covered. Token ids stand for themselves.
+    allowed_token_ids: the only tokens that may be generated, those that end the text among them if
+        they are listed; None allows all.
+    min_tokens: tokens to generate before any token that ends the text. Stop strings and max_tokens
+        end it all the same.
+    repetition_penalty: divides the positive logits of tokens that stand in the prompt or the output
+        and multiplies the negative ones, in [0.01, 100]; 1 changes nothing.
+    frequency_penalty: what a token's logit loses for each time it stands in the output, in [-2, 2].
+    presence_penalty: what it loses for standing there at all, in [-2, 2].
     draft_policy: how a drafter with a model keeps to the grammar: "mask", "topk_walk" or
         "validate" (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It
         changes the speed, never the text's distribution.
+    logprobs: report each token's log-probability and those of that many likeliest tokens, 0 to 20;
+        None reports nothing.
+    logprobs_mode: of which distribution: "raw" is the model's own, "masked" the one that the
+        grammar leaves of it, "processed" the one that the token was drawn from.
+    echo: the text begins with that of the prompt; stop strings are not searched in it.
 
     Raises ConfigError for a value out of range.
     """
@@ -96,7 +151,17 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     grammar: GrammarSpec | None = None
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
+    min_tokens: int = 0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
     draft_policy: DraftPolicy | None = None
+    logprobs: int | None = None
+    logprobs_mode: LogprobsMode = "raw"
+    echo: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
@@ -119,9 +184,29 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, low=0)
         _require_grammar(self.grammar)
+        self._read_token_rules()
         if self.draft_policy is not None and self.draft_policy not in DRAFT_POLICIES:
             fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
             raise ConfigError("draft_policy", self.draft_policy, fix)
+        _require_logprobs(self.logprobs, self.logprobs_mode)
+
+    def _read_token_rules(self) -> None:
+        object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        object.__setattr__(self, "bad_words", _read_words(self.bad_words))
+        if self.allowed_token_ids is not None:
+            for token in self.allowed_token_ids:
+                _require_int("allowed_token_ids", token, low=0)
+            allowed = tuple(sorted(set(self.allowed_token_ids)))
+            if not allowed:
+                raise ConfigError("allowed_token_ids", (), "allow a token, or pass None for all")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        _require_int("min_tokens", self.min_tokens, low=0)
+        if self.min_tokens > self.max_tokens:
+            fix = f"must be at most max_tokens, which is {self.max_tokens}"
+            raise ConfigError("min_tokens", self.min_tokens, fix)
+        _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
+        _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
+        _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
 
 
 def _require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
@@ -139,7 +224,40 @@ def _require_range(name: str, value: object, *, low: float, high: float) -> None
         raise ConfigError(name, value, f"must be between {low:g} and {high:g}")
 
 
+def _require_logprobs(logprobs: object, mode: object) -> None:
+    if logprobs is not None:
+        _require_int("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
+    if mode not in get_args(LogprobsMode):
+        fix = f"must be one of {', '.join(get_args(LogprobsMode))}"
+        raise ConfigError("logprobs_mode", mode, fix)
+
+
 def _require_grammar(grammar: object) -> None:
     if grammar is not None and not hasattr(grammar, "kind"):
         fix = "must be a GrammarSpec, such as GrammarSpec.json_schema(schema), or None"
         raise ConfigError("grammar", grammar, fix)
+
+
+def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    try:
+        pairs = dict(bias)  # type: ignore[call-overload]  # which is what is tried
+    except (TypeError, ValueError):
+        raise ConfigError("logit_bias", bias, "must map token ids to numbers") from None
+    for token, value in pairs.items():
+        _require_int("logit_bias", token, low=0)
+        if value != float("-inf"):
+            _require_range(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
+    return tuple(sorted((token, float(value)) for token, value in pairs.items()))
+
+
+def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(words, str):
+        words = (words,)
+    if not isinstance(words, Sequence):
+        raise ConfigError("bad_words", words, "must be a list of strings or of lists of token ids")
+    for word in words:
+        if not isinstance(word, Sequence) or not word:
+            raise ConfigError("bad_words", word, "each must be a non-empty str or token ids")
+        for token in () if isinstance(word, str) else word:
+            _require_int("bad_words", token, low=0)
+    return tuple(word if isinstance(word, str) else tuple(word) for word in words)

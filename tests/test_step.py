@@ -11,15 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch
-from guided_spec.errors import GrammarDeadEndError, GrammarStateError
+from guided_spec.errors import GrammarDeadEndError, GrammarStateError, NoTokenLeftError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.proposers.none import NoDraft
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Accepted, Draft, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs
 from tests.toys import (
+    CPU,
     EOS,
     VOCAB_SIZE,
     Rule,
@@ -90,7 +92,7 @@ def test_an_oracle_saves_steps() -> None:
     oracle = Guesser(rules, "blind", 0.0)
     batch = toy_batch([PROMPT], [Constraint(ToyCompiled(rules[0]))], k=5)
     oracle.guess = lambda *_: plain_greedy(TARGET, rules[0], PROMPT, 5)  # type: ignore[method-assign]
-    step = speculative_step(TARGET, oracle, batch, batch.verify_noise())
+    step = speculative_step(TARGET, oracle, batch)
     assert step.accepted.num_accepted.item() == step.draft.num_tokens.item() > 1
 
 
@@ -112,7 +114,7 @@ def emit(rule: Rule, seed: int, draft_seed: int, length: int) -> torch.Tensor:
             params=[SamplingParams(temperature=1.0)] * len(live),
             seeds=[1000 * seed + row for row in live],
         )
-        step = speculative_step(target, drafter, batch, batch.verify_noise())
+        step = speculative_step(target, drafter, batch)
         for row, committed in zip(live, commit(batch, step.accepted), strict=True):
             assert committed.error is None
             outputs[row] += committed.token_ids
@@ -185,7 +187,7 @@ def test_a_broken_request_fails_alone(
         contexts = [PROMPT + outputs[row] for row in live]
         batch = toy_batch(contexts, [constraints[row] for row in live])
         proposer = ToyDrafter(TARGET) if drafts else NONE
-        step = speculative_step(TARGET, proposer, batch, batch.verify_noise())
+        step = speculative_step(TARGET, proposer, batch)
         for row, committed in zip(list(live), commit(batch, step.accepted), strict=True):
             outputs[row] += committed.token_ids
             if committed.error is not None:
@@ -208,9 +210,27 @@ def test_the_end_inside_a_draft_is_no_dead_end() -> None:
     assert constraint.is_terminated
 
 
+def test_log_probabilities_follow_the_committed_tokens() -> None:
+    """Of those requests that ask, whatever was drafted; cut where the grammar ends."""
+    rules = [text_rule([b"ab"]), None]
+    params = [SamplingParams(logprobs=1, logprobs_mode="masked"), SamplingParams()]
+    batch = toy_batch([PROMPT] * 2, [Constraint(ToyCompiled(text_rule([b"ab"]))), None])
+    oracle = Guesser(rules, "blind", 0.0)
+    oracle.guess = lambda *_: [0, 1, EOS]  # type: ignore[method-assign]
+    assert speculative_step(TARGET, oracle, batch).logprobs is None
+    batch.logprobs = LogprobsPlan.stack(params, CPU)
+    step = speculative_step(TARGET, oracle, batch)
+    committed = commit(batch, step.accepted)
+    assert step.logprobs is not None
+    asked, quiet = step.logprobs.records([row.token_ids for row in committed])
+    assert quiet == []
+    assert [one.token_id for one in asked] == committed[0].token_ids == [0, 1, EOS]
+    assert [one.logprob for one in asked] == [0.0] * 3  # the only legal token each time
+
+
 def test_free_requests_have_dead_ends_too() -> None:
     batch = toy_batch([PROMPT], [None])
     (row,) = commit(batch, Accepted(torch.tensor([[3, -1]]), torch.tensor([1])))
     assert row.token_ids == [3]
-    assert isinstance(row.error, GrammarDeadEndError)
-    assert "after 1 accepted" in str(row.error)
+    assert isinstance(row.error, NoTokenLeftError)
+    assert "at output position 1: the target's logits" in str(row.error)

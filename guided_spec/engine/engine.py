@@ -21,8 +21,12 @@ from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.logprobs import LogprobsPlan
+from guided_spec.ops.token_rules import RuleTable
 from guided_spec.ops.warp import Sampling
-from guided_spec.step import Step, commit, speculative_step
+from guided_spec.step import Committed, Step, commit, speculative_step
+from guided_spec.types import TokenLogprobs
 
 __all__ = ["Engine"]
 
@@ -43,6 +47,8 @@ class Engine:
         depths = config.num_draft_tokens + config.max_forced_tokens + 1
         self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
         self._sampling: tuple[tuple[Request, ...], Sampling] | None = None
+        self._logprobs: tuple[tuple[Request, ...], LogprobsPlan | None] | None = None
+        self._rules: tuple[tuple[Request, ...], RuleTable | None] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -185,12 +191,13 @@ class Engine:
         if not requests:
             return
         batch = self._batch(requests)
-        step = speculative_step(self._target, self._proposer, batch, batch.verify_noise())
+        step = speculative_step(self._target, self._proposer, batch)
         committed = commit(batch, step.accepted)
         self._target.commit(batch, [row.num_accepted for row in committed])
         self._count(requests, step, [row.num_accepted for row in committed])
-        for request, row in zip(requests, committed, strict=True):
-            request.append(row.token_ids)
+        logprobs = _logprobs(step, committed)
+        for request, row, values in zip(requests, committed, logprobs, strict=True):
+            request.append(row.token_ids, values)
             if row.error is not None:
                 request.fail(row.error)
 
@@ -209,6 +216,9 @@ class Engine:
             device=self._model.device,
             features=self._target.take_features(slots),
             policies=tuple(request.params.draft_policy for request in requests),
+            verifier=self._config.verifier,
+            adjustments=self._adjustments(requests),
+            logprobs=self._logprobs_of(tuple(requests)),
         )
 
     def _sampling_of(self, requests: tuple[Request, ...]) -> Sampling:
@@ -216,6 +226,20 @@ class Engine:
             params, seeds = [r.params for r in requests], [r.job.seed for r in requests]
             self._sampling = (requests, Sampling.stack(params, seeds, self._model.device))
         return self._sampling[1]
+
+    def _adjustments(self, requests: Sequence[Request]) -> Adjustments | None:
+        if self._rules is None or self._rules[0] != tuple(requests):
+            rules = [request.rules for request in requests]
+            table = RuleTable.stack(rules, self._model.vocab_size, self._model.device)
+            self._rules = (tuple(requests), table)
+        texts = [request.tokens for request in requests]
+        return Adjustments.stack(self._rules[1], texts, [r.prompt_length for r in requests])
+
+    def _logprobs_of(self, requests: tuple[Request, ...]) -> LogprobsPlan | None:
+        if self._logprobs is None or self._logprobs[0] != requests:
+            params = [request.params for request in requests]
+            self._logprobs = (requests, LogprobsPlan.stack(params, self._model.device))
+        return self._logprobs[1]
 
     def _count(self, requests: Sequence[Request], step: Step, num_accepted: list[int]) -> None:
         drafted = step.draft.num_tokens.tolist()
@@ -226,3 +250,9 @@ class Engine:
             request.stats.mask_seconds += share
         for request, starved in zip(requests, step.lookahead.starved, strict=True):
             request.stats.starved += starved
+
+
+def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
+    if step.logprobs is None:
+        return [[] for _ in committed]
+    return step.logprobs.records([row.token_ids for row in committed])

@@ -16,6 +16,7 @@ from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
+from guided_spec.engine.token_ids import check_token_ids, spell_bad_words
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.compiler import GrammarCompileQueue
@@ -32,9 +33,8 @@ class LLM:
     """Constrained speculative generation with a Hugging Face causal language model.
 
     model: a hub id, a folder, or a loaded ``PreTrainedModel``; None takes the bundled model.
-    proposer: who drafts, see ``guided_spec.proposers``. None takes
-        ``chain:grammar_forced+draft_model`` where there is a draft model, and
-        ``chain:grammar_forced+ngram`` otherwise.
+    proposer: who drafts, see ``guided_spec.proposers``. None is ``chain:grammar_forced+auto``:
+        ``auto`` is what fits ``draft``, else the MTP layers in the model's checkpoint, else ngram.
     draft: the draft model or head, like ``model``. The bundled model brings its own.
     options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
 
@@ -66,6 +66,7 @@ class LLM:
         self._draft = setup.draft
         self._seeds = SeedSource()
         self._encoder = setup.encoder
+        self._markers = setup.markers
         self._grammars = setup.grammars
         self._close = weakref.finalize(self, _close, self._worker, setup.grammars)
 
@@ -186,10 +187,19 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
         prompt_ids = self._encoder.encode(prompt)
-        _check_stop_ids(params, self.vocabulary.vocab_size)
+        check_token_ids(params, self.vocabulary.vocab_size)
+        words = spell_bad_words(params, self.tokenizer, self.vocabulary.vocab_size)
         seed = self._seeds.draw() if params.seed is None else params.seed
-        grammar = None if params.grammar is None else self._grammars.submit(params.grammar)
-        return Job(prompt_ids, params, self.max_model_len, seed, grammar)
+        grammar = None
+        if params.grammar is not None:
+            grammar = self._grammars.submit(self._markers.bind(params.grammar, prompt_ids))
+        echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
+        job = Job(prompt_ids, params, self.max_model_len, seed, grammar)
+        return job._replace(echo=echo, bad_words=words)
+
+    def _prompt_text(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
+        text = self._encoder.text(prompt)
+        return self.vocabulary.decode(prompt_ids) if text is None else text
 
 
 def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> list[Request]:
@@ -235,13 +245,6 @@ def _match(params: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
         fix = f"pass one SamplingParams, or {len(prompts)}: one for each prompt"
         raise ConfigError("params", f"{len(matched)} of them", fix)
     return matched
-
-
-def _check_stop_ids(params: SamplingParams, vocab_size: int) -> None:
-    for token in params.stop_token_ids:
-        if token >= vocab_size:
-            fix = f"ids must be below the vocabulary's {vocab_size}"
-            raise ConfigError("stop_token_ids", token, fix)
 
 
 def _cancel(requests: Sequence[Request | None]) -> None:

@@ -15,10 +15,11 @@ class OutputText:
 
     text: what has been released. Text that could still turn out to be the beginning of a stop
         string, or of a character, is held back until that is known.
+    prefix: what the text begins with; stop strings are not searched in it.
     """
 
-    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str]) -> None:
-        self.text = ""
+    def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], prefix: str = "") -> None:
+        self.text = prefix
         self.is_stopped = False
         self._decoder = TextDecoder(vocabulary)
         self._stop = tuple(stop)

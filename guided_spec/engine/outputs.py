@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple
 
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.types import TokenLogprobs
 
 __all__ = ["Chunk", "Completion", "FinishReason", "RequestOutput"]
 
@@ -15,11 +16,13 @@ FinishReason = Literal["stop", "length", "error"]
 class Completion(NamedTuple):
     """One finished sample.
 
-    text: without the end-of-text token and without the stop string.
+    text: without the end-of-text token and without the stop string; behind the prompt's text if the
+        request asked for its echo.
     token_ids: every token generated, the one that ended the text included.
     finish_reason: "stop" (end of text, end of the grammar, a stop string or token), "length"
         (max_tokens or the context was reached first; constrained text is then a valid prefix), or
         "error", with ``error`` set.
+    logprobs: in step with ``token_ids``; None if the request did not ask.
     """
 
     text: str
@@ -27,6 +30,7 @@ class Completion(NamedTuple):
     finish_reason: FinishReason
     error: GuidedSpecError | None
     stats: RequestStats
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class RequestOutput(NamedTuple):
@@ -60,14 +64,22 @@ class RequestOutput(NamedTuple):
         """What speculation did."""
         return self.completions[0].stats
 
+    @property
+    def logprobs(self) -> list[TokenLogprobs] | None:
+        """In step with ``token_ids``; None if the request did not ask."""
+        return self.completions[0].logprobs
+
 
 class Chunk(NamedTuple):
     """A piece of a stream: text that was committed since the last one.
 
     completion is set on a sample's last chunk and holds the whole of it.
+    logprobs: of the tokens that were committed since the last chunk, () if the request did not ask.
+        Their text may still be held back, as the beginning of a stop string or of a character.
     """
 
     prompt_index: int
     sample_index: int
     text: str
     completion: Completion | None = None
+    logprobs: tuple[TokenLogprobs, ...] = ()

@@ -53,28 +53,38 @@ class PromptEncoder:
             )
         return token_ids
 
+    def text(self, prompt: Prompt) -> str | None:
+        """What the prompt reads: text as it is, a chat as its template renders it.
+
+        None for token ids. Raises PromptError.
+        """
+        if isinstance(prompt, str):
+            return prompt
+        return self._render(prompt) if _is_chat(prompt) else None
+
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return list(self._tokenizer(prompt)["input_ids"])
         if not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise PromptError(f"prompt is a {kind}: pass a str, token ids or chat messages")
-        if prompt and all(isinstance(part, Mapping) for part in prompt):
-            return self._chat(prompt)
+        if _is_chat(prompt):
+            text = self._render(prompt)
+            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return [self._checked(token) for token in prompt]
 
-    def _chat(self, messages: Sequence[Any]) -> list[int]:
+    def _render(self, messages: Sequence[Any]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
             raise PromptError("prompt is a chat, but the tokenizer has no chat template: pass text")
         try:
-            text = self._tokenizer.apply_chat_template(
+            text: str = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 add_generation_prompt=True,
                 tokenize=False,
             )
         except Exception as error:  # a template may raise anything
             raise PromptError(f"prompt: the chat template refused it: {error}") from error
-        return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        return text
 
     def _checked(self, token: Any) -> int:
         if isinstance(token, bool) or not isinstance(token, int):
@@ -84,3 +94,7 @@ class PromptEncoder:
                 f"prompt holds token {token}: ids must be below the vocabulary's {self._vocab_size}"
             )
         return token
+
+
+def _is_chat(prompt: Sequence[Any]) -> bool:
+    return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)

@@ -14,7 +14,8 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.types import SamplingParams
+from guided_spec.ops.token_rules import TokenRules
+from guided_spec.types import SamplingParams, TokenLogprobs
 
 __all__ = ["Job", "Request", "State"]
 
@@ -35,6 +36,8 @@ class Job(NamedTuple):
     seed: of this sample. grammar: the grammar being compiled, None for free text.
     prompt_index, sample_index: the request's place in the caller's list.
     leader: the first sample of the same prompt, whose prefill is shared; None for itself.
+    echo: what the text begins with.
+    bad_words: the token sequences that ``params.bad_words`` stand for.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     """
@@ -47,6 +50,8 @@ class Job(NamedTuple):
     prompt_index: int = 0
     sample_index: int = 0
     leader: Request | None = None
+    echo: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     is_streamed: bool = True
 
 
@@ -69,21 +74,31 @@ class Request:
         self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
         self._report = report
         self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
-        self._output = OutputText(vocabulary, job.params.stop)
+        self._output = OutputText(vocabulary, job.params.stop, job.echo)
+        self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
+        self._sent_logprobs = 0
         self._stop_ids = frozenset(job.params.stop_token_ids)
         if not job.params.ignore_eos:
             self._stop_ids |= frozenset(vocabulary.stop_token_ids)
+        ends = self._stop_ids
+        if job.grammar is not None:  # it ends at the vocabulary's, ``ignore_eos`` or not
+            ends |= frozenset(vocabulary.stop_token_ids)
+        self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
 
     @property
     def draft_room(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self._max_length - len(self.tokens) - 1
 
-    def append(self, token_ids: list[int]) -> None:
-        """Commit tokens one by one until something ends the text; the rest is dropped."""
+    def append(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Commit tokens one by one until something ends the text; the rest is dropped.
+
+        logprobs: in step with ``token_ids``; () if the request did not ask.
+        """
         for index, token_id in enumerate(token_ids):
             self.tokens.append(token_id)
+            self._logprobs.extend(logprobs[index : index + 1])
             ended = self._is_end(token_id, is_last=index == len(token_ids) - 1)
             if ended or self._output.feed(token_id):
                 return self.finish("stop")
@@ -99,8 +114,11 @@ class Request:
         self._output.finish()
         output_ids = self.tokens[self.prompt_length :]
         self.stats.output_tokens = len(output_ids)
+        self.stats.resyncs = 0 if self.constraint is None else self.constraint.resyncs
         self.stats.stop()
-        self._send(Completion(self._output.text, output_ids, reason, error, self.stats))
+        logprobs = None if self.params.logprobs is None else self._logprobs
+        text = self._output.text
+        self._send(Completion(text, output_ids, reason, error, self.stats, logprobs))
 
     def fail(self, error: GuidedSpecError) -> None:
         """End the request with an error; what it wrote so far is kept."""
@@ -112,7 +130,11 @@ class Request:
         return token_id in self._stop_ids
 
     def _send(self, completion: Completion | None) -> None:
-        text = self._output.text[self._sent :] if self.job.is_streamed else ""
-        self._sent += len(text)
-        if completion is not None or (text and self.job.is_streamed):
-            self._report(Chunk(self.job.prompt_index, self.job.sample_index, text, completion))
+        job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()
+        if job.is_streamed:
+            text = self._output.text[self._sent :]
+            logprobs = tuple(self._logprobs[self._sent_logprobs :])
+        if completion is not None or text:
+            self._sent += len(text)
+            self._sent_logprobs += len(logprobs)
+            self._report(Chunk(job.prompt_index, job.sample_index, text, completion, logprobs))

@@ -12,7 +12,9 @@ from guided_spec.engine.engine import Engine
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM
@@ -83,6 +85,7 @@ class Setup:
     max_model_len: int
     vocabulary: Vocabulary
     encoder: PromptEncoder
+    markers: Markers
     grammars: GrammarCompileQueue
     engine: Engine
 
@@ -114,7 +117,7 @@ class Setup:
         )
         name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
         engine = Engine(target, build_proposer(name, context), config)
-        backend = XGrammarBackend(vocabulary)
+        backend = AfterBackend.from_tokenizer(XGrammarBackend(vocabulary), tokenizer)
         return cls(
             model=loaded,
             draft=draft,
@@ -124,6 +127,7 @@ class Setup:
             max_model_len=max_model_len,
             vocabulary=vocabulary,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
+            markers=backend.markers,
             grammars=GrammarCompileQueue(backend, max_workers=config.compile_threads),
             engine=engine,
         )

@@ -18,6 +18,7 @@ class RequestStats:
     drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
     forced, forced_accepted: those of them that the grammar left no choice about.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
+    resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
     seed: the seed that was used, given or drawn.
@@ -31,6 +32,7 @@ class RequestStats:
     forced: int = 0
     forced_accepted: int = 0
     starved: int = 0
+    resyncs: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0
     seed: int = 0

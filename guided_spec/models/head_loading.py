@@ -97,7 +97,7 @@ def _find_mtp(target: PreTrainedModel) -> str | None:
     return method if has_layers else None
 
 
-def _open_own(target: PreTrainedModel, path: str) -> Checkpoint:
+def _open_own(target: PreTrainedModel, path: str | Path) -> Checkpoint:
     # The commit that the target itself was loaded from; a folder has none.
     return Checkpoint.open(path, revision=getattr(target.config, "_commit_hash", None))
 

@@ -7,6 +7,8 @@
 - ``topk_walk``: the model drafts freely and greedily, and the ``TOP`` best tokens of each depth
   come back in one download. The host takes the best legal one of each.
 
+Under each, the drafter's logits are adjusted like the target's (``guided_spec.ops.adjust``).
+
 Which one a request gets changes how much is accepted, never the distribution of the text: a draft
 sampled under a mask is verified with its masked probabilities, one sampled freely with those, and
 one chosen by a walk is deterministic.
@@ -26,6 +28,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token
 from guided_spec.ops.warp import warp
+from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 
@@ -131,6 +134,7 @@ class _Loop:
         self._first = torch.tensor(lengths).to(batch.device, non_blocking=True)
         self._is_walking = torch.tensor(self._walks).to(batch.device, non_blocking=True)
         self.places: list[_Place] = []
+        self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
 
     def goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
@@ -138,6 +142,7 @@ class _Loop:
 
     def draw(self, logits: Tensor, depth: int) -> None:
         """One token for each request from logits [B, D]; the masked requests walk it at once."""
+        logits = self._adjustments.apply(logits)
         mask = None if all(self.is_later) else self._lookahead.next_mask()
         vocabulary, sampling = self._vocabulary, self._batch.sampling
         legal = mask if vocabulary is None else vocabulary.translate(mask)
@@ -156,6 +161,7 @@ class _Loop:
             choice, drawn = torch.where(starved, rescued, choice), drawn | (rescued >= 0)
         tokens = torch.where(drawn, choice, -1)
         self.places.append(_Place(tokens, probs, self._top(logits), rescued))
+        self._adjustments.append(tokens)
         if not all(self.is_later):
             self._lookahead.accept(tokens, starved)
 

@@ -217,7 +217,7 @@ def test_an_unknown_proposer(name: str) -> None:
         with make_llm("llama", name) as llm:  # none named: the default
             assert llm.proposer == "chain:grammar_forced+ngram"
         return
-    with pytest.raises(UnknownProposerError, match="must be one of chain, draft_model"):
+    with pytest.raises(UnknownProposerError, match="must be one of auto, chain, "):
         make_llm("llama", name)
 
 

@@ -86,6 +86,14 @@ def test_one_token_may_hold_two_stop_strings() -> None:
         assert output.text == expected
 
 
+def test_a_prefix_is_text_but_not_searched() -> None:
+    output = OutputText(Vocabulary((b"", b"ab"), (0,), 2), ["xa", "x"], prefix="xx")
+    assert output.text == "xx"
+    assert not output.feed(1)
+    output.finish()
+    assert output.text == "xxab"
+
+
 def test_nothing_follows_a_stop() -> None:
     output = OutputText(Vocabulary((b"", b"a.b"), (0,), 2), ["."])
     assert output.feed(1)

@@ -88,7 +88,7 @@ def test_ragged_drafts_fit_the_mask_rows(spec: str) -> None:
     rows = config.num_draft_tokens + config.max_forced_tokens
     batch = toy_batch([[0], [3, 3]], constraints, k=config.num_draft_tokens, limits=[rows, rows])
     proposer = build_proposer(spec, toy_context(config=config))
-    step = speculative_step(ToyTarget(), proposer, batch, batch.verify_noise())
+    step = speculative_step(ToyTarget(), proposer, batch)
     assert step.draft.token_ids.shape[1] <= rows
     assert bool((step.draft.num_tokens <= step.draft.token_ids.shape[1]).all())
     assert sorted(map(len, step.lookahead.drafted)) == sorted(step.draft.num_tokens.tolist())

@@ -78,9 +78,7 @@ def test_what_is_emitted_is_the_targets(
     constraints = [Constraint(compiled) if row % 2 == 0 else None for row in range(2 * rows)]
     batch = toy_batch([[4]] * (2 * rows), constraints, k=2, params=params)
     with torch.inference_mode():
-        step = speculative_step(
-            TARGET, TableDrafter(policy, vocabulary), batch, batch.verify_noise()
-        )
+        step = speculative_step(TARGET, TableDrafter(policy, vocabulary), batch)
     committed = commit(batch, step.accepted)
     assert max(len(one.token_ids) for one in committed) == 3  # drafts are accepted at all
     for parity, rule in enumerate(rules):

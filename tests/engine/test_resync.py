@@ -1,0 +1,107 @@
+"""A matcher that loses its place is made anew; where that does not help, its request ends alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from guided_spec.engine.outputs import Completion
+from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.constraint import Constraint, Fork
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+from tests.tiny_llm import make_llm, near_copy
+
+PROPOSERS = ("none", "draft_model", "chain:grammar_forced+draft_model")
+PROMPTS = ["The name of the cat", "a1", "on and on"]
+SPECS = [
+    GrammarSpec.choice(["a cat", "a dog", "a caterpillar"]),
+    # Only the first token fits at the start: a matcher that forgot the text refuses any other.
+    GrammarSpec.regex("1[a-f]2[g-m]3[n-z]4[A-F]5[G-M]6[N-Z]"),
+    None,
+]
+PARAMS = [SamplingParams(max_tokens=24, grammar=spec, logprobs=0) for spec in SPECS]
+BROKEN = 1  # the request whose matcher breaks
+
+
+def forget(constraint: Constraint) -> None:
+    constraint._original = constraint.compiled.new_matcher()
+
+
+def forget_fork(constraint: Constraint) -> None:
+    constraint._fork = Fork(constraint.compiled.new_matcher(), constraint.compiled.excluded)
+
+
+def change_grammar(constraint: Constraint) -> None:
+    """Nor does a new matcher agree with the text."""
+    with make_llm("llama") as llm:
+        constraint.compiled = llm._grammars.submit(GrammarSpec.regex("[A-Z]+")).result()
+    forget(constraint)
+
+
+def run(proposer: str) -> list[Completion]:
+    """K is small, so that there are commits to break."""
+    with make_llm("llama", proposer, near_copy("llama"), num_draft_tokens=2) as llm:
+        llm.compile(spec for spec in SPECS if spec is not None)  # so that all start together
+        return [output.completions[0] for output in llm.generate(PROMPTS, PARAMS)]
+
+
+def break_at(
+    monkeypatch: pytest.MonkeyPatch, commits: Sequence[int], how: Callable[[Constraint], None]
+) -> None:
+    """Break the matcher of the regular expression's request before these of its commits."""
+    commit = Constraint.commit
+    seen: list[Constraint] = []
+
+    def breaking(constraint: Constraint, token_ids: Sequence[int]) -> list[int]:
+        if constraint.compiled.new_matcher().accept_token(TEN):
+            seen.append(constraint)
+            if len(seen) in commits:
+                how(constraint)
+        return commit(constraint, token_ids)
+
+    monkeypatch.setattr(Constraint, "commit", breaking)
+
+
+def tokens(completion: Completion) -> tuple[Any, ...]:
+    return completion.token_ids, completion.text, completion.finish_reason
+
+
+with make_llm("llama") as _llm:
+    (TEN,) = _llm.encode("1")  # no choice begins with it
+
+
+@pytest.mark.parametrize("how", [forget, forget_fork])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_matcher_that_forgets_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch, proposer: str, how: Callable[[Constraint], None]
+) -> None:
+    expected = run(proposer)
+    break_at(monkeypatch, (2, 3), how)
+    found = run(proposer)
+    assert [tokens(c) for c in found] == [tokens(c) for c in expected]
+    assert [c.stats.resyncs for c in found] == [0, 2, 0]
+    assert [c.stats.resyncs for c in expected] == [0, 0, 0]
+    assert found[BROKEN].stats.as_dict()["resyncs"] == 2
+
+
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_a_request_that_cannot_be_rebuilt_ends_alone(
+    monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    expected = run(proposer)
+    break_at(monkeypatch, (2,), change_grammar)
+    found = run(proposer)
+    broken = found.pop(BROKEN)
+    whole = expected.pop(BROKEN)
+    assert [tokens(c) for c in found] == [tokens(c) for c in expected]
+    assert broken.finish_reason == "error"
+    assert isinstance(broken.error, GrammarStateError)
+    assert f"token {whole.token_ids[0]} at output position 0" in str(broken.error)
+    kept = len(broken.token_ids)
+    assert 0 < kept < len(whole.token_ids)
+    assert broken.token_ids == whole.token_ids[:kept]
+    assert whole.text.startswith(broken.text)
+    assert [one.token_id for one in broken.logprobs or ()] == broken.token_ids
