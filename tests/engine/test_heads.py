@@ -107,6 +107,7 @@ def test_sampled_text(
     monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, batch_size: int
 ) -> None:
     """Valid; each mask row is filled once a step, and the originals never see a draft."""
+    known = taught(method)
     fills: Counter[tuple[int, int]] = Counter()
     fill, propose, seen = MaskRows.fill, LearnedHead.propose, list[int]()
 
@@ -129,7 +130,7 @@ def test_sampled_text(
     monkeypatch.setattr(MaskRows, "fill", counting)
     monkeypatch.setattr(LearnedHead, "propose", watching)
     params = [replace(p, temperature=1.0, seed=row) for row, p in enumerate(PARAMS)]
-    found = taught(method).generate(method, params, max_batch_size=batch_size, prefill_tokens=16)
+    found = known.generate(method, params, max_batch_size=batch_size, prefill_tokens=16)
     assert max(seen) == batch_size
     assert sum(sum(c.stats.accepted) for c in found) > 5
     assert re.fullmatch("[0-9]{3}-[a-z]{4,8}", found[3].text)
