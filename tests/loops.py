@@ -52,7 +52,7 @@ def toy_features(proposer: Proposer, context: Sequence[int], start: int) -> Tens
     return torch.stack(rows) if rows and width else None
 
 
-def speculate(
+def speculate(  # noqa: PLR0913
     target: ToyTarget,
     proposer: Proposer,
     rules: Sequence[Rule | None],
@@ -60,8 +60,12 @@ def speculate(
     *,
     length: int,
     k: int = 3,
+    params: SamplingParams | None = None,
 ) -> list[list[int]]:
-    """Greedy guided speculation of ``length`` tokens a request; ended ones leave the batch."""
+    """Guided speculation of ``length`` tokens a request; ended ones leave the batch.
+
+    params: None is greedy; others are sampled with coupled verification, a seed a request.
+    """
     constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in rules]
     outputs: list[list[int]] = [[] for _ in rules]
     known = [0] * len(rules)  # tokens whose hidden states the proposer has had
@@ -72,7 +76,10 @@ def speculate(
             [constraints[row] for row in live],
             k=k,
             limits=[length - len(outputs[row]) - 1 for row in live],
+            params=None if params is None else [params] * len(live),
+            seeds=live,
         )
+        batch.verifier = "rejection" if params is None else "coupled"
         batch.slots = tuple(live)
         batch.features = tuple(
             toy_features(proposer, context, known[row])
@@ -80,13 +87,15 @@ def speculate(
         )
         for row, context in zip(live, batch.contexts, strict=True):
             known[row] = len(context) - 1
-        step = speculative_step(target, proposer, batch, batch.verify_noise())
+        step = speculative_step(target, proposer, batch)
         for row, committed in zip(list(live), commit(batch, step.accepted), strict=True):
             assert committed.error is None
             outputs[row] += committed.token_ids
-            constraint = constraints[row]
-            ended = constraint is not None and constraint.is_terminated
-            if ended or len(outputs[row]) >= length:
+            if _is_ended(constraints[row]) or len(outputs[row]) >= length:
                 live.remove(row)
                 proposer.release([row])
     return outputs
+
+
+def _is_ended(constraint: Constraint | None) -> bool:
+    return constraint is not None and constraint.is_terminated

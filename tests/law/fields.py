@@ -1,0 +1,112 @@
+"""``Lookahead`` for hundreds of thousands of rows: forks are numbers of texts, masks a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.proposers.draft_loop import _Loop
+from guided_spec.types import Draft
+from tests.law.world import EOS, number_of, tables
+
+
+class Fields:
+    """Where each row's draft stands, as tensors; what the draft loop and the step ask for.
+
+    nodes: int64 [B] the numbers of the committed texts. limits: int64 [B].
+    """
+
+    def __init__(self, nodes: Tensor, limits: Tensor) -> None:
+        size = len(nodes)
+        self._forks = nodes
+        self._limits = limits
+        self._lengths = torch.zeros(size, dtype=torch.int64)
+        self._tokens = torch.full((size, int(limits.max())), -1)
+        self._rows = [tables().mask_rows[nodes]]  # of every depth; all ones behind a draft's end
+        self._refused = torch.full((size,), -1)
+        self._is_open = limits > 0
+        self._held: Sequence[bool] = ()
+
+    @property
+    def drafted(self) -> list[list[int]]:
+        """What the draft begins with: nothing. ``WideLoop`` reads the tokens as tensors."""
+        assert len(self._rows) == 1
+        return [[]] * len(self._limits)
+
+    @property
+    def is_open(self) -> list[bool]:
+        return [False] if any(self._held) else self._is_open.tolist()
+
+    @contextmanager
+    def holding(self, held: Sequence[bool]) -> Iterator[None]:
+        assert all(held) or not any(held), "one policy for all rows"
+        self._held = held[:1]
+        try:
+            yield
+        finally:
+            self._held = ()
+
+    def next_mask(self) -> Tensor:
+        return torch.where(self._is_open.unsqueeze(1), self._rows[-1], -1)
+
+    def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
+        del starved
+        self._append(token_ids)
+
+    def extend_best(self, offered: Tensor, is_drawn: Tensor) -> None:
+        """The first legal one of tokens [B, T], where anything was drawn at all."""
+        legal = tables().legal[self._forks].gather(1, offered)
+        best = legal.int().argmax(1, keepdim=True)  # the first one where none is legal
+        self._append(torch.where(is_drawn, offered.gather(1, best).squeeze(1), -1))
+
+    def taken(self, *, with_refused: bool) -> tuple[Tensor, Tensor]:
+        """The draft's ids [B, K] and lengths [B], an illegal token at its end included or not."""
+        ids, lengths = self._tokens, self._lengths
+        if with_refused:
+            is_bad = self._refused >= 0
+            at = lengths.clamp_max(ids.shape[1] - 1).unsqueeze(1)
+            bad = torch.where(is_bad, self._refused, ids.gather(1, at).squeeze(1))
+            ids, lengths = ids.scatter(1, at, bad.unsqueeze(1)), lengths + is_bad
+        width = int(lengths.max())
+        return ids[:, :width].clamp_min(0), lengths
+
+    def finish(self, num_draft: int) -> Tensor:
+        free = torch.full_like(self._rows[0], -1)
+        missing = num_draft + 1 - len(self._rows)
+        return torch.stack([*self._rows, *[free] * missing], 1)[:, : num_draft + 1]
+
+    def _append(self, token_ids: Tensor) -> None:
+        is_drawn = self._is_open & (token_ids >= 0)
+        tokens = token_ids.clamp_min(0)
+        is_legal = tables().legal[self._forks].gather(1, tokens.unsqueeze(1)).squeeze(1)
+        is_kept = is_drawn & is_legal
+        self._refused = torch.where(is_drawn & ~is_legal, tokens, self._refused)
+        depth = len(self._rows) - 1
+        self._tokens[:, depth] = torch.where(is_kept, tokens, -1)
+        self._lengths += is_kept
+        self._forks = torch.where(is_kept, self.followed(tokens), self._forks)
+        self._rows.append(torch.where(is_kept.unsqueeze(1), tables().mask_rows[self._forks], -1))
+        self._is_open = is_kept & (tokens != EOS) & (self._lengths < self._limits)
+
+    def followed(self, tokens: Tensor) -> Tensor:
+        """int64 [B]: where the forks stand after ``tokens``."""
+        return number_of(self._forks, tokens)
+
+
+class WideLoop(_Loop):
+    """The package's draft loop, which reads the draft back as tensors instead of as lists."""
+
+    def finish(self) -> Draft:
+        fields: Any = self._lookahead
+        is_walk = all(self._walks)
+        if any(self._rooms):
+            for place in self.places:
+                offered = place.top if is_walk else place.tokens.unsqueeze(1)
+                assert offered is not None
+                fields.extend_best(offered, place.tokens >= 0)
+        draft = Draft(*fields.taken(with_refused=not is_walk))
+        return draft if is_walk else draft._replace(probs=self._probs(draft))
