@@ -143,15 +143,16 @@ def test_a_token_from_outside_the_draft_vocabulary_verified_with_probability_zer
 @pytest.mark.parametrize("verifier", BOTH)
 @pytest.mark.parametrize("kind", ["sampled", "starved"])
 def test_forks_that_follow_the_argmax(monkeypatch: Patch, kind: str, verifier: Verifier) -> None:
-    """The drafter draws one token, and the fork is moved along another."""
-    monkeypatch.setattr(Fields, "followed", follow_the_first)
+    """The drafter draws one token, and the fork is moved along the likeliest one."""
+    monkeypatch.setattr(Fields, "followed", follow_the_argmax)
     assert is_caught(case(kind, verifier=verifier))
 
 
-def follow_the_first(fields: Fields, tokens: Tensor) -> Tensor:
-    """To the first legal token at the fork's place."""
-    first = tables().legal[fields._forks].int().argmax(1)
-    return number_of(fields._forks, torch.where(tokens >= 0, first, tokens))
+def follow_the_argmax(fields: Fields, tokens: Tensor) -> Tensor:
+    """To the legal token that the drafter likes best at the fork's place."""
+    legal = tables().legal[fields._forks].bool()
+    best = tables().draft[fields._forks].masked_fill(~legal, float("-inf")).argmax(1)
+    return number_of(fields._forks, torch.where(tokens >= 0, best, tokens))
 
 
 @pytest.mark.parametrize("verifier", BOTH)
