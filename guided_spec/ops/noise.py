@@ -8,7 +8,10 @@ device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -36,8 +39,12 @@ def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Te
     """[B, columns] int64 in [0, 2**32): 32 random bits for each row and column.
 
     seeds, positions: int64 [B]. The counter is (column // 4, position low, position high, stream),
-    the key is the seed; the four words of one counter are four neighbouring columns.
+    the key is the seed; the four words of one counter are four neighbouring columns. On CUDA a
+    kernel gives the same bits.
     """
+    kernel = _kernel() if seeds.is_cuda else None
+    if kernel is not None:
+        return kernel(seeds, positions, int(stream), columns)
     blocks = torch.arange(-(-columns // 4), device=seeds.device)
     c0 = blocks.expand(len(seeds), -1)
     c1 = (positions & _LOW).unsqueeze(1).expand_as(c0)
@@ -53,6 +60,15 @@ def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Te
         c2, c3 = high_0 ^ c3 ^ key_1, product_0 & _LOW
         key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
     return torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :columns]
+
+
+@cache
+def _kernel() -> Callable[[Tensor, Tensor, int, int], Tensor] | None:
+    if find_spec("triton") is None:  # it exists for Linux only
+        return None
+    from guided_spec.ops import noise_triton  # imported here: it needs triton
+
+    return noise_triton.philox
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:

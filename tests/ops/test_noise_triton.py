@@ -1,0 +1,37 @@
+"""The Philox kernel gives the bits of the torch reference; here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A process of its own: the interpreter has to be chosen before triton is imported.
+COMPARE = """
+import torch
+from guided_spec.ops.noise import Stream, philox
+from guided_spec.ops.noise_triton import philox as kernel
+
+torch.manual_seed(0)
+for batch, columns in ((1, 1), (3, 2), (2, 7), (4, 1023), (2, 1025), (3, 2050)):
+    seeds = torch.randint(0, 2**63 - 1, (batch,))
+    positions = torch.randint(0, 2**40, (batch,))
+    seeds[0], positions[0] = 0, 0
+    seeds[-1], positions[-1] = 2**63 - 1, 2**33 + 5
+    for stream in Stream:
+        found = kernel(seeds, positions, int(stream), columns)
+        assert torch.equal(found, philox(seeds, positions, stream, columns)), (batch, columns)
+assert kernel(torch.zeros(0).long(), torch.zeros(0).long(), 0, 5).shape == (0, 5)
+print("equal")
+"""
+
+
+def test_the_kernel_gives_the_same_bits() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-c", COMPARE]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "equal"
