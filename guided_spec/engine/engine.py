@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 import torch
 
@@ -46,9 +47,7 @@ class Engine:
         self._scheduler = Scheduler(model.num_slots)
         depths = config.num_draft_tokens + config.max_forced_tokens + 1
         self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
-        self._sampling: tuple[tuple[Request, ...], Sampling] | None = None
-        self._logprobs: tuple[tuple[Request, ...], LogprobsPlan | None] | None = None
-        self._rules: tuple[tuple[Request, ...], RuleTable | None] | None = None
+        self._wishes: tuple[tuple[Request, ...], _Wishes] | None = None
 
     @property
     def has_work(self) -> bool:
@@ -203,13 +202,16 @@ class Engine:
 
     def _batch(self, requests: Sequence[Request]) -> DecodeBatch:
         slots = tuple(request.slot for request in requests)
+        contexts = tuple(request.tokens for request in requests)
+        prompt_lengths = tuple(request.prompt_length for request in requests)
+        wishes = self._wishes_of(tuple(requests))
         return DecodeBatch(
             slots=slots,
-            contexts=tuple(request.tokens for request in requests),
-            prompt_lengths=tuple(request.prompt_length for request in requests),
+            contexts=contexts,
+            prompt_lengths=prompt_lengths,
             constraints=tuple(request.constraint for request in requests),
             limits=tuple(request.draft_room for request in requests),
-            sampling=self._sampling_of(tuple(requests)),
+            sampling=wishes.sampling,
             mask_rows=self._rows,
             num_draft_tokens=self._config.num_draft_tokens,
             vocab_size=self._model.vocab_size,
@@ -217,29 +219,21 @@ class Engine:
             features=self._target.take_features(slots),
             policies=tuple(request.params.draft_policy for request in requests),
             verifier=self._config.verifier,
-            adjustments=self._adjustments(requests),
-            logprobs=self._logprobs_of(tuple(requests)),
+            adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
+            logprobs=wishes.logprobs,
         )
 
-    def _sampling_of(self, requests: tuple[Request, ...]) -> Sampling:
-        if self._sampling is None or self._sampling[0] != requests:
+    def _wishes_of(self, requests: tuple[Request, ...]) -> _Wishes:
+        if self._wishes is None or self._wishes[0] != requests:
+            device = self._model.device
             params, seeds = [r.params for r in requests], [r.job.seed for r in requests]
-            self._sampling = (requests, Sampling.stack(params, seeds, self._model.device))
-        return self._sampling[1]
-
-    def _adjustments(self, requests: Sequence[Request]) -> Adjustments | None:
-        if self._rules is None or self._rules[0] != tuple(requests):
-            rules = [request.rules for request in requests]
-            table = RuleTable.stack(rules, self._model.vocab_size, self._model.device)
-            self._rules = (tuple(requests), table)
-        texts = [request.tokens for request in requests]
-        return Adjustments.stack(self._rules[1], texts, [r.prompt_length for r in requests])
-
-    def _logprobs_of(self, requests: tuple[Request, ...]) -> LogprobsPlan | None:
-        if self._logprobs is None or self._logprobs[0] != requests:
-            params = [request.params for request in requests]
-            self._logprobs = (requests, LogprobsPlan.stack(params, self._model.device))
-        return self._logprobs[1]
+            wishes = _Wishes(
+                Sampling.stack(params, seeds, device),
+                RuleTable.stack([r.rules for r in requests], self._model.vocab_size, device),
+                LogprobsPlan.stack(params, device),
+            )
+            self._wishes = (requests, wishes)
+        return self._wishes[1]
 
     def _count(self, requests: Sequence[Request], step: Step, num_accepted: list[int]) -> None:
         drafted = step.draft.num_tokens.tolist()
@@ -250,6 +244,17 @@ class Engine:
             request.stats.mask_seconds += share
         for request, starved in zip(requests, step.lookahead.starved, strict=True):
             request.stats.starved += starved
+
+
+class _Wishes(NamedTuple):
+    """What the requests of a batch ask for, as tensors; made once for as long as they run together.
+
+    rules, logprobs: None when nobody has any.
+    """
+
+    sampling: Sampling
+    rules: RuleTable | None
+    logprobs: LogprobsPlan | None
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:
