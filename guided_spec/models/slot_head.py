@@ -129,15 +129,16 @@ class SlotHead:
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         modules = self.head.num_modules
-        keys = [min(self._depths[slot] + 1, modules) for slot in slots]
-        for key in sorted(set(keys)):
-            rows = [row for row, k in enumerate(keys) if k == key]
+        # Which module runs, and how many of its places lie before the text's start.
+        keys = [self._next_module(slot) for slot in slots]
+        for module, skip in sorted(set(keys)):
+            rows = [row for row, key in enumerate(keys) if key == (module, skip)]
             chosen = [slots[row] for row in rows]
             tokens = token_ids
             if len(rows) < len(slots):
                 tokens = token_ids[torch.tensor(rows).to(self._device, non_blocking=True)]
-            if key < modules:
-                self._walk_module(key, chosen, tokens)
+            if module < modules:
+                self._walk_module(module, skip, chosen, tokens)
             else:
                 self._walk_recycled(chosen, tokens)
             for slot in chosen:
@@ -147,6 +148,12 @@ class SlotHead:
     def logits(self, slots: Sequence[int]) -> Tensor:
         """[R, D]: the scores of the token that follows each slot's draft."""
         return self.head.logits(self._hidden[self._index(slots)])
+
+    def _next_module(self, slot: int) -> tuple[int, int]:
+        module = self._depths[slot] + 1
+        if module >= self.head.num_modules:
+            return self.head.num_modules, 0
+        return module, max(0, module - self._lengths[slot])
 
     def _alike(self, slots: list[int]) -> list[list[int]]:
         """Row numbers in groups whose modules skip equally many tokens at a text's start."""
@@ -188,16 +195,19 @@ class SlotHead:
         rows = StepRows(slots, starts, [1] * len(slots))
         self._hidden[index] = self._forward(token_ids.unsqueeze(1), hidden, last, rows)[:, 0]
 
-    def _walk_module(self, module: int, slots: list[int], token_ids: Tensor) -> None:
-        """The next module over the whole draft, ``module`` tokens, up to the last position read."""
+    def _walk_module(self, module: int, skip: int, slots: list[int], token_ids: Tensor) -> None:
+        """The next module over the whole draft, ``module`` tokens, up to the last position read.
+
+        skip: tokens at the front that would belong to positions before the text's start.
+        """
         index = self._index(slots)
         self._tokens[index, module - 1] = token_ids
         before = self._last[module - 1, index].unsqueeze(1)
-        hidden = torch.cat([before, self._trail[index, : module - 1]], 1)
+        hidden = torch.cat([before, self._trail[index, : module - 1]], 1)[:, skip:]
         starts = [max(0, self._lengths[slot] - module) for slot in slots]
-        rows = StepRows(slots, starts, [module] * len(slots))
-        hidden = self._forward(self._tokens[index, :module], hidden, module, rows)
-        self._trail[index, :module] = hidden
+        rows = StepRows(slots, starts, [module - skip] * len(slots))
+        hidden = self._forward(self._tokens[index, skip:module], hidden, module, rows)
+        self._trail[index, skip:module] = hidden
         self._hidden[index] = hidden[:, -1]
 
     def _forward(self, token_ids: Tensor, hidden: Tensor, module: int, rows: StepRows) -> Tensor:

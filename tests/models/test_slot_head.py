@@ -143,7 +143,7 @@ def test_any_course_of_reading_and_drafting(head: DraftHead, seed: int) -> None:
             elif dice.random() < 0.15 and slot in texts:
                 slots.release([slot])
                 del texts[slot]
-        fresh = {slot: dice.randint(3, 9) for slot, text in texts.items() if not len(text.states)}
+        fresh = {slot: dice.randint(1, 9) for slot, text in texts.items() if not len(text.states)}
         later = {slot: dice.randint(1, 4) for slot, text in texts.items() if len(text.states)}
         if texts:
             read(slots, texts, fresh | later)
