@@ -11,6 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from torch import Tensor
+from torch.utils._device import _device_constructors
+
+# What ``with torch.device(...)`` acts on, remembered before the tests' own allocators replace it.
+_device_constructors()
 
 settings.register_profile(
     "repeatable",

@@ -15,6 +15,7 @@ from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.loading import load_model
 from tests.models import mtp_checkpoints
+from tests.models.fresh import write_mtp
 from tests.models.heads import write_eagle, write_eagle3
 from tests.models.tiny import build
 
@@ -27,6 +28,7 @@ TARGETS = {
     "deepseek_mtp": "deepseek_v3",
     "glm4_moe_mtp": "glm4_moe",
     "qwen3_5_mtp": "qwen3_5",
+    "mtp": "qwen3",
 }
 
 
@@ -44,7 +46,9 @@ def write_head(folder: Path, method: str, vocab_size: int, **changes: Any) -> He
         mtp_checkpoints.write(folder, name, vocab_size=vocab_size, **changes)
         return HeadedTarget(load_model(folder, device="cpu"), None)
     target = build(name, vocab_size=vocab_size)
-    if method == "eagle":
+    if method == "mtp":
+        write_mtp(folder, target, **changes)
+    elif method == "eagle":
         write_eagle(folder, target, **changes)
     else:
         write_eagle3(folder, target, draft_vocab_size=vocab_size * 3 // 4, **changes)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["WorkItem", "load_workload"]
+__all__ = ["WorkItem", "load_workload", "read_grammar"]
 
 
 class WorkItem(NamedTuple):
@@ -24,8 +24,8 @@ class WorkItem(NamedTuple):
 def load_workload(path: Path, limit: int | None = None) -> list[WorkItem]:
     """Read up to ``limit`` requests.
 
-    A line is an object with ``prompt`` or ``messages``, one of ``schema``, ``regex``, ``choice``
-    (none: free text), and optionally ``answer``. Raises ConfigError naming the line.
+    A line is an object with ``prompt`` or ``messages``, a grammar as ``read_grammar`` takes it, and
+    optionally ``answer``. Raises ConfigError naming the line.
     """
     items: list[WorkItem] = []
     try:
@@ -42,6 +42,26 @@ def load_workload(path: Path, limit: int | None = None) -> list[WorkItem]:
     return items
 
 
+def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
+    """What a record asks of its answer: one of ``schema``, ``regex``, ``choice``; None for none.
+
+    ``any_whitespace`` goes with a schema, see ``GrammarSpec``. Members that are null count as
+    absent. Raises ConfigError for two grammars, and for one of the wrong type.
+    """
+    asked = [name for name in ("schema", "regex", "choice") if record.get(name) is not None]
+    if len(asked) > 1:
+        raise ConfigError("grammar", asked, "a record has at most one; leave one of them")
+    match asked:
+        case ["schema"]:
+            any_whitespace = record.get("any_whitespace") or False
+            return GrammarSpec.json_schema(record["schema"], any_whitespace=any_whitespace)
+        case ["regex"]:
+            return GrammarSpec.regex(record["regex"])
+        case ["choice"]:
+            return GrammarSpec.choice(record["choice"])
+    return None
+
+
 def _parse(line: str, place: str) -> WorkItem:
     try:
         record = json.loads(line)
@@ -52,14 +72,4 @@ def _parse(line: str, place: str) -> WorkItem:
     prompt = record.get("prompt", record.get("messages"))
     if prompt is None:
         raise ConfigError("workload", place, "has neither prompt nor messages")
-    return WorkItem(prompt, _grammar(record), record.get("answer"))
-
-
-def _grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
-    if record.get("schema") is not None:
-        return GrammarSpec.json_schema(record["schema"])
-    if record.get("regex") is not None:
-        return GrammarSpec.regex(record["regex"])
-    if record.get("choice") is not None:
-        return GrammarSpec.choice(record["choice"])
-    return None
+    return WorkItem(prompt, read_grammar(record), record.get("answer"))

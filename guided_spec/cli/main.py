@@ -8,6 +8,7 @@ from guided_spec.cli.bench import bench
 from guided_spec.cli.check import check
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
+from guided_spec.cli.train import train
 
 __all__ = ["app"]
 
@@ -22,6 +23,11 @@ app.command()(generate)
 app.command()(proposers)
 app.command()(check)
 app.command()(bench)
+# argparse reads its options: which there are depends on the algorithm.
+app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
+    add_help_option=False,
+)(train)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any, cast
+from typing import Any
 
 import jsonschema
 
@@ -13,6 +13,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.schema import normalize
+from guided_spec.grammar.schema_check import check_schema
 from guided_spec.grammar.schema_report import Unenforced
 
 __all__ = ["prepare_schema"]
@@ -28,9 +29,8 @@ def prepare_schema(schema: Any) -> Any:
     """
     if not isinstance(schema, dict | bool):
         raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
-    validator = jsonschema.validators.validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        validator.check_schema(cast(dict[str, Any], schema))
+        check_schema(schema)
         prepared = normalize(schema)
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.attention_mask import MaskBuilder
+from guided_spec.models.hidden_capture import capture_hidden
 from guided_spec.models.kv_cache import SlotCache
 from guided_spec.models.linear_state import SavedState, record_delta_rules, recording
 from guided_spec.models.step_plan import StepPlan
@@ -121,7 +122,7 @@ class CausalLM:
         with ExitStack() as stack:
             if self.has_linear_state:
                 stack.enter_context(recording())
-            captured = stack.enter_context(self._capture(hidden_layers))
+            captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
             scores = self._run(arguments, inputs.counts, logits)
             return SlotOutput(scores, _concatenate(captured, self.device))
 
@@ -176,26 +177,6 @@ class CausalLM:
         if is_cut():
             return scores
         return _take_rows(scores, last)
-
-    @contextmanager
-    def _capture(self, layers: tuple[int, ...]) -> Iterator[list[Tensor]]:
-        """Collect the hidden states of ``layers`` in their order, from hooks of this call only."""
-        if not layers:
-            yield []
-            return
-        modules = getattr(self._decoder, "layers", None)
-        if not isinstance(modules, nn.ModuleList):
-            kind = self.config.model_type
-            raise ModelError(f"model_type={kind!r}: its decoder has no list of layers to tap")
-        captured: list[Tensor] = [torch.empty(0)] * len(layers)
-        with ExitStack() as stack:
-            for place, layer in enumerate(layers):
-                if not -1 <= layer <= len(modules):
-                    raise ModelError(f"hidden layer {layer}: the model has {len(modules)} layers")
-                hook = _hook_output if layer in (-1, len(modules)) else _hook_input
-                module = self._decoder if layer == -1 else modules[min(layer, len(modules) - 1)]
-                stack.enter_context(hook(module, captured, place))
-            yield captured
 
     def _probe(self) -> None:
         inputs = SlotInputs(torch.zeros(1, 1, dtype=torch.int64), [0], [0], [0])
@@ -252,34 +233,8 @@ def _last_rows_only(head: Any, rows: Tensor) -> Iterator[Callable[[], bool]]:
         return (_take_rows(arguments[0], rows), *arguments[1:])
 
     is_module = isinstance(head, nn.Module)
-    with _removing(head.register_forward_pre_hook(cut)) if is_module else nullcontext():
+    with head.register_forward_pre_hook(cut) if is_module else nullcontext():
         yield lambda: bool(cuts)
-
-
-@contextmanager
-def _hook_input(module: nn.Module, captured: list[Tensor], place: int) -> Iterator[None]:
-    def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        captured[place] = args[0] if args else kwargs["hidden_states"]
-
-    with _removing(module.register_forward_pre_hook(keep, with_kwargs=True)):
-        yield
-
-
-@contextmanager
-def _hook_output(module: nn.Module, captured: list[Tensor], place: int) -> Iterator[None]:
-    def keep(_: nn.Module, __: Any, output: Any) -> None:
-        captured[place] = output if isinstance(output, Tensor) else output[0]
-
-    with _removing(module.register_forward_hook(keep)):
-        yield
-
-
-@contextmanager
-def _removing(handle: Any) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        handle.remove()
 
 
 def _check_rope(model_type: str, text_config: Any, max_length: int) -> None:

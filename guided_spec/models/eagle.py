@@ -21,13 +21,18 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.models.head_config import build_head_config, check_fit
+from guided_spec.models.head_config import (
+    HeadShape,
+    build_head_config,
+    check_fit,
+    derive_head_config,
+)
+from guided_spec.models.head_init import initialize
 from guided_spec.models.head_weights import (
-    allocate,
     check_quantization,
-    dequantize,
+    fill_head,
     follow_biases,
-    load_tensors,
+    read_tensors,
 )
 from guided_spec.models.target_ends import TargetEnds
 
@@ -35,14 +40,14 @@ __all__ = ["EagleHead"]
 
 
 class EagleHead(nn.Module):
-    """See ``DraftHead``; made by ``from_checkpoint``.
+    """See ``DraftHead``; made by ``from_checkpoint`` or ``fresh``.
 
     config: LlamaConfig of the layers. names: the tensors of the checkpoint. Biases exist where
     there are tensors for them: the key "bias" of config.json cannot be relied on (upstream reads a
     missing one as true, files of LLaMA 3 heads have no bias), and heads for Qwen2 have biases in
     their attention. An embedding that is not among the names is the target's, and no parameter.
 
-    The parameters are on the meta device.
+    The parameters are on torch's current default device, with weights not yet set.
     """
 
     def __init__(self, config: Any, names: Collection[str], target: PreTrainedModel) -> None:
@@ -53,17 +58,16 @@ class EagleHead(nn.Module):
         self.num_modules = 1
         self.vocabulary: DraftVocabulary | None = None
         self._target = TargetEnds(target)
-        with torch.device("meta"):
-            self.embed_tokens: nn.Embedding | None = None
-            if "embed_tokens.weight" in names:
-                self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
-            self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size)
-            self.layers = nn.ModuleList(
-                LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers)
-            )
-            first: Any = self.layers[0]
-            first.input_layernorm = nn.Identity()
-            follow_biases(self, names)
+        self.embed_tokens: nn.Embedding | None = None
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
+        self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size)
+        self.layers = nn.ModuleList(
+            LlamaDecoderLayer(config, index) for index in range(config.num_hidden_layers)
+        )
+        first: Any = self.layers[0]
+        first.input_layernorm = nn.Identity()
+        follow_biases(self, names)
         with torch.device(target.device):
             self.rotary_emb = LlamaRotaryEmbedding(config)
 
@@ -86,16 +90,29 @@ class EagleHead(nn.Module):
             {field: getattr(config, field) for field in fields},
         )
         # Some converted files carry a copy of the target's output head, which upstream ignores.
-        names = sorted(checkpoint.names - {"lm_head.weight"})
-        tensors = dequantize(checkpoint.read(names), checkpoint.config, dtype=target.dtype)
-        head = cls(config, tensors, target)
-        allocate(head, device=target.device, dtype=target.dtype)
-        load_tensors(head, tensors, source)
-        return head.eval()
+        names = {name: name for name in sorted(checkpoint.names - {"lm_head.weight"})}
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        return fill_head(lambda: cls(config, tensors, target), tensors, target, source)
+
+    @classmethod
+    def fresh(cls, target: PreTrainedModel, *, shape: HeadShape | None = None) -> EagleHead:
+        """A new head to be trained, on the target's device, in float32 and in train mode.
+
+        shape: of its layers; None is one layer of the target's sizes. The embedding and the output
+        head are the target's, and no parameters. There are no biases.
+
+        The weights come from torch's generator as transformers draws them. Raises ConfigError for
+        a shape that cannot be.
+        """
+        config = derive_head_config(target, "llama", shape or HeadShape())
+        with torch.device(target.device):
+            head = cls(config, (), target).float()
+        initialize(head, config.initializer_range)
+        return head
 
     def features(self, hidden_states: Tensor) -> Tensor:
-        """The target's last hidden states [..., H], after its final norm, as they are."""
-        return hidden_states
+        """The target's last hidden states [..., H], after its final norm, in the head's dtype."""
+        return hidden_states.to(self.fc.weight.dtype)
 
     def forward(
         self,
@@ -110,7 +127,7 @@ class EagleHead(nn.Module):
         """See ``DraftHead.forward``."""
         del module
         embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
-        states: Tensor = self.fc(torch.cat([embed(token_ids), hidden], -1))
+        states: Tensor = self.fc(torch.cat([embed(token_ids).to(hidden.dtype), hidden], -1))
         rotations = self.rotary_emb(states, position_ids)
         for layer in self.layers:
             states = layer(

@@ -26,16 +26,16 @@ from transformers import PreTrainedModel
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.eagle3_layout import Eagle3Layout, read_layout
+from guided_spec.models.head_init import initialize
 from guided_spec.models.head_weights import (
-    allocate,
     check_quantization,
-    dequantize,
+    fill_head,
     follow_biases,
-    load_tensors,
+    read_tensors,
 )
 from guided_spec.models.target_ends import TargetEnds
 
@@ -101,11 +101,13 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """See ``DraftHead``; made by ``from_checkpoint``.
+    """See ``DraftHead``; made by ``from_checkpoint`` or ``fresh``.
 
     layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
     output head, that are not among them are the target's where the sizes allow it, and no
-    parameters. vocabulary: None where it is the target's. The parameters are on the meta device.
+    parameters. vocabulary: None where it is the target's.
+
+    The parameters are on torch's current default device, with weights not yet set.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class Eagle3Head(nn.Module):
         target: PreTrainedModel,
     ) -> None:
         super().__init__()
+        self.layout = layout
         self.config = layout.config
         self.hidden_size: int = layout.config.hidden_size
         self.aux_hidden_layers = layout.aux_hidden_layers
@@ -124,15 +127,14 @@ class Eagle3Head(nn.Module):
         self.norm_output = layout.norm_output
         self._target = TargetEnds(target)
         parts = PARTS[self.config.model_type]
-        with torch.device("meta"):
-            self._build_ends(layout, names)
-            self._build_fusion(layout)
-            further = (
-                parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
-            )
-            self.layers = nn.ModuleList([FirstLayer(layout), *further])
-            self.norm = parts.norm(self.hidden_size, self.config.rms_norm_eps)
-            follow_biases(self, names)
+        self._build_ends(layout, names)
+        self._build_fusion(layout)
+        further = (
+            parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
+        )
+        self.layers = nn.ModuleList([FirstLayer(layout), *further])
+        self.norm = parts.norm(self.hidden_size, self.config.rms_norm_eps)
+        follow_biases(self, names)
         with torch.device(target.device):
             self.rotary_emb = parts.rotary(self.config)
 
@@ -146,21 +148,46 @@ class Eagle3Head(nn.Module):
         """
         source = checkpoint.source
         check_quantization(checkpoint.config, source)
-        stored = checkpoint.read(sorted(checkpoint.names.difference(IGNORED)))
-        tensors = {
-            name.replace("midlayer.", "layers.0."): tensor
-            for name, tensor in dequantize(stored, checkpoint.config, dtype=target.dtype).items()
-        }
+        kept = sorted(checkpoint.names.difference(IGNORED))
+        names = {name: name.replace("midlayer.", "layers.0.") for name in kept}
+        tensors = read_tensors(checkpoint, names, target.dtype)
         layout = read_layout(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
         vocabulary = _read_vocabulary(offsets, layout, target, source)
-        head = cls(layout, tensors, vocabulary, target)
-        allocate(head, device=target.device, dtype=target.dtype)
-        load_tensors(head, tensors, source)
-        return head.eval()
+        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None, layout: Eagle3Layout
+    ) -> Eagle3Head:
+        """A new head to be trained, on the target's device, in float32 and in train mode.
+
+        vocabulary: which target tokens it scores; None is all. layout: ``eagle3_layout_for``. Its
+        output head starts as the target's rows of these tokens; the embedding is the target's, and
+        no parameter. There are no biases. Other weights come from torch's generator as
+        transformers draws them.
+
+        Raises ConfigError when the two are not for one another.
+        """
+        size = layout.config.vocab_size if vocabulary is None else vocabulary.target_size
+        kept = size if vocabulary is None else len(vocabulary)
+        if (kept, size) != (layout.draft_vocab_size, layout.config.vocab_size):
+            fix = f"must have {layout.draft_vocab_size} of {layout.config.vocab_size} tokens"
+            raise ConfigError("vocabulary", f"{kept} of {size} tokens", fix)
+        if vocabulary is not None:
+            vocabulary = DraftVocabulary(vocabulary.target_ids.to(target.device), size)
+        with torch.device(target.device):
+            head = cls(layout, ("lm_head.weight",), vocabulary, target).float()
+        initialize(head, layout.config.initializer_range)
+        ids = None if vocabulary is None else vocabulary.target_ids
+        rows = head._target.output_rows(ids, head.hidden_size)
+        if rows is not None and head.lm_head is not None:
+            head.lm_head.weight.data.copy_(rows)
+        return head
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H_target] fused to [..., H]."""
+        hidden_states = hidden_states.to(self.norm.weight.dtype)
         if self.fc is None:
             return hidden_states
         if self.input_norm is not None:
@@ -191,7 +218,7 @@ class Eagle3Head(nn.Module):
         }
         masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
         states: Tensor = self.layers[0](
-            embed(token_ids), hidden, attention_mask=masks[0], **arguments
+            embed(token_ids).to(hidden.dtype), hidden, attention_mask=masks[0], **arguments
         )
         for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
             states = layer(states, attention_mask=mask, **arguments)

@@ -1,7 +1,8 @@
 """What the config.json of an EAGLE-3 head says, in the two dialects that are written.
 
 SafeAILab and SpecForge describe the layer at the top level, with an optional ``eagle_config``;
-speculators in ``transformer_layer_config``, with its flags at the top level.
+speculators in ``transformer_layer_config``, with its flags at the top level. ``eagle3_layout_for``
+says the same of a head that is yet to be made.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ModelError
-from guided_spec.models.head_config import build_head_config, check_fit
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.head_config import (
+    CLASSES,
+    HeadShape,
+    build_head_config,
+    check_fit,
+    derive_head_config,
+)
 
-__all__ = ["Eagle3Layout", "read_layout"]
+__all__ = ["LAYER_IDS", "Eagle3Layout", "Eagle3Options", "eagle3_layout_for", "read_layout"]
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -40,6 +47,70 @@ class Eagle3Layout(NamedTuple):
     fc_norm: bool
     norm_before_residual: bool
     norm_output: bool
+
+
+class Eagle3Options(NamedTuple):
+    """What a new EAGLE-3 head is like; see ``Eagle3Layout`` for the flags.
+
+    shape: sizes of its layers. model_type: their kind, "llama" or "qwen3". aux_hidden_layers: None
+    is (2, n // 2, n - 3) of the target's n, as all runtimes have it, or what a shallow target has
+    of these. draft_vocab_size: D; None is the target's vocabulary.
+    """
+
+    shape: HeadShape = HeadShape()
+    model_type: str = "llama"
+    aux_hidden_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def eagle3_layout_for(
+    target: PreTrainedModel,
+    options: Eagle3Options = Eagle3Options(),  # noqa: B008 - a tuple, never changed
+) -> Eagle3Layout:
+    """The layout of a new EAGLE-3 head for ``target``, as wide as it.
+
+    Raises ConfigError, naming the option, for what cannot be made.
+    """
+    text_config: Any = target.config.get_text_config(decoder=True)
+    if options.model_type not in CLASSES:
+        fix = f"must be one of {', '.join(sorted(CLASSES))}"
+        raise ConfigError("model_type", options.model_type, fix)
+    if options.norm_before_fc and options.fc_norm:
+        raise ConfigError(
+            "fc_norm", options.fc_norm, "excludes norm_before_fc: choose one of the two"
+        )
+    size, largest = options.draft_vocab_size, text_config.vocab_size
+    if size is not None and not 1 <= size <= largest:
+        fix = f"must be 1 to {largest}, the size of the target's vocabulary"
+        raise ConfigError("draft_vocab_size", size, fix)
+    return Eagle3Layout(
+        config=derive_head_config(target, options.model_type, options.shape),
+        aux_hidden_layers=_choose_layers(options, text_config.num_hidden_layers),
+        target_hidden_size=text_config.hidden_size,
+        draft_vocab_size=size or largest,
+        use_aux_hidden_state=True,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_before_residual=options.norm_before_residual,
+        norm_output=options.norm_output,
+    )
+
+
+def _choose_layers(options: Eagle3Options, depth: int) -> tuple[int, ...]:
+    """Ascending, as checkpoints are read: index i is the input of layer i."""
+    if options.aux_hidden_layers is None:
+        wanted = (2, depth // 2, depth - 3)
+        return tuple(sorted({min(max(index, 1), depth) for index in wanted}))
+    chosen = tuple(sorted(set(options.aux_hidden_layers)))
+    is_distinct = len(chosen) == len(options.aux_hidden_layers)
+    if not chosen or not is_distinct or chosen[0] < 0 or chosen[-1] > depth:
+        fix = f"must be different hidden states, 0 to {depth}: i is the input of layer i"
+        raise ConfigError("aux_hidden_layers", options.aux_hidden_layers, fix)
+    return chosen
 
 
 def read_layout(

@@ -1,4 +1,4 @@
-"""Mixture-of-experts weights: from one tensor an expert, as published, to one for all of them."""
+"""Mixture-of-experts weights: one tensor an expert, as published, and one for all of them."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from guided_spec.errors import ModelError
 
-__all__ = ["fuse_experts"]
+__all__ = ["fuse_experts", "split_experts"]
 
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+FUSED = re.compile(r"(.+\.experts)\.gate_up_proj")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 # projection: expert: tensor
@@ -45,6 +46,25 @@ def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
         fused[f"{prefix}.down_proj"] = torch.stack(down)
     return fused
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of ``fuse_experts``: views of the stacked weights, one expert each.
+
+    Stacks that are laid out another way (gpt-oss, whose experts have biases) stay as they are.
+    """
+    split = dict(tensors)
+    for name, pairs in tensors.items():
+        match = FUSED.fullmatch(name)
+        down = tensors.get(f"{match[1]}.down_proj") if match else None
+        if match is None or down is None or f"{name}_bias" in tensors:
+            continue
+        del split[name], split[f"{match[1]}.down_proj"]
+        for expert, (pair, last) in enumerate(zip(pairs, down, strict=True)):
+            gate, up = pair.chunk(2)
+            for projection, weight in zip(PROJECTIONS, (gate, up, last), strict=True):
+                split[f"{match[1]}.{expert}.{projection}.weight"] = weight
+    return split
 
 
 def _expert_numbers(prefix: str, experts: Experts) -> range:

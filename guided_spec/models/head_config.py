@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 
-__all__ = ["build_head_config", "check_fit"]
+__all__ = ["HeadShape", "build_head_config", "check_fit", "derive_head_config"]
 
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
@@ -31,7 +31,25 @@ FIELDS = (
     "rope_theta",
     "vocab_size",
 )
+# Rotary embeddings that are made for a text's length as it grows, or for one head_dim, stay the
+# target's own; a head has the plain one then.
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+ROPE_EXTRAS = ("partial_rotary_factor", "mrope_section", "mrope_interleaved")
 WINDOW_FIELDS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+
+
+class HeadShape(NamedTuple):
+    """The sizes of a new head's decoder layers; None is the target's.
+
+    num_layers: at least 1. num_attention_heads, num_key_value_heads: the first is a multiple of the
+    second. head_dim: width of one; even. intermediate_size: of the feed-forward part.
+    """
+
+    num_layers: int = 1
+    num_attention_heads: int | None = None
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    intermediate_size: int | None = None
 
 
 def build_head_config(
@@ -81,6 +99,71 @@ def _construct(config_class: Any, known: dict[str, Any]) -> Any:
     config = config_class(**{"num_key_value_heads": heads, **known, "num_attention_heads": 1})
     config.num_attention_heads = heads
     return config
+
+
+def derive_head_config(target: PreTrainedModel, model_type: str, shape: HeadShape) -> Any:
+    """A transformers configuration of full-attention layers for a new head of ``target``.
+
+    model_type: "llama" or "qwen3". What ``shape`` leaves open, and the rotary embedding, is the
+    target's. A target whose keys are compressed (DeepSeek) has no such heads: as many as fit into
+    the hidden state are made, as wide as its values, of which up to eight have keys.
+
+    Raises ConfigError for sizes that do not go together.
+    """
+    text_config: Any = target.config.get_text_config(decoder=True)
+    for name, value in shape._asdict().items():
+        if value is not None and value < 1:
+            raise ConfigError(name, value, "must be at least 1")
+    values: dict[str, Any] = _layer_sizes(text_config, shape)
+    heads, pairs = values["num_attention_heads"], values["num_key_value_heads"]
+    if heads % pairs:
+        fix = f"must divide num_attention_heads={heads}"
+        raise ConfigError("num_key_value_heads", pairs, fix)
+    if values["head_dim"] % 2:
+        raise ConfigError("head_dim", values["head_dim"], "must be even, for rotary embeddings")
+    kept = ("vocab_size", "max_position_embeddings")
+    values |= {name: getattr(text_config, name) for name in kept}
+    eps = getattr(text_config, "rms_norm_eps", None) or 1e-6
+    rope = _plain_rope(text_config)
+    values |= {"rms_norm_eps": eps, "rope_parameters": rope}
+    config = build_head_config(values, model_type, target, "a new head")
+    config.initializer_range = getattr(text_config, "initializer_range", None) or 0.02
+    return config
+
+
+def _layer_sizes(text_config: Any, shape: HeadShape) -> dict[str, int]:
+    hidden, heads = text_config.hidden_size, text_config.num_attention_heads
+    pairs = getattr(text_config, "num_key_value_heads", None) or heads
+    width = getattr(text_config, "head_dim", None) or hidden // heads
+    if getattr(text_config, "kv_lora_rank", None):
+        width = text_config.v_head_dim
+        heads = max(1, hidden // width)
+        pairs = next(count for count in range(min(8, heads), 0, -1) if heads % count == 0)
+    elif shape.num_attention_heads is not None and shape.num_attention_heads % pairs:
+        pairs = shape.num_attention_heads
+    inner: Any = getattr(text_config, "intermediate_size", None) or 3 * hidden
+    own = {
+        "hidden_size": hidden,
+        "num_hidden_layers": shape.num_layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": pairs,
+        "head_dim": width,
+        "intermediate_size": inner if isinstance(inner, int) else inner[-1],  # one a layer
+    }
+    chosen = {name: value for name, value in shape._asdict().items() if value is not None}
+    return {name: chosen.get(name, value) for name, value in own.items()}
+
+
+def _plain_rope(text_config: Any) -> dict[str, Any]:
+    """The target's rotary embedding as far as layers of Llama have it; of its full attention."""
+    found = getattr(text_config, "rope_parameters", None) or {}
+    nested = [value for value in found.values() if isinstance(value, Mapping)]
+    rope: dict[str, Any] = dict(found.get("full_attention", nested[0]) if nested else found)
+    theta = rope.get("rope_theta") or getattr(text_config, "rope_theta", None) or 10000.0
+    if rope.get("rope_type", "default") not in ROPE_TYPES:
+        rope = {}
+    kept = {name: value for name, value in rope.items() if name not in ROPE_EXTRAS}
+    return {"rope_type": "default", **kept, "rope_theta": theta}
 
 
 def check_fit(source: str, expected: Mapping[str, object], found: Mapping[str, object]) -> None:

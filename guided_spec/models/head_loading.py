@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,16 @@ from guided_spec.models.eagle3 import Eagle3Head
 from guided_spec.models.mtp import MtpHead
 from guided_spec.models.qwen_mtp import QwenMtpHead
 
-__all__ = ["find_method", "load_head"]
+__all__ = ["find_method", "forget_head", "load_head"]
 
 Load = Callable[[Checkpoint, PreTrainedModel], Any]
+
+
+def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead | QwenMtpHead:
+    """Modules of the target's own layers, in the layout of DeepSeek's, Qwen's or speculators'."""
+    kind = MtpHead if _has_modules(checkpoint, target) else QwenMtpHead
+    return kind.from_checkpoint(checkpoint, target)
+
 
 # method: who reads its checkpoint, and which targets (by model_type) carry it in their own.
 METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
@@ -30,9 +37,10 @@ METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
         QwenMtpHead.from_checkpoint,
         ("qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
     ),
+    "mtp": (_load_mtp, ()),
 }
 
-SPECULATORS = {"eagle3": "eagle3", "mtp": "qwen3_5_mtp"}  # speculators_model_type: method
+SPECULATORS = ("eagle3", "mtp")  # what of speculators_model_type is read here
 
 
 def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -> DraftHead:
@@ -60,6 +68,14 @@ def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -
     return heads[key]
 
 
+def forget_head(source: str | Path, target: PreTrainedModel) -> None:
+    """Read the head in a folder anew when it is asked for next: it was written since."""
+    heads: dict[tuple[str, str], DraftHead] = vars(target).get("_draft_heads", {})
+    folder = Path(source).resolve()
+    for key in [key for key in heads if Path(key[1]).resolve() == folder]:
+        del heads[key]
+
+
 def find_method(source: str | Path | None, target: PreTrainedModel) -> str | None:
     """Whose checkpoint ``source`` is: a method's name, or None for an ordinary language model.
 
@@ -70,14 +86,20 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
         return _find_mtp(target)
     checkpoint = Checkpoint.open(source)
     named = checkpoint.config.get("speculators_model_type")
-    if named is not None:
-        if named not in SPECULATORS:
-            raise ModelError(
-                f"draft={checkpoint.source!r}: expected a speculators_model_type that is read here "
-                f"({', '.join(SPECULATORS)}), found {named!r}"
-            )
-        return SPECULATORS[named]
+    if named is not None and named not in SPECULATORS:
+        raise ModelError(
+            f"draft={checkpoint.source!r}: expected a speculators_model_type that is read here "
+            f"({', '.join(SPECULATORS)}), found {named!r}"
+        )
     names = checkpoint.names
+    if named == "mtp" or _is_qwen_mtp(names):
+        own = _own_method(target)
+        return own if own == "qwen3_5_mtp" else "mtp"
+    if named is not None:
+        return "eagle3"
+    if _has_modules(checkpoint, target):
+        own = _own_method(target)
+        return own if own in ("deepseek_mtp", "glm4_moe_mtp") else "mtp"
     if "d2t" in names or any(name.startswith("midlayer.") for name in names):
         return "eagle3"
     if "fc.weight" in names:
@@ -85,9 +107,26 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
     return None
 
 
+def _own_method(target: PreTrainedModel) -> str | None:
+    """Of the MTP modules that such targets are published with."""
+    kind = target.config.model_type
+    return next((name for name, (_, kinds) in METHODS.items() if kind in kinds), None)
+
+
+def _is_qwen_mtp(names: Collection[str]) -> bool:
+    """Whether there is a module and no model around it: that would be a draft model."""
+    layers = [name for name in names if ".layers." in name]
+    return bool(layers) and all(name.startswith("mtp.") for name in layers)
+
+
+def _has_modules(checkpoint: Checkpoint, target: PreTrainedModel) -> bool:
+    """Whether modules stand behind the target's layers, as in checkpoints of DeepSeek and GLM."""
+    text_config: Any = target.config.get_text_config(decoder=True)
+    return f"model.layers.{text_config.num_hidden_layers}.enorm.weight" in checkpoint.names
+
+
 def _find_mtp(target: PreTrainedModel) -> str | None:
-    kind, path = target.config.model_type, _own_checkpoint(target)
-    method = next((name for name, (_, kinds) in METHODS.items() if kind in kinds), None)
+    method, path = _own_method(target), _own_checkpoint(target)
     if method is None or path is None:
         return None
     text_config: Any = target.config.get_text_config(decoder=True)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.experts import fuse_experts
 
-__all__ = ["allocate", "check_quantization", "dequantize", "follow_biases", "load_tensors"]
+__all__ = [
+    "allocate",
+    "check_quantization",
+    "check_tensors",
+    "dequantize",
+    "fill_head",
+    "follow_biases",
+    "load_tensors",
+    "read_tensors",
+]
+
+Head = TypeVar("Head", bound=nn.Module)
 
 MOST_LINES = 40
 SCALE = "_scale_inv"
@@ -28,15 +42,74 @@ def follow_biases(module: nn.Module, names: Collection[str]) -> None:
             linear.register_parameter("bias", bias if f"{name}.bias" in names else None)
 
 
-def allocate(module: nn.Module, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Put parameters that were built on the meta device into fresh memory, to be loaded.
+def read_tensors(
+    checkpoint: Checkpoint, names: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a head by its own names, on the CPU: plain weights, experts fused.
 
-    Buffers stay as they are: rotary frequencies have to be float32 whatever the weights are.
+    names: what the head calls each tensor of the checkpoint that is to be read, scales of fp8
+        weights among them. dtype: of what was quantized; the rest keeps its own.
+
+    Raises ModelError as ``Checkpoint.read``, ``dequantize`` and ``fuse_experts`` do.
     """
-    for part in module.modules():
-        for name, parameter in part.named_parameters(recurse=False):
-            memory = torch.empty(parameter.shape, device=device, dtype=dtype)
-            part.register_parameter(name, nn.Parameter(memory, requires_grad=False))
+    plain = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=dtype)
+    return fuse_experts({names[name]: tensor for name, tensor in plain.items()})
+
+
+def fill_head(
+    build: Callable[[], Head],
+    tensors: Mapping[str, Tensor],
+    target: PreTrainedModel,
+    source: str,
+    *,
+    exact: Collection[str] = (),
+) -> Head:
+    """A head for inference, filled with tensors, on the target's device and in its dtype.
+
+    build: makes the head on torch's default device, which is the meta device meanwhile; what it
+        puts elsewhere stays there. tensors, source: as for ``load_tensors``. exact: as for
+        ``allocate``.
+
+    Raises ModelError as ``load_tensors`` does, and for buffers that no checkpoint would fill.
+    """
+    with torch.device("meta"):
+        head = build()
+    stored = head.state_dict()
+    unfilled = [name for name, t in head.named_buffers() if t.is_meta and name not in stored]
+    if unfilled:
+        raise ModelError(
+            f"checkpoint={source!r}: expected layers whose every tensor is in a checkpoint, found "
+            f"{unfilled[0]}, which is not; use EAGLE-3 for this target"
+        )
+    allocate(head, device=target.device, dtype=target.dtype, exact=exact)
+    load_tensors(head, tensors, source)
+    return head.eval()
+
+
+def allocate(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: Collection[str] = (),
+) -> None:
+    """Put the parameters into fresh memory, to be loaded; they take no gradient.
+
+    exact: parts of names of tensors that are float32 whatever ``dtype`` is, such as router biases.
+    Buffers on the meta device are treated alike, others stay as they are: rotary frequencies have
+    to be float32 whatever the weights are.
+    """
+    for path, part in module.named_modules():
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            is_weight = isinstance(tensor, nn.Parameter)
+            if not is_weight and not tensor.is_meta:
+                continue
+            is_exact = any(fragment in f"{path}.{name}" for fragment in exact)
+            kind = torch.float32 if is_exact else dtype
+            kind = kind if tensor.is_floating_point() else tensor.dtype
+            memory = torch.empty(tensor.shape, device=device, dtype=kind)
+            setattr(part, name, nn.Parameter(memory, requires_grad=False) if is_weight else memory)
 
 
 def load_tensors(
@@ -56,6 +129,23 @@ def load_tensors(
     is unchanged then.
     """
     expected = module.state_dict()
+    check_tensors(expected, tensors, f"checkpoint={source!r}", optional=optional)
+    with torch.no_grad():
+        for name in expected.keys() & tensors.keys():
+            expected[name].copy_(tensors[name])
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    what: str,
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Raise one ModelError that lists every missing, unexpected and wrongly shaped tensor.
+
+    what: where they are from, for the error. optional: names that may be missing.
+    """
     missing = sorted(expected.keys() - tensors.keys() - set(optional))
     unexpected = sorted(tensors.keys() - expected.keys())
     shared = sorted(expected.keys() & tensors.keys())
@@ -72,12 +162,9 @@ def load_tensors(
         listed = "\n  ".join(problems[:MOST_LINES])
         more = f"\n  and {len(problems) - MOST_LINES} more" if len(problems) > MOST_LINES else ""
         raise ModelError(
-            f"checkpoint={source!r}: its tensors do not fit the head; pass a head of this kind "
+            f"{what}: its tensors do not fit the head; pass a head of this kind "
             f"that was made for this target:\n  {listed}{more}"
         )
-    with torch.no_grad():
-        for name in shared:
-            expected[name].copy_(tensors[name])
 
 
 def check_quantization(config: Mapping[str, Any], source: str) -> None:

@@ -1,30 +1,28 @@
-"""The multi-token prediction modules of DeepSeek-V3, R1 and V3.2, GLM-4.5 and GLM-4.5-Air.
+"""Multi-token prediction modules as of DeepSeek-V3, R1 and V3.2, GLM-4.5 and GLM-4.5-Air.
 
 Section 2.2 of DeepSeek-V3's report (arXiv:2412.19437). With N layers in the target, its checkpoint
 holds module i as ``model.layers.{N + i}.*``: ``enorm``, ``hnorm``, ``eh_proj``,
 ``shared_head.norm``, the weights of one decoder layer, and copies of the target's embedding and
-output layer, which are not read.
+output layer, which are not read. ``MtpHead.fresh`` makes such modules of any target's layers.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.models.experts import fuse_experts
-from guided_spec.models.head_weights import check_quantization, dequantize, load_tensors
+from guided_spec.models.head_init import Initialize, copy_layers, start_modules
+from guided_spec.models.head_weights import check_quantization, fill_head, read_tensors
 from guided_spec.models.target_ends import TargetEnds
-from guided_spec.models.target_layers import TargetLayers
+from guided_spec.models.target_layers import TargetLayers, cut_config
 
-__all__ = ["MtpHead"]
+__all__ = ["OWN_NAMES", "MtpHead"]
 
 # What a module holds besides its decoder layer, and what transformers' MtpLayer calls it.
 OWN_NAMES = {
@@ -55,10 +53,12 @@ class MtpHead(nn.Module):
     def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
         """Modules with weights not yet set, on torch's current default device."""
         super().__init__()
-        self.config: Any = _module_config(target, num_modules)
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        self.config: Any = cut_config(self._kind, num_modules)
         self.hidden_size: int = self.config.hidden_size
         self.num_modules = num_modules
-        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        types = getattr(self.config, "layer_types", None)
+        self._layer_types: list[str] = types or ["full_attention"] * num_modules
         classes = self._kind.layer_class, self._kind.norm_class
         self.layers = nn.ModuleList(MtpLayer(self.config, *classes, i) for i in range(num_modules))
 
@@ -76,17 +76,35 @@ class MtpHead(nn.Module):
         first: int = target.config.get_text_config(decoder=True).num_hidden_layers
         num_modules = _count_modules(checkpoint)
         names = _module_names(checkpoint, first, num_modules)
-        tensors = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=target.dtype)
-        with torch.device("meta"):
-            head = cls(target, num_modules)
-        head._kind.allocate(head)
-        renamed = {names[name]: tensor for name, tensor in tensors.items()}
-        load_tensors(head, fuse_experts(renamed), checkpoint.source)
-        return head.eval()
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        exact = TargetLayers(target).exact
+        source = checkpoint.source
+        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
+    ) -> MtpHead:
+        """New modules to be trained, on the target's device, in float32 and in train mode.
+
+        initialize: "target" starts their decoder layers as the target's last one, where that
+        attends and is not quantized; "random" does not. The rest is drawn from torch's generator
+        as the target's class draws its own.
+
+        Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
+        not run alone.
+        """
+        if num_modules < 1:
+            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        head = start_modules(lambda: cls(target, num_modules), target)
+        blocks: list[Any] = [*head.layers]
+        copy_layers([layer.mtp_block for layer in blocks], head._kind, initialize)
+        return head
 
     def features(self, hidden_states: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's last hidden states as they are."""
-        return hidden_states
+        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
+        first: Any = self.layers[0]
+        return hidden_states.to(first.eh_proj.weight.dtype)
 
     def forward(
         self,
@@ -100,9 +118,9 @@ class MtpHead(nn.Module):
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] after the module's norm."""
         output: Tensor = self.layers[module](
-            self._ends.embed(token_ids),
+            self._ends.embed(token_ids).to(hidden.dtype),
             hidden,
-            position_embeddings=self._kind.rotate(hidden, position_ids),
+            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -112,20 +130,6 @@ class MtpHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``DraftHead``: the target's output layer."""
         return self._ends.logits(hidden)
-
-
-def _module_config(target: PreTrainedModel, num_modules: int) -> Any:
-    """The target's text configuration, cut down to ``num_modules`` layers like its last one."""
-    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
-    # The layers' numbers start at 0 again, where the target's first layers are dense.
-    if hasattr(config, "first_k_dense_replace"):
-        config.first_k_dense_replace = 0
-    for field in ("layer_types", "mlp_layer_types"):
-        kinds = getattr(config, field, None)
-        if kinds is not None:
-            setattr(config, field, [kinds[-1]] * num_modules)
-    config.num_hidden_layers = num_modules
-    return config
 
 
 def _count_modules(checkpoint: Checkpoint) -> int:

@@ -1,28 +1,28 @@
-"""The multi-token prediction module of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE.
+"""Multi-token prediction modules as of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE.
 
 Their checkpoints hold it as ``mtp.*``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``,
 ``layers.{i}.*`` and ``norm``. transformers skips these when it loads a model. What speculators
-saves for such a module differs only in its names, and is read too.
+saves for such a module differs only in its names, and is read too. ``QwenMtpHead.fresh`` makes such
+modules of any target's layers.
 """
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.models.experts import fuse_experts
-from guided_spec.models.head_weights import check_quantization, dequantize, load_tensors
+from guided_spec.models.head_init import Initialize, copy_layers, start_modules
+from guided_spec.models.head_weights import check_quantization, fill_head, read_tensors
 from guided_spec.models.target_ends import TargetEnds
-from guided_spec.models.target_layers import TargetLayers
+from guided_spec.models.target_layers import TargetLayers, cut_config
 
-__all__ = ["QwenMtpHead"]
+__all__ = ["SPECULATORS_NAMES", "QwenMtpHead"]
 
 # Prefixes of names, and what they are here: the first that fits counts.
 PUBLISHED_NAMES = {"mtp.": ""}
@@ -36,15 +36,15 @@ SPECULATORS_NAMES = {
 
 
 class QwenMtpHead(nn.Module):
-    """Full-attention decoder layers between a projection and a norm; see ``DraftHead``.
+    """Decoder layers of the target's kind between a projection and a norm; see ``DraftHead``.
 
     With token embedding e and hidden state h, of the target's last layer after its final norm::
 
         x = fc([pre_fc_norm_embedding(e); pre_fc_norm_hidden(h)])
         h' = norm(layer(x));   logits = output(h')
 
-    h' is also what the next pass takes. The norms are of the target's class, which scales by
-    1 + weight. Embedding, rotary embedding and output layer are the target's. The equations are
+    h' is also what the next pass takes. The norms are of the target's class; Qwen's scale
+    by 1 + weight. Embedding, rotary embedding and output layer are the target's. The equations are
     those of the serving engines (vLLM ``qwen3_next_mtp``, SGLang ``qwen3_next_mtp``).
     """
 
@@ -54,10 +54,12 @@ class QwenMtpHead(nn.Module):
     def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
         """Modules with weights not yet set, on torch's current default device."""
         super().__init__()
-        self.config: Any = _module_config(target, num_modules)
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        self.config: Any = cut_config(self._kind, num_modules)
         self.hidden_size: int = self.config.hidden_size
         self.num_modules = num_modules
-        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        types = getattr(self.config, "layer_types", None)
+        self._layer_types: list[str] = types or ["full_attention"] * num_modules
         layer_class, norm_class = self._kind.layer_class, self._kind.norm_class
         width, eps = self.hidden_size, self.config.rms_norm_eps
         self.pre_fc_norm_embedding = norm_class(width, eps=eps)
@@ -79,17 +81,33 @@ class QwenMtpHead(nn.Module):
         check_quantization(checkpoint.config, checkpoint.source)
         num_modules = _count_modules(checkpoint)
         names = _module_names(checkpoint)
-        tensors = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=target.dtype)
-        with torch.device("meta"):
-            head = cls(target, num_modules)
-        head._kind.allocate(head)
-        renamed = {names[name]: tensor for name, tensor in tensors.items()}
-        load_tensors(head, fuse_experts(renamed), checkpoint.source)
-        return head.eval()
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        exact = TargetLayers(target).exact
+        source = checkpoint.source
+        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
+    ) -> QwenMtpHead:
+        """New modules to be trained, on the target's device, in float32 and in train mode.
+
+        initialize: "target" starts their decoder layers as the target's last one, where that
+        attends and is not quantized; "random" does not. The rest is drawn from torch's generator
+        as the target's class draws its own.
+
+        Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
+        not run alone.
+        """
+        if num_modules < 1:
+            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        head = start_modules(lambda: cls(target, num_modules), target)
+        copy_layers(head.layers, head._kind, initialize)
+        return head
 
     def features(self, hidden_states: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's last hidden states as they are."""
-        return hidden_states
+        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
+        return hidden_states.to(self.fc.weight.dtype)
 
     def forward(
         self,
@@ -102,11 +120,11 @@ class QwenMtpHead(nn.Module):
         past_key_values: Any,
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] after the last norm, which all modules share."""
-        embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids))
+        embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids).to(hidden.dtype))
         states = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
         states = self.layers[module](
             states,
-            position_embeddings=self._kind.rotate(hidden, position_ids),
+            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -117,17 +135,6 @@ class QwenMtpHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``DraftHead``: the target's output layer."""
         return self._ends.logits(hidden)
-
-
-def _module_config(target: PreTrainedModel, num_modules: int) -> Any:
-    """The target's text configuration, cut down to ``num_modules`` layers of full attention."""
-    config: Any = copy.deepcopy(target.config.get_text_config(decoder=True))
-    config.num_hidden_layers = num_modules
-    config.layer_types = ["full_attention"] * num_modules
-    if hasattr(config, "mlp_only_layers"):
-        # The layers' numbers start at 0 again; where the target has experts, these have too.
-        config.mlp_only_layers, config.decoder_sparse_step = [], 1
-    return config
 
 
 def _count_modules(checkpoint: Checkpoint) -> int:

@@ -16,20 +16,48 @@ class TargetEnds:
 
     def __init__(self, target: PreTrainedModel) -> None:
         model: Any = target
+        self._dtype = target.dtype
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [...] to rows of the embedding [..., H], on the device of the ids."""
+        """Token ids int64 [...] to rows of the embedding [..., H], on the device of the ids.
+
+        No gradient reaches the embedding.
+        """
         if type(self._embedding).forward is nn.Embedding.forward:
             embedded: Tensor = self._embedding(token_ids)
         else:
             # Gemma scales in its embedding; heads are trained on a copy of the bare rows.
             weight: Any = self._embedding.weight
             embedded = functional.embedding(token_ids.to(weight.device), weight)
-        return embedded.to(token_ids.device)
+        return embedded.detach().to(token_ids.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] to logits [..., V], on the device of the hidden states."""
-        scores: Tensor = self._head(hidden)
+        """Hidden states [..., H] to logits [..., V], on the device of the hidden states.
+
+        They are in the target's dtype, whatever that of the hidden states is.
+        """
+        scores: Tensor = self._head(hidden.to(self._dtype))
         return scores.to(hidden.device)
+
+    def output_rows(self, token_ids: Tensor | None, width: int) -> Tensor | None:
+        """A copy of the output head's rows of ``token_ids`` int64 [D], float32 [D, width].
+
+        token_ids: None is all. None where the head has no plain weights of that width.
+        """
+        weight = getattr(self._head, "weight", None)
+        return _plain_rows(weight, token_ids, width)
+
+    def embedding_rows(self, width: int) -> Tensor | None:
+        """A copy of the embedding, float32 [V, width], or None as of ``output_rows``."""
+        return _plain_rows(getattr(self._embedding, "weight", None), None, width)
+
+
+def _plain_rows(weight: Any, token_ids: Tensor | None, width: int) -> Tensor | None:
+    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+        return None
+    if weight.dim() != 2 or weight.shape[1] != width:
+        return None
+    rows = weight.detach()
+    return rows.float().clone() if token_ids is None else rows[token_ids.to(rows.device)].float()

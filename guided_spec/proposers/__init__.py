@@ -39,6 +39,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "eagle3": "guided_spec.proposers.heads:eagle3",
     "glm4_moe_mtp": "guided_spec.proposers.heads:glm4_moe_mtp",
     "grammar_forced": "guided_spec.proposers.grammar_forced:GrammarForced",
+    "mtp": "guided_spec.proposers.heads:mtp",
     "ngram": "guided_spec.proposers.ngram:NGram",
     "none": "guided_spec.proposers.none:NoDraft",
     "qwen3_5_mtp": "guided_spec.proposers.heads:qwen3_5_mtp",

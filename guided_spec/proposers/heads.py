@@ -9,7 +9,7 @@ from guided_spec.models.head_loading import load_head
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.learned_head import LearnedHead
 
-__all__ = ["deepseek_mtp", "eagle", "eagle3", "glm4_moe_mtp", "qwen3_5_mtp"]
+__all__ = ["deepseek_mtp", "eagle", "eagle3", "glm4_moe_mtp", "mtp", "qwen3_5_mtp"]
 
 
 def eagle(context: ProposerContext) -> LearnedHead:
@@ -35,6 +35,11 @@ def glm4_moe_mtp(context: ProposerContext) -> LearnedHead:
 def qwen3_5_mtp(context: ProposerContext) -> LearnedHead:
     """The MTP layers in a Qwen3-Next or Qwen3.5 checkpoint."""
     return _build("qwen3_5_mtp", context)
+
+
+def mtp(context: ProposerContext) -> LearnedHead:
+    """MTP layers of the target's own kind in a folder of their own, for any target."""
+    return _build("mtp", context)
 
 
 def _build(method: str, context: ProposerContext) -> LearnedHead:

@@ -140,7 +140,9 @@ def _module_input(written: Written, config: Any, embedded: Tensor, hidden: Tenso
     """[1, T, H]: what the first module feeds its decoder layer."""
     prefix, names, offset = f"model.layers.{config.num_hidden_layers}.", "enorm hnorm eh_proj", 0.0
     if "mtp.fc.weight" in written.tensors:
-        prefix, names, offset = "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc", 1.0
+        prefix, names = "mtp.", "pre_fc_norm_embedding pre_fc_norm_hidden fc"
+    if config.model_type.startswith(("qwen3_5", "qwen3_next")):
+        offset = 1.0
     of_embedding, of_hidden, projection = (
         written.tensors[f"{prefix}{name}.weight"] for name in names.split()
     )

@@ -12,8 +12,9 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.eagle3 import Eagle3Head
-from tests.models.equations import Text, cached_logits, draw_texts, eagle3, unroll
+from tests.models.equations import cached_logits, draw_texts, eagle3, unroll
 from tests.models.heads import SPECULATORS_CONFIG, save, write_eagle3
+from tests.models.speculators_models import eagle3_logits
 from tests.models.tiny import build
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
@@ -204,7 +205,7 @@ def test_missing_tensors(tmp_path: Path, options: dict[str, Any], lost: str, mes
 )
 def test_speculators_gives_the_same_logits(tmp_path: Path, options: dict[str, Any]) -> None:
     """Its steps in training: at each, position p recycles what p gave the step before."""
-    core = pytest.importorskip("speculators.models.eagle3.core")
+    pytest.importorskip("speculators")
     target: Any = build("llama")
     target.save_pretrained(tmp_path / "target")
     verifier = {"name_or_path": str(tmp_path / "target"), "architectures": ["LlamaForCausalLM"]}
@@ -213,7 +214,7 @@ def test_speculators_gives_the_same_logits(tmp_path: Path, options: dict[str, An
     write_eagle3(tmp_path, target, **options)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
     (text,) = draw_texts([7], 96, 64, drafts=4)
-    wanted = speculators_logits(core, tmp_path, text, steps=4)
+    wanted = eagle3_logits(tmp_path, text, steps=4)
     for position in range(7):
         # At position p, its step k saw features up to p only, then k recycled states.
         prefix = text._replace(
@@ -225,21 +226,3 @@ def test_speculators_gives_the_same_logits(tmp_path: Path, options: dict[str, An
                 torch.testing.assert_close(
                     logits[position + step], wanted[step][position], rtol=1e-5, atol=1e-5
                 )
-
-
-def speculators_logits(core: Any, folder: Path, text: Text, steps: int) -> list[Tensor]:
-    """[P, D] for each of ``steps``; rows whose token would lie behind the last are not right."""
-    config = core.Eagle3SpeculatorConfig.from_pretrained(folder)
-    config.transformer_layer_config._attn_implementation = "eager"
-    model = core.Eagle3DraftModel.from_pretrained(folder, config=config, dtype=torch.float32)
-    scores: list[Tensor] = []
-    model.lm_head.register_forward_hook(lambda _, __, output: scores.append(output[0]))
-    length = len(text.states)
-    with torch.no_grad():
-        model.eval()(
-            hidden_states=text.states[None],
-            input_ids=text.tokens[None, :length],
-            document_ids=torch.zeros(1, length, dtype=torch.int64),
-            ttt_steps=steps,
-        )
-    return scores

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.models.experts import fuse_experts
+from guided_spec.models.experts import fuse_experts, split_experts
 from tests.models.tiny import build
 
 NUM_EXPERTS = 11  # two digits: their order as text is another one
@@ -41,6 +43,22 @@ def test_experts_are_stacked_by_their_number_and_the_gate_comes_first() -> None:
         assert torch.equal(gate_up[:2], gate)
         assert torch.equal(gate_up[2:], up)
         assert torch.equal(fused["layers.0.mlp.experts.down_proj"][expert], down)
+
+
+@given(counts=st.lists(st.integers(1, 12), max_size=3))
+def test_splitting_undoes_fusing(counts: list[int]) -> None:
+    tensors = {"mlp.gate.weight": torch.randn(2, 3)}
+    for layer, count in enumerate(counts):
+        tensors |= one_by_one(f"layers.{layer}.mlp", count)
+    split = split_experts(fuse_experts(tensors))
+    assert split.keys() == tensors.keys()
+    assert all(torch.equal(split[name], tensor) for name, tensor in tensors.items())
+
+
+def test_stacks_that_are_laid_out_another_way_are_not_split() -> None:
+    names = ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias")
+    tensors = {f"mlp.experts.{name}": torch.randn(2, 4) for name in names}
+    assert split_experts(tensors) == tensors
 
 
 def test_what_is_fused_or_no_expert_stays_the_same_object() -> None:

@@ -15,9 +15,11 @@ from guided_spec.models.head_weights import (
     allocate,
     check_quantization,
     dequantize,
+    fill_head,
     follow_biases,
     load_tensors,
 )
+from tests.models.tiny import build
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [4, 3]}}
 
@@ -90,6 +92,35 @@ def test_allocate_leaves_buffers() -> None:
     for parameter in module.parameters():
         assert (parameter.device.type, parameter.dtype) == ("cpu", torch.bfloat16)
         assert not parameter.requires_grad
+
+
+def test_allocate_keeps_what_is_exact() -> None:
+    with torch.device("meta"):
+        module = layers()
+        last = module.get_submodule("1")
+        last.register_buffer("bias_of_router", torch.zeros(3))
+        last.register_buffer("count", torch.zeros(1, dtype=torch.int64))
+    kept = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    allocate(module, **kept, exact=["of_router", "0.bias"])  # type: ignore[arg-type]
+    dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
+    assert dtypes == {
+        "0.weight": torch.bfloat16,
+        "0.bias": torch.float32,
+        "1.weight": torch.bfloat16,
+        "1.bias_of_router": torch.float32,
+        "1.count": torch.int64,
+    }
+    assert not any(tensor.is_meta for tensor in module.state_dict().values())
+
+
+def test_a_buffer_that_no_checkpoint_fills_is_an_error() -> None:
+    def make() -> nn.Module:
+        module = layers()
+        module.register_buffer("scale", torch.ones(1), persistent=False)
+        return module
+
+    with pytest.raises(ModelError, match="checkpoint='x': .* found scale, which is not"):
+        fill_head(make, tensors_of(layers()), build("llama"), "x")
 
 
 @given(rows=st.integers(1, 9), columns=st.integers(1, 9), seed=st.integers(0, 99))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,7 +101,7 @@ def make(heads: dict[str, HeadedTarget]) -> Make:
     """Builds a proposer by its spec, with the target and the draft that its name asks for."""
 
     def build_it(spec: str) -> Proposer:
-        headed = next((heads[method] for method in sorted(TARGETS)[::-1] if method in spec), None)
+        headed = next((heads[name] for name in re.split("[:+]", spec) if name in heads), None)
         if headed is not None:
             return build_proposer(spec, toy_context(target=headed.target, draft=headed.draft))
         draft = build("llama", vocab_size=VOCAB_SIZE) if "draft_model" in spec else None

@@ -1,0 +1,102 @@
+"""What a training algorithm has to be: one module that a target's states go through."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.training.batch import TargetStates, TrainingBatch
+
+__all__ = ["DraftAlgorithm", "Metric", "TrainingOutput"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A mean that can be added up over batches and processes: scalars float32, no gradient."""
+
+    total: Tensor
+    count: Tensor
+
+
+class TrainingOutput(NamedTuple):
+    """What one forward gave.
+
+    output: int64 [steps, B, T], in target ids, the likeliest draft token at each depth: the one of
+        place ``p + 2 + depth`` at p; -1 where nothing was trained.
+    loss: scalar float32, with gradient.
+    metrics: by name. ``loss_{depth}``; ``accept_{depth}``, the share of drafts that agree with the
+        target's likeliest tokens up to that depth; ``overlap_{depth}``, the probability that
+        rejection sampling accepts so far.
+    """
+
+    output: Tensor
+    loss: Tensor
+    metrics: dict[str, Metric]
+
+
+class DraftAlgorithm(Protocol):
+    """A way of training drafts; an ``nn.Module`` in practice, registered by ``register(name)``.
+
+    Its parameters are what is trained, in float32; the target's are not among them.
+
+    config_class: a dataclass of options, every field with a default and a help text; they appear
+        on the command line, and reach the two constructors below as keyword arguments.
+    reduced_vocabulary: whether the draft may score only some of the target's tokens.
+    """
+
+    config_class: ClassVar[type]
+    reduced_vocabulary: ClassVar[bool]
+
+    @classmethod
+    def from_training_args(
+        cls,
+        verifier_config: Any,
+        *,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary | None,
+        **options: Any,
+    ) -> DraftAlgorithm:
+        """A fresh draft for ``target``, on its device.
+
+        verifier_config: the target's text configuration. vocabulary: None for the target's own.
+        """
+        ...
+
+    @staticmethod
+    def get_trainer_kwargs(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The keyword arguments of ``forward`` while training, and while validating."""
+        ...
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The checkpoint formats that ``export`` writes of this draft, the default first."""
+        ...
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The decoder layers: what FSDP shards one by one."""
+        ...
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose inputs go into ``TargetStates.aux``, from 0 to its depth."""
+        ...
+
+    def forward(self, batch: TrainingBatch, states: TargetStates, **kwargs: Any) -> TrainingOutput:
+        """The loss and metrics of one batch."""
+        ...
+
+    def export(
+        self, folder: Path, *, layout: str, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Write the draft as a checkpoint that serving engines load.
+
+        tensors: the state dict to write instead of the module's own, gathered by a sharded run.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Training algorithms, one folder each: its options in ``config``, its module in ``core``."""

@@ -1,0 +1,1 @@
+"""A small stock language model, distilled from the target."""

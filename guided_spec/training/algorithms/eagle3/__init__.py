@@ -1,0 +1,1 @@
+"""EAGLE-3: a decoder layer over features of several of the target's layers."""

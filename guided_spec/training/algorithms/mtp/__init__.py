@@ -1,0 +1,1 @@
+"""Multi-token prediction modules, in the layouts of DeepSeek, GLM and Qwen."""

@@ -1,0 +1,149 @@
+"""Training records: JSON Lines files, one document a line, in the shapes people keep them in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from guided_spec.bench.workload import read_grammar
+from guided_spec.engine.prompt import Message
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.spec import GrammarSpec
+
+__all__ = [
+    "ANSWER_NAMES",
+    "CHAT_NAMES",
+    "SHAREGPT_ROLES",
+    "Example",
+    "Line",
+    "read_example",
+    "read_lines",
+]
+
+ANSWER_NAMES = ("response", "completion", "answer")
+"""Where the answer to a prompt stands; the first one that is there counts."""
+
+CHAT_NAMES = ("messages", "conversations", "prompt")
+"""Where a chat may stand; the first one that is there counts."""
+
+SHAREGPT_ROLES = {
+    "assistant": "assistant",
+    "function": "tool",
+    "gpt": "assistant",
+    "human": "user",
+    "observation": "tool",
+    "system": "system",
+    "tool": "tool",
+    "user": "user",
+}
+"""What ``from`` says in ShareGPT's form, as the role of a message."""
+
+
+class Line(NamedTuple):
+    """One line of a file. place: ``name:number``, for messages."""
+
+    place: str
+    record: dict[str, Any]
+
+
+class Example(NamedTuple):
+    """One document: what is asked, what is answered, and what the answer has to match.
+
+    prompt: text, or chat messages without the answer; None where all of the text is the answer.
+    answer: text, or the assistant's last message of a chat; None where there is none yet.
+    """
+
+    prompt: str | list[Message] | None
+    answer: str | Message | None
+    grammar: GrammarSpec | None
+
+
+def read_lines(paths: Sequence[str | Path]) -> Iterator[Line]:
+    """Every record of the files, in order; blank lines are skipped.
+
+    Raises ConfigError naming the file, or file and line, where one cannot be read.
+    """
+    for path in map(Path, paths):
+        try:
+            with path.open(encoding="utf-8") as file:
+                for number, text in enumerate(file, 1):
+                    if text.strip():
+                        place = f"{path.name}:{number}"
+                        yield Line(place, _read_object(text, place))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("data", str(path), f"cannot be read: {error}") from error
+
+
+def read_example(record: Mapping[str, Any]) -> Example:
+    """Read a record in any of its shapes.
+
+    ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
+    ``prompt``: text. Their answer is the assistant's last message or, behind the prompt,
+    ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
+    all of it is the answer. The grammar: see ``read_grammar``. Raises ConfigError.
+    """
+    if record.get("tools"):
+        fix = "are not written into prompts; write them into the system message, drop the member"
+        raise ConfigError("tools", record["tools"], fix)
+    grammar = read_grammar(record)
+    answer = _answer(record)
+    chat = _chat(record)
+    if chat is not None:
+        if chat[-1]["role"] == "assistant":
+            return Example(chat[:-1], chat[-1], grammar)
+        reply = None if answer is None else {"role": "assistant", "content": answer}
+        return Example(chat, reply, grammar)
+    if record.get("prompt") is not None:
+        return Example(_text("prompt", record["prompt"]), answer, grammar)
+    if record.get("text") is not None:
+        return Example(None, _text("text", record["text"]), grammar)
+    fix = "has none of prompt, messages, conversations and text"
+    raise ConfigError("record", sorted(record), fix)
+
+
+def _read_object(text: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("data", place, f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError("data", place, "must be a JSON object")
+    return record
+
+
+def _answer(record: Mapping[str, Any]) -> str | None:
+    for name in ANSWER_NAMES:
+        answer = record.get(name)
+        if answer is not None:
+            return answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
+    return None
+
+
+def _chat(record: Mapping[str, Any]) -> list[Message] | None:
+    for name in CHAT_NAMES:
+        turns = record.get(name)
+        if turns is None or (name == "prompt" and isinstance(turns, str)):
+            continue
+        if not isinstance(turns, list) or not turns:
+            raise ConfigError(name, turns, "must be a list of messages, at least one")
+        return [_message(name, turn) for turn in turns]
+    return None
+
+
+def _message(name: str, turn: Any) -> Message:
+    if isinstance(turn, Mapping):
+        if isinstance(turn.get("role"), str):
+            return turn
+        role = SHAREGPT_ROLES.get(str(turn.get("from")))
+        if role is not None and isinstance(turn.get("value"), str):
+            return {"role": role, "content": turn["value"]}
+    fix = f"each message needs role and content, or from ({', '.join(SHAREGPT_ROLES)}) and value"
+    raise ConfigError(name, turn, fix)
+
+
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        raise ConfigError(name, value, "must be a str")
+    return value

@@ -1,0 +1,110 @@
+"""What a training run is told, whatever the algorithm: data, steps, rates, where results go."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from guided_spec.errors import ConfigError
+from guided_spec.training.algorithms.options import option
+
+__all__ = ["TrainOptions"]
+
+_AT_LEAST_1 = (
+    *("epochs", "max_steps", "batch_tokens", "gradient_accumulation", "max_length", "limit"),
+    *("draft_vocab_size", "regenerate_max_tokens", "keep_checkpoints", "log_every"),
+    *("num_draft_tokens", "decode_max_tokens"),
+)
+_AT_LEAST_0 = ("seed", "eval_every", "save_every", "workers", "decode_limit")
+
+
+def _required(help_text: str) -> Any:
+    return field(metadata={"help": help_text})
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """The common options of ``guided-spec train``; each field is one, with its help text.
+
+    Raises ConfigError for a value out of range.
+    """
+
+    algorithm: str = _required("How to train the draft; see the list below.")
+    target: str = _required("The model to draft for: a folder or hub id.")
+    data: list[str] = _required("JSON Lines files of prompts or documents; see the docs.")
+    output: str = _required("Folder for the draft, its checkpoints and logs.")
+    layout: str | None = option("Format of the draft; the algorithm's first.", default=None)
+    limit: int | None = option("Documents to read at most.", default=None)
+    max_length: int = option("Longer documents are left out; in tokens.", default=2048)
+    heldout_share: float = option("Share of the documents kept for validation.", default=0.05)
+    draft_vocab_size: int | None = option(
+        "Tokens the draft scores, the most frequent ones; all by default.", default=None
+    )
+    grammar_masks: Literal["loss", "metrics", "off"] = option(
+        "Where the documents' grammars count: in the loss too, in the metrics only, or nowhere.",
+        default="loss",
+    )
+    regenerate: bool = option("Let the target write the answers first.", default=False)
+    regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)
+    regenerate_max_tokens: int = option("Tokens of a written answer at most.", default=512)
+    features: str | None = option(
+        "Folder of the target's hidden states; what is missing there is written to it.",
+        default=None,
+    )
+    epochs: int = option("Passes over the documents.", default=1)
+    max_steps: int | None = option("Optimizer steps at most.", default=None)
+    batch_tokens: int = option("Tokens of a batch, padding included, on one device.", default=8192)
+    gradient_accumulation: int = option("Batches of one optimizer step.", default=1)
+    learning_rate: float = option("The highest one, behind the warm-up.", default=1e-4)
+    warmup_share: float = option("Share of the steps in which the rate rises.", default=0.03)
+    weight_decay: float = option("AdamW's, for matrices.", default=0.0)
+    clip_norm: float = option("Norm that gradients are clipped to.", default=0.5)
+    seed: int = option("For the order of the documents and fresh weights.", default=0)
+    eval_every: int = option("Steps between validations; 0: at the end only.", default=0)
+    save_every: int = option("Steps between checkpoints; 0: none.", default=0)
+    keep_checkpoints: int = option("Checkpoints to keep, the newest.", default=2)
+    resume: bool = option("Go on from the newest checkpoint in the output folder.", default=False)
+    log_every: int = option("Steps between lines of the log.", default=10)
+    decode_limit: int = option(
+        "Held-out documents to decode with the draft at the end.", default=32
+    )
+    num_draft_tokens: int = option("Tokens drafted a step in that.", default=5)
+    decode_max_tokens: int = option("Tokens of a decoded answer at most.", default=256)
+    sharding: Literal["none", "fsdp"] = option(
+        "Whether each process holds the whole draft or a part of it.", default="none"
+    )
+    device: Literal["cpu", "cuda"] | None = option("CUDA where there is one.", default=None)
+    target_dtype: str | None = option(
+        "Of the target: float32, bfloat16, ...; by default the checkpoint's, float32 on the CPU.",
+        default=None,
+    )
+    workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
+
+    def __post_init__(self) -> None:
+        for name in _AT_LEAST_1:
+            _require_int(name, getattr(self, name), low=1)
+        for name in _AT_LEAST_0:
+            _require_int(name, getattr(self, name), low=0)
+        _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be above 0")
+        _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be above 0")
+        _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
+        _require_share("warmup_share", self.warmup_share)
+        _require_share("heldout_share", self.heldout_share)
+        temperature = self.regenerate_temperature
+        _require(temperature >= 0, "regenerate_temperature", temperature, "must be at least 0")
+        _require(bool(self.data), "data", self.data, "name at least one file")
+
+
+def _require_int(name: str, value: int | None, *, low: int) -> None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
+        raise ConfigError(name, value, "must be an int")
+    _require(value is None or value >= low, name, value, f"must be at least {low}")
+
+
+def _require_share(name: str, value: float) -> None:
+    _require(0 <= value < 1, name, value, "must be at least 0, below 1")
+
+
+def _require(condition: object, name: str, value: object, fix: str) -> None:
+    if not condition:
+        raise ConfigError(name, value, fix)

@@ -1,0 +1,161 @@
+"""A whole training run: target, data, draft, training, export, validation, report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from guided_spec.bench.workload import WorkItem
+from guided_spec.errors import ConfigError
+from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.training.corpus import Corpus
+from guided_spec.training.feature_files import KeptFeatures
+from guided_spec.training.features import Features, OnlineFeatures
+from guided_spec.training.options import TrainOptions
+from guided_spec.training.processes import make_accelerator, shard_layers
+from guided_spec.training.registry import find_algorithm
+from guided_spec.training.trainer import Trainer, TrainingResult
+from guided_spec.training.validation import decode_heldout
+from guided_spec.types import SamplingParams
+
+__all__ = ["REPORT", "TrainingReport", "train"]
+
+REPORT = "training.json"
+
+
+@dataclass(frozen=True)
+class TrainingReport:
+    """What came out of a run; ``REPORT`` in its output folder.
+
+    draft: the folder of the draft. steps, tokens, seconds: of training, over all processes; a
+    resumed run counts all of it. peak_cuda_bytes: of the main process; None without CUDA. metrics:
+    means over the steps since the last line of the log but one. heldout: the same of the held-out
+    documents. decoded: what decoding them with the draft gave; None where it was not asked for.
+    """
+
+    draft: str
+    layout: str
+    steps: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    peak_cuda_bytes: int | None
+    metrics: dict[str, float]
+    heldout: dict[str, float]
+    options: dict[str, Any]
+    algorithm_options: dict[str, Any]
+    decoded: dict[str, Any] | None = None
+
+    def write(self) -> None:
+        """Write it as JSON into the folder of the draft."""
+        text = json.dumps(asdict(self), indent=2, ensure_ascii=False)
+        (Path(self.draft) / REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> TrainingReport:
+    """Train a draft, export it, and try it out.
+
+    algorithm_options: keyword arguments, the fields of the algorithm's ``config_class``.
+    In a run of several processes each of them has to call it; all get the report, the main one
+    writes the files. Raises ConfigError and ModelError.
+    """
+    algorithm = _algorithm(options)
+    masked = options.grammar_masks == "loss"
+    forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
+    accelerator = make_accelerator(options)
+    target = load_model(options.target, dtype=options.target_dtype, device=accelerator.device)
+    target.requires_grad_(requires_grad=False)
+    tokenizer = load_tokenizer(options.target)
+    corpus = Corpus.load(options, accelerator, target, tokenizer)
+    model = algorithm.from_training_args(
+        target.config.get_text_config(decoder=True),
+        target=target,
+        vocabulary=corpus.draft_vocabulary(accelerator.device),
+        **algorithm_options,
+    )
+    layout = _layout(options, tuple(model.layouts))
+    shard_layers(accelerator, model.layers)
+    features = _features(options, target, tuple(model.feature_layers))
+    trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
+    result = trainer.run(Path(options.output))
+    tensors = accelerator.get_state_dict(trainer.model)
+    report = _report(options, algorithm_options, result, layout)
+    if accelerator.is_main_process:
+        draft = accelerator.unwrap_model(trainer.model)
+        draft.export(Path(options.output), layout=layout, tensors=tensors)
+        report.write()
+        report = _decode(
+            report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
+        )
+    accelerator.end_training()
+    return report
+
+
+def _algorithm(options: TrainOptions) -> Any:
+    algorithm = find_algorithm(options.algorithm)
+    if options.draft_vocab_size is not None and not algorithm.reduced_vocabulary:
+        fix = f"{options.algorithm} drafts score all tokens of the target; leave it out"
+        raise ConfigError("draft_vocab_size", options.draft_vocab_size, fix)
+    return algorithm
+
+
+def _layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
+    if options.layout is not None and options.layout not in layouts:
+        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
+        raise ConfigError("layout", options.layout, fix)
+    return options.layout or layouts[0]
+
+
+def _features(options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...]) -> Features:
+    online = OnlineFeatures(target, layers)
+    if options.features is None:
+        return online
+    return KeptFeatures(Path(options.features), layers, online)
+
+
+def _report(
+    options: TrainOptions,
+    algorithm_options: Mapping[str, Any],
+    result: TrainingResult,
+    layout: str,
+) -> TrainingReport:
+    progress = result.progress
+    return TrainingReport(
+        draft=options.output,
+        layout=layout,
+        steps=progress.step,
+        tokens=progress.tokens,
+        seconds=progress.seconds,
+        tokens_per_second=progress.tokens / max(progress.seconds, 1e-9),
+        peak_cuda_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        metrics=result.metrics,
+        heldout=result.heldout,
+        options=asdict(options),
+        algorithm_options=dict(algorithm_options),
+    )
+
+
+def _decode(
+    report: TrainingReport,
+    options: TrainOptions,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    items: Sequence[WorkItem],
+) -> TrainingReport:
+    """The report with what decoding gave, written again; unchanged where there are no items."""
+    if not items:
+        return report
+    params = SamplingParams(max_tokens=options.decode_max_tokens)
+    draft = Path(options.output)
+    counted = decode_heldout(
+        target, tokenizer, draft, items, params, num_draft_tokens=options.num_draft_tokens
+    )
+    report = replace(report, decoded=counted.as_dict())
+    report.write()
+    return report

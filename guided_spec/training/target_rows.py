@@ -1,0 +1,98 @@
+"""The target's distributions at the places of a batch that are trained on.
+
+They are the same at every depth of an unroll, so that they are made once a batch: one row a token
+of an answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.training.batch import TargetStates, TrainingBatch
+from guided_spec.training.target_head import TargetHead
+
+__all__ = ["TargetRows", "forbid"]
+
+
+@dataclass(frozen=True)
+class TargetRows:
+    """N rows, one a token of an answer; D draft tokens.
+
+    index: int64 [B, T], the row of the token at a place; -1 where it is not trained on.
+    logits: float32 [N, D], the target's, of the draft's tokens, legal or not.
+    total: float32 [N], the log of the sum of the exponentials of all V logits that are legal.
+    top: int64 [N], the target's likeliest legal token, as a target id.
+    token: int64 [N], the document's own token, as a draft id; -1 where the draft does not know it.
+    legal: bool [N, D], the draft's tokens that the grammar allows; None where it forbids nothing.
+    target_ids: int64 [D], the target id of each draft token; None where they are the same.
+    """
+
+    index: Tensor
+    logits: Tensor
+    total: Tensor
+    top: Tensor
+    token: Tensor
+    legal: Tensor | None
+    target_ids: Tensor | None
+
+    @classmethod
+    @torch.no_grad()
+    def build(
+        cls,
+        batch: TrainingBatch,
+        states: TargetStates,
+        head: TargetHead,
+        vocabulary: DraftVocabulary | None,
+    ) -> TargetRows:
+        """The rows of ``batch.loss_mask``; the token at place a is predicted from place a - 1."""
+        places = batch.loss_mask.clone()
+        places[:, 0] = False
+        index = places.flatten().cumsum(0).view_as(places) - 1
+        before = places.roll(-1, 1)  # nothing stands at place 0, so nothing wraps around
+        logits = head.logits(head.normed(states.last[before])).float()
+        legal = _legal(batch, places, logits.shape[-1])
+        tokens, allowed = batch.token_ids[places], forbid(logits, legal)
+        total, top = allowed.logsumexp(-1), allowed.argmax(-1)
+        target_ids = None
+        if vocabulary is not None:
+            target_ids = vocabulary.target_ids.to(logits.device)
+            logits = logits[:, target_ids]
+            legal = None if legal is None else legal[:, target_ids]
+            tokens = _draft_ids(target_ids, vocabulary.target_size)[tokens]
+        return cls(index.where(places, -1), logits, total, top, tokens, legal, target_ids)
+
+    def at_depth(self, depth: int) -> Tensor:
+        """int64 [B, T]: at place p the row of token p + 2 + depth; -1 where there is none."""
+        shifted = torch.full_like(self.index, -1)
+        offset = 2 + depth
+        if offset < self.index.shape[1]:
+            shifted[:, :-offset] = self.index[:, offset:]
+        return shifted
+
+
+def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:
+    """Float logits [n, D] with the least finite number at tokens that are not ``legal``.
+
+    Finite, because softmax and its gradient are NaN where a row has -inf against -inf.
+    """
+    if legal is None:
+        return logits
+    return logits.masked_fill(~legal, torch.finfo(logits.dtype).min)
+
+
+def _legal(batch: TrainingBatch, places: Tensor, vocab_size: int) -> Tensor | None:
+    if len(batch.bitmask) == 1:  # the row that forbids nothing
+        return None
+    return unpack_bitmask(batch.bitmask[batch.mask_rows[places]], vocab_size)
+
+
+def _draft_ids(target_ids: Tensor, target_size: int) -> Tensor:
+    """int64 [V]: the draft id of each target token, -1 for those the draft does not know."""
+    ids = torch.full((target_size,), -1, dtype=torch.int64, device=target_ids.device)
+    ids[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
+    return ids

@@ -1,0 +1,106 @@
+"""How good a draft is on documents it was not trained on: by its metrics, and by decoding."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from guided_spec.bench.measurement import Measurement, measure_completions
+from guided_spec.bench.validity import is_valid
+from guided_spec.bench.workload import WorkItem
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Completion
+from guided_spec.errors import ModelError
+from guided_spec.training.algorithm import Metric
+from guided_spec.training.batch import TrainingBatch
+from guided_spec.training.features import Features
+from guided_spec.training.metrics import MetricSums, acceptance_lengths
+from guided_spec.types import SamplingParams
+
+__all__ = ["decode_heldout", "evaluate"]
+
+BATCH_SIZE = 8  # documents decoded at a time
+
+
+@torch.no_grad()
+def evaluate(
+    accelerator: Any,
+    model: Any,
+    features: Features,
+    batches: Iterable[TrainingBatch],
+    forward: Mapping[str, Any],
+) -> dict[str, float]:
+    """Mean metrics of ``model`` over all processes' batches, and the acceptance lengths they mean.
+
+    model: as accelerate prepared it; it is left in training mode. forward: keyword arguments of it.
+    Every process has to call it, with as many batches.
+    """
+    sums = MetricSums()
+    model.eval()
+    for loaded in batches:
+        batch = loaded.to(accelerator.device)
+        output = model(batch, features(batch), **forward)
+        sums.add({**output.metrics, "loss": Metric(output.loss, torch.ones_like(output.loss))})
+    model.train()
+    means = sums.means(accelerator)
+    return {**means, **acceptance_lengths(means)}
+
+
+def decode_heldout(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Path,
+    items: Sequence[WorkItem],
+    params: SamplingParams,
+    *,
+    num_draft_tokens: int,
+) -> Measurement:
+    """Decode the answers of ``items`` with the exported draft, each under its own grammar.
+
+    draft: the folder it was exported to. items: at least one, with prompts of token ids. params:
+    how to sample; their grammar is not used.
+    ``valid`` and ``acceptance_length`` of the result are what to look at. Raises ModelError when
+    the draft does not load, or a request fails.
+    """
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "num_draft_tokens": num_draft_tokens,
+        "max_batch_size": BATCH_SIZE,
+        "max_model_len": _context(target, items, params),
+    }
+    wanted = [replace(params, grammar=item.grammar) for item in items]
+    with LLM(target, "auto", draft=str(draft), **settings) as llm:
+        started = time.perf_counter()
+        outputs = llm.generate([item.prompt for item in items], wanted)
+        seconds = time.perf_counter() - started
+    completions = [output.completions[0] for output in outputs]
+    failed = next((completion.error for completion in completions if completion.error), None)
+    if failed is not None:
+        raise ModelError(f"draft={str(draft)!r}: a held-out document failed: {failed}")
+    valid = _valid_share(completions, items)
+    return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
+
+
+def _context(
+    target: PreTrainedModel, items: Sequence[WorkItem], params: SamplingParams
+) -> int | None:
+    """What the longest request takes, as far as the target's own limit allows it."""
+    config: Any = target.config.get_text_config(decoder=True)
+    needed = max(len(item.prompt) for item in items) + params.max_tokens
+    return min(needed, getattr(config, "max_position_embeddings", None) or needed)
+
+
+def _valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:
+    """The share of the finished texts that match their grammars."""
+    judged = [
+        is_valid(completion.text, item.grammar)
+        for completion, item in zip(completions, items, strict=True)
+        if completion.finish_reason == "stop"
+    ]
+    return sum(judged) / len(judged) if judged else 1.0

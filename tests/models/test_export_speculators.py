@@ -1,0 +1,78 @@
+"""speculators loads what is saved in its layout, and gives the same logits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from guided_spec.models.head_config import HeadShape
+from guided_spec.models.head_export import save_head
+from tests.models.equations import cached_logits, draw_texts
+from tests.models.fresh import fresh_head, spread
+from tests.models.head_steps import HeadSteps
+from tests.models.mtp_checkpoints import TEXTS
+from tests.models.speculators_models import eagle3_logits, mtp_logits
+from tests.models.tiny import build
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of speculators' own dependencies
+STEPS = 3
+
+
+@pytest.mark.parametrize("embedding", ["omit", "copy"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama3_rope", {"norm_before_residual": True}),
+        ("llama", {"draft_vocab_size": None, "fc_norm": True}),
+        ("qwen3", {"norm_before_fc": True, "norm_output": True, "shape": HeadShape(2)}),
+        ("qwen3", {"model_type": "qwen3", "aux_hidden_layers": (0, 1, 3, 4)}),
+    ],
+)
+def test_eagle3(tmp_path: Path, name: str, options: dict[str, Any], embedding: Any) -> None:
+    pytest.importorskip("speculators")
+    target: Any = build(name)
+    head = fresh_head("eagle3", target, **options)
+    spread(head)
+    save_target(target, tmp_path / "target")
+    arguments: Any = {"dtype": torch.float32, "embedding": embedding}
+    save_head(head, tmp_path, layout="speculators", target=target, **arguments)
+    (text,) = draw_texts([7], 32 * len(head.aux_hidden_layers), 64, drafts=STEPS)
+    wanted = eagle3_logits(tmp_path, text, steps=STEPS)
+    for position in range(7):
+        # At position p, its step k saw features up to p only, then k recycled states.
+        tokens = text.tokens[: position + STEPS]
+        prefix = text._replace(states=text.states[: position + 1], tokens=tokens)
+        (logits,) = cached_logits(head, [prefix], drafts=STEPS - 1)
+        for step in range(min(STEPS, 7 - position)):
+            ours, theirs = logits[position + step], wanted[step][position]
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
+@torch.no_grad()
+def test_mtp(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("speculators")
+    target: Any = build(name)
+    head = fresh_head("qwen_mtp", target)
+    spread(head)
+    save_target(target, tmp_path / "target")
+    arguments: Any = {"dtype": torch.float32, "speculative_tokens": STEPS}
+    save_head(head, tmp_path, layout="speculators", target=target, **arguments)
+    text = torch.tensor([TEXTS[0]])
+    hidden = target.model(text).last_hidden_state
+    expected = mtp_logits(tmp_path, text, hidden)
+    assert len(expected) == STEPS
+    length = text.shape[1] - STEPS - 1
+    for step, scores in enumerate(expected):
+        ids = text[:, step + 1 : step + 1 + length]
+        hidden = HeadSteps(head, slots=[0]).forward(ids, hidden[:, :length], [0], [length])
+        torch.testing.assert_close(head.logits(hidden), scores, atol=1e-5, rtol=1e-5)
+
+
+def save_target(target: Any, folder: Path) -> None:
+    """Where the head says that its verifier is."""
+    target.save_pretrained(folder)
+    target.config.name_or_path = str(folder)

@@ -1,0 +1,172 @@
+"""Mask rows of answers: the rows of a matcher that walks along, or none."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.grammar.xgrammar import XGrammarBackend
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.training.data.dataset import load_examples, read_grammar_text, write_grammar_text
+from guided_spec.training.data.grammar_masks import GrammarMasks
+from guided_spec.training.data.mask_table import MaskTable
+from tests.grammar.walks import BYTES, EOS
+
+SCHEMA = write_grammar_text(
+    GrammarSpec.json_schema({"type": "object", "properties": {"a": {"type": "string"}}})
+)
+WORDS = write_grammar_text(GrammarSpec.regex("ab*c?"))
+
+
+@pytest.fixture(scope="module")
+def masks(vocabulary: Vocabulary) -> GrammarMasks:
+    return GrammarMasks(vocabulary)
+
+
+def test_rows_are_those_of_a_matcher(heldout: Path, tokenizer: Any, masks: GrammarMasks) -> None:
+    dataset = load_examples([heldout], tokenizer, stop_ids=[0], max_length=512, limit=30)
+    backend = XGrammarBackend(masks.vocabulary)
+    for row in dataset:
+        start, grammar = int(row["answer_start"]), row["grammar"]
+        rows = masks.rows(row["input_ids"], start, grammar)
+        answer = row["input_ids"][start:].tolist()
+        assert rows is not None
+        assert rows.shape == (len(answer), 128)
+        legal = unpack_bitmask(torch.from_numpy(rows), 4096)
+        assert legal[torch.arange(len(answer)), answer].all()
+        spec = read_grammar_text(grammar)
+        assert spec is not None
+        matcher = backend.compile(spec).new_matcher()
+        expected = np.zeros((1, 128), dtype=np.int32)
+        for token, found in zip(answer, rows, strict=True):
+            matcher.fill_next_token_bitmask(expected, 0)
+            np.testing.assert_array_equal(found, expected[0])
+            assert matcher.accept_token(token)
+        assert matcher.is_terminated()
+    assert (masks.rejected, masks.failed) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("text", "stop", "is_legal"),
+    [
+        (b"abbc", (EOS,), True),
+        (b"abb", (EOS,), True),
+        (b"abb", (), True),  # cut: so far it is a text of the grammar
+        (b"", (), True),
+        (b"", (EOS,), False),
+        (b"abbx", (EOS,), False),
+        (b"abbcc", (EOS,), False),
+        (b"a", (EOS, ord("b")), False),  # behind the end nothing may stand
+        (b"a", (EOS, EOS), False),
+        (b"a", (500,), False),  # no token of the vocabulary
+    ],
+)
+def test_texts_of_a_grammar_and_others(text: bytes, stop: tuple[int, ...], is_legal: bool) -> None:  # noqa: FBT001
+    masks = GrammarMasks(BYTES)
+    rows = masks.rows([7, 7, *text, *stop], 2, WORDS)
+    assert masks.rejected == (not is_legal)
+    if is_legal:
+        assert rows is not None
+        assert len(rows) == len(text) + len(stop)
+    else:
+        assert rows is None
+
+
+def test_whitespace_that_was_not_asked_for(tokenizer: Any, masks: GrammarMasks) -> None:
+    spec = GrammarSpec.json_schema(json.loads(json.loads(SCHEMA)["source"]), any_whitespace=True)
+    token_ids = [*tokenizer('{"a":\n"b"}')["input_ids"], 0]
+    assert masks.rows(token_ids, 0, SCHEMA) is None
+    assert masks.rows(token_ids, 0, write_grammar_text(spec)) is not None
+
+
+def test_broken_grammars_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    masks = GrammarMasks(BYTES, cache_size=2)
+    broken = write_grammar_text(GrammarSpec.regex("("))
+    with caplog.at_level(logging.WARNING):
+        assert masks.rows([97], 0, broken) is None
+        assert masks.rows([97], 0, broken) is None
+        assert masks.rows([98], 0, WORDS) is None
+        assert masks.rows([98], 0, WORDS) is None
+    assert masks.rows([98], 0, "") is None
+    assert (masks.failed, masks.rejected) == (1, 2)  # a failure is remembered
+    assert len(caplog.messages) == 2
+    assert "does not compile" in caplog.messages[0]
+    assert "token 0" in caplog.messages[1]
+
+
+def test_the_least_recently_used_grammar_goes_first() -> None:
+    masks = GrammarMasks(BYTES, cache_size=2)
+    texts = [write_grammar_text(GrammarSpec.regex(letter)) for letter in "abc"]
+    first, second = masks.compile(texts[0]), masks.compile(texts[1])
+    assert masks.compile(texts[0]) is first
+    masks.compile(texts[2])
+    assert masks.compile(texts[0]) is first
+    assert masks.compile(texts[1]) is not second
+
+
+def _rows_in_worker(masks: GrammarMasks) -> tuple[int, list[list[int]]]:
+    rows = masks.rows(b"ab", 0, WORDS)
+    assert rows is not None
+    return os.getpid(), rows.tolist()
+
+
+MASKS = GrammarMasks(BYTES)
+
+
+def _rows_behind_a_fork() -> tuple[int, list[list[int]], int]:
+    return *_rows_in_worker(MASKS), MASKS.rejected
+
+
+def test_masks_travel_to_other_processes() -> None:
+    here = MASKS.rows(b"ab", 0, WORDS)
+    assert here is not None
+    assert MASKS.rows(b"x", 0, WORDS) is None
+    copied = pickle.loads(pickle.dumps(MASKS))
+    assert copied.rejected == 0
+    assert _rows_in_worker(copied)[1] == here.tolist()
+    for method in ("spawn", "fork"):
+        context = multiprocessing.get_context(method)
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            pid, rows = pool.submit(_rows_in_worker, MASKS).result(timeout=120)
+            assert pid != os.getpid()
+            assert rows == here.tolist()
+            if method == "fork":
+                pid, rows, rejected = pool.submit(_rows_behind_a_fork).result(timeout=120)
+                assert (rows, rejected) == (here.tolist(), 0)
+
+
+def test_a_table_keeps_each_row_once() -> None:
+    masks = GrammarMasks(BYTES)
+    compiled = masks.compile(SCHEMA)
+    assert compiled is not None
+    table = MaskTable(100, BYTES.vocab_size)
+    text = b'{"a": "bbbbbbbbbbbb"}'
+    slots = masks.fill(table, [*text, EOS], 0, SCHEMA)
+    assert slots is not None
+    assert len({*slots[8:18]}) == 1  # inside the string
+    assert len(table) < len(text)
+    length = len(table)
+    kept = table.rows().clone()
+    assert masks.fill(table, [*text, EOS], 0, SCHEMA) == slots
+    assert masks.fill(table, b'{"a": "b"x', 0, SCHEMA) is None
+    assert masks.fill(table, b"aby", 0, WORDS) is None  # new rows, all taken back
+    assert len(table) == length
+    assert torch.equal(table.rows(), kept)
+    assert (table.rows()[0] == -1).all()
+    words = masks.fill(table, b"abc", 0, WORDS)
+    assert words is not None
+    expected = masks.rows(b"abc", 0, WORDS)
+    np.testing.assert_array_equal(table.rows().numpy()[words], expected)
+    assert torch.equal(table.rows()[:length], kept)

@@ -1,0 +1,234 @@
+"""Every algorithm learns one batch by heart, and what it exports drafts what it learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from guided_spec import SamplingParams
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.loading import load_model
+from guided_spec.ops.bitmask import num_mask_words, pack_bitmask
+from guided_spec.training.algorithm import TrainingOutput
+from guided_spec.training.batch import TrainingBatch
+from guided_spec.training.features import OnlineFeatures
+from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm, register
+from tests.models.tiny import build
+from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_tokenizer
+
+STEPS = 4
+
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "eagle": ("eagle", "llama", {}),
+    "eagle3": ("eagle3", "llama", {}),
+    "eagle3 of two layers": ("eagle3", "qwen3", {"num_layers": 2, "norm_output": True}),
+    "mtp of Qwen": ("mtp", "qwen3_5", {}),
+    "mtp of DeepSeek": ("mtp", "deepseek_v3", {}),
+    "two modules of GLM": ("mtp", "glm4_moe", {"num_modules": 2}),
+    "mtp of Llama": ("mtp", "llama", {"form": "qwen"}),
+    "draft_model": (
+        "draft_model",
+        "llama",
+        {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2},
+    ),
+}
+
+
+class Case(NamedTuple):
+    """A draft in training, its target, a batch, and the options it was made with."""
+
+    model: Any
+    target: PreTrainedModel
+    batch: TrainingBatch
+    options: dict[str, Any]
+    name: str
+    key: str
+
+    def run(self, *, masked: bool = False) -> TrainingOutput:
+        states = OnlineFeatures(self.target, self.model.feature_layers)(self.batch)
+        kwargs, _ = self.model.get_trainer_kwargs(masked=masked, **self.options)
+        output: TrainingOutput = self.model(self.batch, states, **kwargs)
+        return output
+
+
+def greedy_texts(target: PreTrainedModel, count: int, length: int) -> torch.Tensor:
+    """The target's own greedy texts, as a run that regenerates its answers trains on."""
+    model: Any = target
+    prompts = torch.randint(2, VOCAB_SIZE, (count, 3), generator=torch.Generator().manual_seed(2))
+    texts: torch.Tensor = model.generate(
+        prompts,
+        attention_mask=torch.ones_like(prompts),
+        max_new_tokens=length - 3,
+        min_new_tokens=length - 3,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return texts
+
+
+def make_case(folder: Path, key: str) -> Case:
+    name, kind, changes = CASES[key]
+    built = build(kind, vocab_size=VOCAB_SIZE)
+    built.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    target = load_model(folder, device="cpu")
+    target.requires_grad_(requires_grad=False)
+    tokens = greedy_texts(target, count=3, length=12)
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[:, :3] = False
+    batch = TrainingBatch(
+        tokens,
+        mask,
+        torch.full((3,), 12),
+        torch.full((1, num_mask_words(VOCAB_SIZE)), -1, dtype=torch.int32),
+        torch.zeros_like(tokens),
+        torch.arange(3),
+    )
+    algorithm = find_algorithm(name)
+    options = {"ttt_steps": STEPS, "loss": "cross_entropy", **changes}
+    vocabulary = None
+    if algorithm.reduced_vocabulary:
+        known = sorted(set(range(0, VOCAB_SIZE, 2)) | set(tokens.flatten().tolist()))
+        vocabulary = DraftVocabulary(torch.tensor(known), VOCAB_SIZE)
+    torch.manual_seed(0)
+    config = target.config.get_text_config(decoder=True)
+    model = algorithm.from_training_args(config, target=target, vocabulary=vocabulary, **options)
+    return Case(model, target, batch, options, name, key)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    case = make_case(tmp_path_factory.mktemp("target"), request.param)
+    optimizer = torch.optim.Adam(case.model.parameters(), lr=3e-3)
+    for _ in range(150):
+        loss = case.run().loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(case.model.parameters(), 1.0)
+        optimizer.step()
+    return case
+
+
+def test_one_batch_by_heart(trained: Case) -> None:
+    with torch.no_grad():
+        output = trained.run()
+    for depth in range(STEPS):
+        metric = output.metrics[f"accept_{depth}"]
+        assert metric.count > 0
+        assert metric.total / metric.count > 0.95
+    tokens = trained.batch.token_ids
+    for depth in range(STEPS):
+        found = output.output[depth][:, : 10 - depth]
+        assert ((found == tokens[:, 2 + depth :]) | (found == -1)).float().mean() > 0.95
+
+
+def test_the_target_is_not_touched(trained: Case) -> None:
+    owned = {id(p) for p in trained.model.parameters()}
+    assert not owned & {id(p) for p in trained.target.parameters()}
+    assert all(p.grad is None for p in trained.target.parameters())
+    assert all(p.dtype == torch.float32 for p in trained.model.parameters())
+    assert {id(p) for p in trained.model.layers.parameters()} <= owned
+
+
+def test_every_parameter_is_trained(trained: Case) -> None:
+    trained.model.zero_grad()
+    trained.run().loss.backward()
+    idle = [name for name, p in trained.model.named_parameters() if p.grad is None]
+    # Routers' biases are moved by the balance of the experts, not by gradients.
+    assert [name for name in idle if "e_score_correction_bias" not in name] == []
+
+
+def test_what_is_exported_drafts_what_was_learnt(trained: Case, tmp_path: Path) -> None:
+    """In every layout; the prompts are the batch's, and nearly all drafts stay."""
+    for layout in trained.model.layouts:
+        folder = tmp_path / layout
+        if layout == "speculators" and trained.name == "mtp" and "Qwen" not in trained.key:
+            with pytest.raises(ModelError, match="layout="):
+                trained.model.export(folder, layout=layout)
+            continue
+        trained.model.export(folder, layout=layout)
+        with make_llm(trained.target, "auto", draft=str(folder)) as llm:
+            prompts = [row[:3].tolist() for row in trained.batch.token_ids]
+            outputs = llm.generate(prompts, SamplingParams(max_tokens=9, ignore_eos=True))
+        for output, row in zip(outputs, trained.batch.token_ids, strict=True):
+            assert list(output.token_ids) == row[3:].tolist()
+            assert sum(output.stats.accepted) >= 0.8 * sum(output.stats.drafted) > 0
+
+
+def test_a_state_dict_is_exported_instead(trained: Case, tmp_path: Path) -> None:
+    """As a sharded run has it: the module's own weights may be anything."""
+    layout = trained.model.layouts[0]
+    state = {name: tensor.clone() for name, tensor in trained.model.state_dict().items()}
+    trained.model.export(tmp_path / "own", layout=layout)
+    changed = {
+        name: tensor + 1 if tensor.is_floating_point() else tensor for name, tensor in state.items()
+    }
+    trained.model.export(tmp_path / "given", layout=layout, tensors=state)
+    trained.model.export(tmp_path / "changed", layout=layout, tensors=changed)
+    own, given, other = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("own", "given", "changed")
+    )
+    assert own == given
+    assert own != other
+
+
+def test_masks_change_the_loss_only_when_asked(trained: Case) -> None:
+    legal = torch.ones(2, VOCAB_SIZE, dtype=torch.bool)
+    legal[1] = False
+    legal[1, trained.batch.token_ids.flatten().unique()] = True
+    rows = trained.batch.loss_mask.long()
+    constrained = trained._replace(
+        batch=trained.batch._replace(bitmask=pack_bitmask(legal), mask_rows=rows)
+    )
+    with torch.no_grad():
+        plain = trained.run()
+        metrics_only, in_the_loss = constrained.run(), constrained.run(masked=True)
+    torch.testing.assert_close(metrics_only.loss, plain.loss)
+    assert not in_the_loss.loss.isclose(plain.loss, rtol=1e-3)
+    assert metrics_only.metrics["accept_1"] == in_the_loss.metrics["accept_1"]
+
+
+def test_starting_from_a_checkpoint(trained: Case, tmp_path: Path) -> None:
+    layout = trained.model.layouts[0]
+    trained.model.export(tmp_path, layout=layout)
+    kind = type(trained.model)
+    again = kind.from_training_args(
+        trained.target.config.get_text_config(decoder=True),
+        target=trained.target,
+        vocabulary=None,
+        **{**trained.options, "init": str(tmp_path)},
+    )
+    for (name, p), (other, q) in zip(
+        trained.model.named_parameters(), again.named_parameters(), strict=True
+    ):
+        assert name == other
+        assert q.requires_grad == p.requires_grad
+        torch.testing.assert_close(q, p.to(torch.bfloat16).float(), rtol=1e-2, atol=1e-3)
+
+
+@pytest.fixture
+def _registry() -> Iterator[None]:
+    kept = dict(ALGORITHMS)
+    yield
+    ALGORITHMS.clear()
+    ALGORITHMS.update(kept)
+
+
+@pytest.mark.usefixtures("_registry")
+def test_registry() -> None:
+    @register("mine")
+    class Mine:
+        pass
+
+    assert find_algorithm("mine") is Mine
+    assert algorithm_names() == ["draft_model", "eagle", "eagle3", "mine", "mtp"]
+    with pytest.raises(ConfigError, match="name='mine': is taken"):
+        register("mine")(int)
+    with pytest.raises(ConfigError, match="must be one of draft_model, eagle"):
+        find_algorithm("eagle4")

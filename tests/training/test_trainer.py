@@ -1,0 +1,174 @@
+"""Whole runs of a toy draft: it learns, it can be killed and resumed, it runs in processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.training.run import TrainingReport, train
+from tests.training.toy_algorithm import make_options, write_documents, write_target
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_target(tmp_path_factory.mktemp("target"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_documents(tmp_path_factory.mktemp("data") / "documents.jsonl", 24)
+
+
+def run(target: str, data: str, output: Path, **changes: Any) -> TrainingReport:
+    own: dict[str, Any] = {"aux_layer": 1}
+    own |= {name: changes.pop(name) for name in ("spoil_step", "stop_step") if name in changes}
+    return train(make_options(target, data, output, **changes), own)
+
+
+def lines(output: Path) -> list[dict[str, Any]]:
+    """What was logged, without what depends on the clock."""
+    path = output / "logs" / "metrics.jsonl"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{n: v for n, v in line.items() if n != "tokens_per_second"} for line in found]
+
+
+def test_the_loss_falls(target: str, data: str, tmp_path: Path) -> None:
+    report = run(target, data, tmp_path, epochs=12, gradient_accumulation=2, eval_every=4)
+    logged = lines(tmp_path)
+    losses = [line["loss"] for line in logged if "loss" in line]
+    assert len(losses) == report.steps
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    assert report.metrics["loss"] == losses[-1]
+    validated = [line["heldout_loss"] for line in logged if "heldout_loss" in line]
+    assert len(validated) == (report.steps - 1) // 4 + 1
+    assert report.heldout["loss"] == validated[-1] < validated[0]
+    assert report.heldout["acceptance_length"] == 1 + report.heldout["accept_0"]
+    assert json.loads((tmp_path / "training.json").read_text())["steps"] == report.steps
+    assert report.tokens > 0
+    assert report.peak_cuda_bytes is None
+    assert any((tmp_path / "logs").glob("events.out.tfevents.*"))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> None:
+    run(target, data, tmp_path, max_steps=8, epochs=4, warmup_share=0.25)
+    rates = [line["rate"] for line in lines(tmp_path) if "rate" in line]
+    assert rates[:3] == [0.005, 0.01, 0.01]
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert 0.001 < rates[-1] < 0.003
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    target: str, data: str, tmp_path: Path
+) -> None:
+    settings = {"epochs": 4, "save_every": 2, "gradient_accumulation": 2, "batch_tokens": 600}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    run(target, data, whole, **settings)
+    with pytest.raises(KeyboardInterrupt):
+        run(target, data, killed, stop_step=14, **settings)  # the second forward of step 7
+    assert [line["step"] for line in lines(killed)] == [1, 2, 3, 4, 5, 6]
+    kept = sorted(path.name for path in (killed / "checkpoints").iterdir())
+    assert kept == ["step_000004", "step_000006"]
+    newest = json.loads((killed / "checkpoints" / kept[-1] / "progress.json").read_text())
+    assert newest["progress"]["batch"] > 0  # within an epoch
+    (killed / "checkpoints" / "unfinished").mkdir()  # as a kill while saving leaves it
+    report = run(target, data, killed, resume=True, **settings)
+    assert report.steps == lines(whole)[-1]["step"] > 8
+    assert lines(killed) == lines(whole)
+    expected, found = (load_file(folder / "model.safetensors") for folder in (whole, killed))
+    assert expected.keys() == found.keys()
+    assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_checkpoints_of_another_run_are_not_gone_on_from(
+    target: str, data: str, tmp_path: Path
+) -> None:
+    settings = {"max_steps": 2, "save_every": 1}
+    run(target, data, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=r"output=.*pass --resume"):
+        run(target, data, tmp_path, **settings)
+    with pytest.raises(ConfigError, match=r"seed=7: was 0 in .*step_000002"):
+        run(target, data, tmp_path, resume=True, seed=7, **settings)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(target: str, data: str, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation": 2, "log_every": 5, "epochs": 4}
+    with pytest.raises(ModelError, match="step 3: the loss is nan; lower learning_rate"):
+        run(target, data, tmp_path, spoil_step=6, **settings)
+
+
+def test_a_run_without_a_step_is_refused(target: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="gradient_accumulation=100: .* make no step"):
+        run(target, data, tmp_path, gradient_accumulation=100)
+
+
+def test_what_an_algorithm_cannot_do_is_refused(target: str, data: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="layout='other': this toy draft is written as plain"):
+        run(target, data, tmp_path, layout="other")
+    with pytest.raises(ConfigError, match="sharding='fsdp': needs CUDA devices"):
+        run(target, data, tmp_path, sharding="fsdp")
+
+
+def test_a_reduced_vocabulary_reaches_the_draft(target: str, data: str, tmp_path: Path) -> None:
+    run(target, data, tmp_path, max_steps=1, draft_vocab_size=90)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["target_ids"].shape == (90,)
+    assert tensors["score.weight"].shape[0] == 90
+
+
+def test_masks_can_be_left_out(target: str, data: str, tmp_path: Path) -> None:
+    assert run(target, data, tmp_path, max_steps=1, grammar_masks="off").steps == 1
+
+
+def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Path) -> None:
+    regenerate = {"regenerate": True, "regenerate_max_tokens": 400, "regenerate_temperature": 1.0}
+    run(target, data, tmp_path, max_steps=1, limit=6, max_length=1024, **regenerate)
+    written = (tmp_path / "regenerated" / "part_0_of_1.jsonl").read_text().splitlines()
+    assert 0 < len(written) <= 6
+    assert all(json.loads(line)["response"] for line in written)
+    assert sorted(path.name for path in (tmp_path / "regenerated").iterdir()) == [
+        "part_0_of_1.jsonl"
+    ]
+
+
+def test_features_are_written_once_and_read_again(target: str, data: str, tmp_path: Path) -> None:
+    features = tmp_path / "features"
+    settings = {"epochs": 2, "features": str(features)}
+    first = run(target, data, tmp_path / "first", **settings)
+    stamps = {path.name: path.stat().st_mtime_ns for path in features.iterdir()}
+    assert len(stamps) == 24
+    second = run(target, data, tmp_path / "second", **settings)
+    assert {path.name: path.stat().st_mtime_ns for path in features.iterdir()} == stamps
+    assert first.metrics == second.metrics
+    online = run(target, data, tmp_path / "online", epochs=2)
+    assert online.metrics == first.metrics
+
+
+def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
+        *("-m", "tests.training.two_processes", target, data, str(tmp_path)),
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    logged = lines(tmp_path)
+    assert [line["step"] for line in logged][:4] == [1, 2, 3, 4]
+    assert all(torch.tensor(line["loss"]).isfinite() for line in logged if "loss" in line)
+    exported = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(exported[name], first[name]) for name in exported)
