@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.models.attention_mask import MaskBuilder
 from guided_spec.models.hidden_capture import capture_hidden
 from guided_spec.models.kv_cache import SlotCache
@@ -120,6 +121,7 @@ class CausalLM:
             "use_cache": True,
         }
         with ExitStack() as stack:
+            stack.enter_context(shape_free_kernels())
             if self.has_linear_state:
                 stack.enter_context(recording())
             captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))

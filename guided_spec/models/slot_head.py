@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.models.attention_mask import MaskBuilder
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.kv_cache import SlotCache
@@ -220,14 +221,15 @@ class SlotHead:
         )
         self._cache.begin(plan)
         positions = plan.positions(self._device)
-        output: Tensor = self._run(
-            token_ids,
-            hidden,
-            module=module,
-            position_ids=positions,
-            attention_mask=self._masks.build(positions, plan.view, self._dtype),
-            past_key_values=self._cache,
-        )
+        with shape_free_kernels():
+            output: Tensor = self._run(
+                token_ids,
+                hidden,
+                module=module,
+                position_ids=positions,
+                attention_mask=self._masks.build(positions, plan.view, self._dtype),
+                past_key_values=self._cache,
+            )
         return output
 
     def _index(self, slots: Sequence[int]) -> Tensor:

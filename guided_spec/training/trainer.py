@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.training.batch import TrainingBatch
 from guided_spec.training.checkpoints import Checkpoints, Progress
 from guided_spec.training.features import Features
@@ -87,7 +88,10 @@ class Trainer:
         started = time.perf_counter() - progress.seconds
         self.model.train()
         folder = output / "logs"
-        with RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log:
+        with (
+            shape_free_kernels(),
+            RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,
+        ):
             for batch in self._batches():
                 self._train_on(batch)
                 if self._accelerator.sync_gradients:

@@ -33,7 +33,16 @@ TEMPERATURES = (0.0, 0.7, 1.0)
 
 # name: (draft vocabulary, options of its algorithm)
 HEADS: dict[str, tuple[int | None, dict[str, Any]]] = {
-    "eagle3": (2048, {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}),
+    "eagle3": (
+        2048,
+        {
+            "aux_layers": [1, 3, 5],
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "head_dim": 48,
+            "intermediate_size": 640,
+        },
+    ),
     "mtp": (None, {}),
 }
 
