@@ -24,7 +24,8 @@ WARM_UP = 2  # requests run before the clock starts
 class Plan(NamedTuple):
     """What to run.
 
-    proposers: measured in this order, after plain constrained decoding (``none``).
+    proposers: measured in this order, after plain constrained decoding (``none``); ``name=draft``
+        is a proposer with another draft than the LLM's.
     """
 
     items: Sequence[WorkItem]
@@ -51,9 +52,10 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
         # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
         with ThreadPoolExecutor(1) as pool:
             measurements.append(pool.submit(_run_baseline, llm, plan, texts).result())
-    for name in plan.proposers:
+    for proposer in plan.proposers:
+        name, _, draft = proposer.partition("=")
         report(name)
-        completions, seconds = _run(llm.with_proposer(name), plan)
+        completions, seconds = _run(llm.with_proposer(name, draft or None), plan)
         measurements.append(_measure(name, completions, seconds, plan, texts))
     return measurements
 

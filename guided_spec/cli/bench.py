@@ -26,7 +26,9 @@ DEFAULT_PROPOSERS = (
 
 def bench(
     workload: Annotated[Path | None, typer.Argument(help="JSON Lines; see the docs.")] = None,
-    proposers: Annotated[str, typer.Option(help="Names, comma-separated.")] = DEFAULT_PROPOSERS,
+    proposers: Annotated[
+        str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
     draft_model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
@@ -49,7 +51,8 @@ def bench(
     with failures_as_messages():
         items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        plan = Plan(items, proposers.split(","), params, batch_size == 1 and temperature == 0)
+        names = (proposers or _default_proposers(model)).split(",")
+        plan = Plan(items, names, params, batch_size == 1 and temperature == 0)
         load: dict[str, Any] = {"device": device, "dtype": dtype}
         load = {name: value for name, value in load.items() if value is not None}
         load |= {"draft": draft_model, "max_batch_size": batch_size, "verifier": verifier}
@@ -59,6 +62,14 @@ def bench(
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     print_json(report) if as_json else stdout().print(_table(measurements))
+
+
+def _default_proposers(model: str | None) -> str:
+    """With the bundled model its draft heads too."""
+    if model is not None:
+        return DEFAULT_PROPOSERS
+    heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in ("eagle3", "mtp")]
+    return ",".join([DEFAULT_PROPOSERS, *heads])
 
 
 def _table(measurements: list[Measurement]) -> Table:

@@ -136,13 +136,16 @@ class LLM:
         finally:
             _cancel(requests)
 
-    def with_proposer(self, proposer: str) -> LLM:
+    def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
+
+        draft: as for the constructor; None is this one's own.
 
         The two must not generate at the same time: a model runs in one thread.
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
-        return LLM(self.model, proposer, draft=self._draft, tokenizer=self.tokenizer, **settings)
+        draft = self._draft if draft is None else draft
+        return LLM(self.model, proposer, draft=draft, tokenizer=self.tokenizer, **settings)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, as ``generate`` would see them. Raises PromptError."""

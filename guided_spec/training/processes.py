@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 from datetime import timedelta
@@ -14,7 +15,7 @@ from torch import nn
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.training.options import TrainOptions
 
-__all__ = ["make_accelerator", "shard_layers"]
+__all__ = ["close_accelerator", "make_accelerator", "shard_layers"]
 
 PACKAGES = ("accelerate", "datasets", "tensorboard")
 LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
@@ -54,6 +55,14 @@ def make_accelerator(options: TrainOptions) -> Any:
     )
     set_seed(options.seed)
     return accelerator
+
+
+def close_accelerator(accelerator: Any) -> None:
+    """End a run; nothing may use its model any more. One of several processes starts no other."""
+    # What is wrapped for several processes has to go before their connection does.
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
 
 
 def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:

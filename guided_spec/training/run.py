@@ -18,7 +18,7 @@ from guided_spec.training.corpus import Corpus
 from guided_spec.training.feature_files import KeptFeatures
 from guided_spec.training.features import Features, OnlineFeatures
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.processes import make_accelerator, shard_layers
+from guided_spec.training.processes import close_accelerator, make_accelerator, shard_layers
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.trainer import Trainer, TrainingResult
 from guided_spec.training.validation import decode_heldout
@@ -27,6 +27,7 @@ from guided_spec.types import SamplingParams
 __all__ = ["REPORT", "TrainingReport", "train"]
 
 REPORT = "training.json"
+TrainerKwargs = tuple[dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,18 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
     accelerator = make_accelerator(options)
+    report = _run(options, algorithm_options, algorithm, accelerator, forward)
+    close_accelerator(accelerator)
+    return report
+
+
+def _run(
+    options: TrainOptions,
+    algorithm_options: Mapping[str, Any],
+    algorithm: Any,
+    accelerator: Any,
+    forward: TrainerKwargs,
+) -> TrainingReport:
     target = load_model(options.target, dtype=options.target_dtype, device=accelerator.device)
     target.requires_grad_(requires_grad=False)
     tokenizer = load_tokenizer(options.target)
@@ -93,7 +106,6 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
         report = _decode(
             report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
         )
-    accelerator.end_training()
     return report
 
 

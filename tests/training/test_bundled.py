@@ -23,7 +23,7 @@ from guided_spec.training.bundled.tools import SLOTS, TOOLS
 from guided_spec.training.bundled.train import token_weights, use_causal_attention
 
 ASSETS = Path(str(files("guided_spec") / "assets"))
-SIZE_LIMIT = 20_000_000
+SIZE_LIMIT = 26_000_000
 
 
 def _check(document: Document) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.training.run import TrainingReport, train
@@ -155,20 +156,36 @@ def test_features_are_written_once_and_read_again(target: str, data: str, tmp_pa
     assert online.metrics == first.metrics
 
 
-def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
+def run_two(target: str, data: str, output: Path, *settings: str) -> dict[str, Tensor]:
+    """Train in two processes; what was exported. settings: sharding, steps, "resume" or "anew"."""
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "tests.training.two_processes", target, data, str(tmp_path)),
+        *("-m", "tests.training.two_processes", target, data, str(output), *settings),
     ]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     result = subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    first, second = (torch.load(tmp_path / f"rank_{rank}.pt") for rank in range(2))
+    exported: dict[str, Tensor] = load_file(output / "model.safetensors")
+    return exported
+
+
+def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
+    whole = run_two(target, data, tmp_path / "whole", "none", "4", "anew")
+    first, second = (torch.load(tmp_path / "whole" / f"rank_{rank}.pt") for rank in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-    logged = lines(tmp_path)
+    logged = lines(tmp_path / "whole")
     assert [line["step"] for line in logged][:4] == [1, 2, 3, 4]
     assert all(torch.tensor(line["loss"]).isfinite() for line in logged if "loss" in line)
-    exported = load_file(tmp_path / "model.safetensors")
-    assert all(torch.equal(exported[name], first[name]) for name in exported)
+    assert all(torch.equal(whole[name], first[name]) for name in first)
+
+
+def test_a_sharded_draft_is_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
+    """Spread over two processes, saved and resumed in the middle, gathered for the export."""
+    whole = run_two(target, data, tmp_path / "whole", "none", "4", "anew")
+    run_two(target, data, tmp_path / "parts", "fsdp", "2", "anew")
+    parts = run_two(target, data, tmp_path / "parts", "fsdp", "4", "resume")
+    assert whole.keys() == parts.keys()
+    for name, tensor in whole.items():
+        torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6, msg=name)

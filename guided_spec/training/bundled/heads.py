@@ -31,19 +31,31 @@ logger = logging.getLogger(__name__)
 STEPS = 5  # draft tokens, trained and evaluated
 TEMPERATURES = (0.0, 0.7, 1.0)
 
-# name: (draft vocabulary, options of its algorithm)
-HEADS: dict[str, tuple[int | None, dict[str, Any]]] = {
-    "eagle3": (
-        2048,
-        {
-            "aux_layers": [1, 3, 5],
-            "num_attention_heads": 8,
-            "num_key_value_heads": 2,
-            "head_dim": 48,
-            "intermediate_size": 640,
-        },
-    ),
-    "mtp": (None, {}),
+
+@dataclass(frozen=True)
+class Recipe:
+    """How one head is made: its vocabulary, its data, and the options of its algorithm.
+
+    documents: how many are drawn; epochs: passes over them.
+    """
+
+    draft_vocab_size: int | None
+    documents: int
+    epochs: int
+    learning_rate: float
+    options: Mapping[str, Any]
+
+
+EAGLE3_SHAPE = {
+    "aux_layers": [1, 3, 5],
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "intermediate_size": 640,
+}
+HEADS = {
+    "eagle3": Recipe(2048, 150_000, 4, 1e-3, EAGLE3_SHAPE),
+    "mtp": Recipe(None, 80_000, 5, 2e-3, {}),
 }
 
 
@@ -53,29 +65,28 @@ class HeadsConfig:
 
     output: the folders of the heads are written here. work: for documents, logs and checkpoints.
     target: the model to train for. heldout: the documents to decode, at most ``decode_limit``.
+    documents: to train on; None is the number of each head's recipe.
     """
 
     output: Path
     work: Path
     target: str
     heldout: Path
-    documents: int
-    epochs: int
     batch_tokens: int
-    learning_rate: float
     grammar_masks: str
     decode_limit: int
     workers: int
+    documents: int | None = None
     names: tuple[str, ...] = tuple(HEADS)
 
 
 def make_heads(config: HeadsConfig) -> dict[str, list[Measurement]]:
     """Train and write the heads; what decoding gave, by head, one item a temperature."""
-    data = config.work / "documents.jsonl"
     config.work.mkdir(parents=True, exist_ok=True)
-    write_documents(data, config.documents)
     figures = {}
     for name in config.names:
+        data = config.work / f"{name}.jsonl"
+        write_documents(data, config.documents or HEADS[name].documents)
         report = train(_options(config, name, data), _algorithm_options(name))
         folder = config.output / name
         _copy(Path(report.draft), folder)
@@ -94,6 +105,7 @@ def write_documents(path: Path, count: int) -> None:
 
 
 def _options(config: HeadsConfig, name: str, data: Path) -> TrainOptions:
+    recipe = HEADS[name]
     return TrainOptions(
         algorithm=name,
         target=config.target,
@@ -101,11 +113,11 @@ def _options(config: HeadsConfig, name: str, data: Path) -> TrainOptions:
         output=str(config.work / name),
         max_length=512,
         heldout_share=0.005,
-        draft_vocab_size=HEADS[name][0],
+        draft_vocab_size=recipe.draft_vocab_size,
         grammar_masks=config.grammar_masks,  # type: ignore[arg-type]  # checked by the parser
-        epochs=config.epochs,
+        epochs=recipe.epochs,
         batch_tokens=config.batch_tokens,
-        learning_rate=config.learning_rate,
+        learning_rate=recipe.learning_rate,
         clip_norm=1.0,
         weight_decay=0.01,
         log_every=50,
@@ -116,7 +128,7 @@ def _options(config: HeadsConfig, name: str, data: Path) -> TrainOptions:
 
 
 def _algorithm_options(name: str) -> dict[str, Any]:
-    return {"ttt_steps": STEPS, "ttt_step_loss_decay": 1.0, "loss": "kl", **HEADS[name][1]}
+    return {"ttt_steps": STEPS, "ttt_step_loss_decay": 1.0, "loss": "kl", **HEADS[name].options}
 
 
 def _copy(trained: Path, folder: Path) -> None:
@@ -174,10 +186,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--work", type=Path, required=True, help="documents, logs, checkpoints")
     parser.add_argument("--target", default=bundled_asset("target"))
     parser.add_argument("--heldout", type=Path, default=Path(bundled_asset("heldout.jsonl")))
-    parser.add_argument("--documents", type=int, default=200_000)
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--documents", type=int, help="another number, for smoke runs")
     parser.add_argument("--batch-tokens", type=int, default=65_536)
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--grammar-masks", choices=["loss", "metrics", "off"], default="loss")
     parser.add_argument("--decode-limit", type=int, default=300)
     spare = max(0, (os.cpu_count() or 1) - 3)
