@@ -7,16 +7,19 @@ of an answer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
 from guided_spec.training.batch import TargetStates, TrainingBatch
 from guided_spec.training.target_head import TargetHead
 
 __all__ = ["TargetRows", "forbid"]
+
+PIECE = 2048  # rows at a time
 
 
 @dataclass(frozen=True)
@@ -54,17 +57,23 @@ class TargetRows:
         places[:, 0] = False
         index = places.flatten().cumsum(0).view_as(places) - 1
         before = places.roll(-1, 1)  # nothing stands at place 0, so nothing wraps around
-        logits = head.logits(head.normed(states.last[before])).float()
-        legal = _legal(batch, places, logits.shape[-1])
-        tokens, allowed = batch.token_ids[places], forbid(logits, legal)
-        total, top = allowed.logsumexp(-1), allowed.argmax(-1)
-        target_ids = None
+        token, target_ids = batch.token_ids[places], None
         if vocabulary is not None:
-            target_ids = vocabulary.target_ids.to(logits.device)
-            logits = logits[:, target_ids]
-            legal = None if legal is None else legal[:, target_ids]
-            tokens = _draft_ids(target_ids, vocabulary.target_size)[tokens]
-        return cls(index.where(places, -1), logits, total, top, tokens, legal, target_ids)
+            target_ids = vocabulary.target_ids.to(token.device)
+            token = _draft_ids(target_ids, vocabulary.target_size)[token]
+        # A piece at a time: V columns of all rows at once would not fit a device.
+        last, masks = states.last[before], batch.mask_rows[places]
+        bitmask = None if len(batch.bitmask) == 1 else batch.bitmask  # one row forbids nothing
+        pieces = [
+            _score(head, last[rows], None if bitmask is None else bitmask[masks[rows]], target_ids)
+            for rows in torch.arange(len(last), device=last.device).split(PIECE)
+        ]
+        logits, total, top = (torch.cat([piece[part] for piece in pieces]) for part in range(3))
+        legal = None
+        if bitmask is not None:
+            known = bitmask if target_ids is None else translate_bitmask(bitmask, target_ids)
+            legal = unpack_bitmask(known, logits.shape[-1])[masks]
+        return cls(index.where(places, -1), logits, total, top, token, legal, target_ids)
 
     def at_depth(self, depth: int) -> Tensor:
         """int64 [B, T]: at place p the row of token p + 2 + depth; -1 where there is none."""
@@ -85,10 +94,23 @@ def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:
     return logits.masked_fill(~legal, torch.finfo(logits.dtype).min)
 
 
-def _legal(batch: TrainingBatch, places: Tensor, vocab_size: int) -> Tensor | None:
-    if len(batch.bitmask) == 1:  # the row that forbids nothing
-        return None
-    return unpack_bitmask(batch.bitmask[batch.mask_rows[places]], vocab_size)
+class _Scores(NamedTuple):
+    """Of n rows: logits float32 [n, D], total [n], top [n]; see ``TargetRows``."""
+
+    logits: Tensor
+    total: Tensor
+    top: Tensor
+
+
+def _score(
+    head: TargetHead, last: Tensor, bitmask: Tensor | None, target_ids: Tensor | None
+) -> _Scores:
+    """last: [n, H_target]. bitmask: int32 [n, W]; None forbids nothing."""
+    logits = head.logits(head.normed(last)).float()
+    legal = None if bitmask is None else unpack_bitmask(bitmask, logits.shape[-1])
+    allowed = forbid(logits, legal)
+    kept = logits if target_ids is None else logits[:, target_ids]
+    return _Scores(kept, allowed.logsumexp(-1), allowed.argmax(-1))
 
 
 def _draft_ids(target_ids: Tensor, target_size: int) -> Tensor:

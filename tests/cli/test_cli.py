@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
+from guided_spec.engine.setup import bundled_asset
 from guided_spec.proposers import PROPOSERS, proposer_names
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
@@ -221,6 +222,16 @@ def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
     table = run("bench", files["workload.jsonl"], *arguments, str(output), "--batch-size", "2")
     assert "tokens/forward" in table.stdout
     assert "transformers" not in table.stdout  # measured at batch size 1 only
+
+
+def test_bench_with_a_draft_of_its_own() -> None:
+    proposers = f"none,auto={bundled_asset('mtp')}"
+    arguments = ("--limit", "1", "--max-tokens", "24", "--temperature", "0.5")
+    result = run("bench", *arguments, "--proposers", proposers, "--json")
+    assert result.exit_code == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert [row["name"] for row in report] == ["none", "none", "auto"]
+    assert report[2]["accepted"] > 0
 
 
 def test_bench_of_a_missing_workload(model: str) -> None:

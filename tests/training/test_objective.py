@@ -114,7 +114,11 @@ def divergence(p: Tensor, q: Tensor) -> float:
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("masks", ["none", "metrics", "loss"])
-def test_against_loops(*, reduced: bool, masks: str) -> None:
+@pytest.mark.parametrize("piece", [2, 2048])
+def test_against_loops(
+    monkeypatch: pytest.MonkeyPatch, *, reduced: bool, masks: str, piece: int
+) -> None:
+    monkeypatch.setattr("guided_spec.training.target_rows.PIECE", piece)
     world = World(reduced=reduced, masked=masks != "none")
     objective = Objective.parse(steps=STEPS, decay=0.5, loss="kl", masked=masks == "loss")
     output = world.measure(objective)
