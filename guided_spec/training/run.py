@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.bench.workload import WorkItem
+from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.corpus import Corpus
@@ -27,6 +28,7 @@ from guided_spec.types import SamplingParams
 __all__ = ["REPORT", "TrainingReport", "train"]
 
 REPORT = "training.json"
+BUNDLED = "bundled"  # as a target: the one that comes with the package
 TrainerKwargs = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -66,6 +68,8 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     In a run of several processes each of them has to call it; all get the report, the main one
     writes the files. Raises ConfigError and ModelError.
     """
+    if options.target == BUNDLED:
+        options = replace(options, target=bundled_asset("target"))
     algorithm = _algorithm(options)
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)

@@ -102,7 +102,8 @@ def run_python(block: Block, namespace: dict[str, Any], place: str) -> str:
     # Blank lines in front, so that a traceback names the line of the page.
     source = "\n" * (block.line - 1) + block.code
     with contextlib.redirect_stdout(printed):
-        exec(compile(source, place, "exec"), namespace)
+        # Not with the __future__ of this file: the page has its own.
+        exec(compile(source, place, "exec", dont_inherit=True), namespace)
     return printed.getvalue()
 
 
