@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, TypeVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.draft_head import DraftHead
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.head_export import head_layouts, save_head
 from guided_spec.training.algorithm import TrainingOutput
 from guided_spec.training.algorithms.options import LossOptions
 from guided_spec.training.batch import TargetStates, TrainingBatch
@@ -21,8 +24,8 @@ from guided_spec.training.unroll import unroll
 
 __all__ = [
     "FrozenTarget",
+    "HeadTraining",
     "forward_head",
-    "head_feature_layers",
     "make_trainable",
     "own_tensors",
     "source_of",
@@ -85,11 +88,6 @@ def trainer_kwargs(*, masked: bool = True, **options: Any) -> TrainerKwargs:
     return {"objective": objective}, {"objective": objective}
 
 
-def head_feature_layers(head: DraftHead) -> tuple[int, ...]:
-    """The layers whose inputs the head is fed with, but for the last state, which always comes."""
-    return tuple(layer for layer in head.aux_hidden_layers if layer != FINAL_NORM)
-
-
 def forward_head(
     head: DraftHead,
     target: TargetHead,
@@ -112,3 +110,78 @@ def _drafts(
     for depth, hidden in enumerate(unroll(head, batch.token_ids, features, steps)):
         places = targets.at_depth(depth) >= 0
         yield DraftLogits(places, head.logits(hidden[places]))
+
+
+class HeadTraining(nn.Module):
+    """A ``DraftAlgorithm`` but for what tells draft heads apart: options, and how one is made.
+
+    A subclass sets ``config_class``, and ``reduced_vocabulary`` where its heads may have one, and
+    defines ``make_head``. head: in float32, with gradients; a module and a ``DraftHead``.
+    """
+
+    config_class: ClassVar[type[Any]]
+    reduced_vocabulary: ClassVar[bool] = False
+    get_trainer_kwargs = staticmethod(trainer_kwargs)
+
+    def __init__(self, head: Any, target: FrozenTarget, config: Any) -> None:
+        super().__init__()
+        self.head = head
+        self._target = target
+        self._config = config
+
+    @classmethod
+    def make_head(
+        cls, config: Any, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> Any:
+        """The head to train: a fresh one, or one that ``config`` names."""
+        raise NotImplementedError
+
+    @classmethod
+    def from_training_args(
+        cls,
+        verifier_config: Any,
+        *,
+        target: PreTrainedModel,
+        vocabulary: DraftVocabulary | None,
+        **options: Any,
+    ) -> HeadTraining:
+        """See ``DraftAlgorithm``; options: the fields of ``config_class``."""
+        del verifier_config
+        config = cls.config_class(**options)
+        head = cls.make_head(config, target, vocabulary)
+        return cls(head, FrozenTarget.of(target), config)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """See ``head_layouts``."""
+        return head_layouts(self.head)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The head's decoder layers."""
+        layers: nn.ModuleList = self.head.layers
+        return layers
+
+    @property
+    def feature_layers(self) -> tuple[int, ...]:
+        """The layers whose inputs the head reads, but for the last state, which always comes."""
+        return tuple(layer for layer in self.head.aux_hidden_layers if layer != FINAL_NORM)
+
+    def forward(
+        self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
+    ) -> TrainingOutput:
+        """See ``forward_head``."""
+        return forward_head(self.head, self._target.head, batch, states, objective)
+
+    def export(
+        self, folder: Path, *, layout: str, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """See ``save_head``."""
+        save_head(
+            self.head,
+            folder,
+            layout=layout,
+            target=self._target.model,
+            tensors=own_tensors(tensors, "head."),
+            speculative_tokens=self._config.ttt_steps,
+        )

@@ -227,7 +227,7 @@ def test_registry() -> None:
         pass
 
     assert find_algorithm("mine") is Mine
-    assert algorithm_names() == ["draft_model", "eagle", "eagle3", "mine", "mtp"]
+    assert {"draft_model", "eagle", "eagle3", "mine", "mtp"} <= {*algorithm_names()}
     with pytest.raises(ConfigError, match="name='mine': is taken"):
         register("mine")(int)
     with pytest.raises(ConfigError, match="must be one of draft_model, eagle"):

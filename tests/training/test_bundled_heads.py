@@ -48,7 +48,7 @@ def test_the_command_makes_a_head(tmp_path: Path) -> None:
     main(
         [
             *("--output", str(tmp_path / "heads"), "--work", str(tmp_path / "work")),
-            *("--documents", "30", "--decode-limit", "1", "--workers", "0", "--names", "mtp"),
+            *("--documents", "8", "--decode-limit", "1", "--workers", "0", "--names", "mtp"),
         ]
     )
     made = tmp_path / "heads" / "mtp"
