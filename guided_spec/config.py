@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, get_args
 
 from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier
 
-__all__ = ["EngineConfig"]
+__all__ = ["EngineConfig", "GrammarBackendName"]
+
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
 
 LARGEST_DRAFT = 64
 
@@ -27,6 +29,8 @@ class EngineConfig:
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
         fit, requests queue.
     compile_threads: grammars compiled at the same time.
+    grammar_backend: what compiles grammars: "xgrammar", "llguidance" (an extra), or "auto", which
+        is xgrammar, and llguidance for the JSON schemas that xgrammar does not enforce in full.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
 
@@ -40,6 +44,7 @@ class EngineConfig:
     prefill_tokens: int = 1024
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
+    grammar_backend: GrammarBackendName = "auto"
     verifier: Verifier = "rejection"
 
     def __post_init__(self) -> None:
@@ -50,9 +55,13 @@ class EngineConfig:
         _require("prefill_tokens", self.prefill_tokens, low=1)
         _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
         _require("compile_threads", self.compile_threads, low=1)
-        if self.verifier not in get_args(Verifier):
-            fix = f"must be one of {', '.join(get_args(Verifier))}"
-            raise ConfigError("verifier", self.verifier, fix)
+        _require_one_of("grammar_backend", self.grammar_backend, get_args(GrammarBackendName))
+        _require_one_of("verifier", self.verifier, get_args(Verifier))
+
+
+def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
+    if value not in names:
+        raise ConfigError(name, value, f"must be one of {', '.join(names)}")
 
 
 def _require(name: str, value: int | None, *, low: int, high: int | None = None) -> None:

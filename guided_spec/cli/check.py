@@ -18,10 +18,11 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.schema import Unenforced, find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.loading import load_tokenizer
 
 __all__ = ["check"]
@@ -30,20 +31,28 @@ __all__ = ["check"]
 def check(
     schema: Annotated[Path, typer.Argument(help="JSON schema file.")],
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of a model.")] = None,
+    grammar_backend: Annotated[
+        str, typer.Option(help="xgrammar, llguidance, or auto: the first that enforces it.")
+    ] = "auto",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Compile a schema and say what would be enforced; exit code 1 if it is not all of it."""
     with failures_as_messages():
         text = read_text("SCHEMA", schema)
         vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
+        backend = build_backend(grammar_backend, vocabulary)
         started = time.perf_counter()
-        error = _compile(text, vocabulary)
+        compiled = _compile(text, backend)
         seconds = time.perf_counter() - started
+    error = compiled if isinstance(compiled, GrammarCompileError) else None
+    # The findings are about xgrammar.
+    findings = [] if compiled == "llguidance" else _findings(text, error)
     report = {
         "compiles": error is None,
+        "backend": compiled if error is None else None,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "seconds": seconds,
-        "findings": [finding._asdict() for finding in _findings(text, error)],
+        "findings": [finding._asdict() for finding in findings],
     }
     print_json(report) if as_json else _print(report)
     if error is not None:
@@ -56,12 +65,14 @@ def _vocabulary(path: str) -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
 
 
-def _compile(text: str, vocabulary: Vocabulary) -> GrammarCompileError | None:
+def _compile(text: str, backend: GrammarBackend) -> str | GrammarCompileError:
+    """The name of the backend that took the schema, or why none did."""
     try:
-        XGrammarBackend(vocabulary).compile(GrammarSpec.json_schema(text))
+        compiled = backend.compile(GrammarSpec.json_schema(text))
     except GrammarCompileError as error:
         return error
-    return None
+    name: str = getattr(compiled, "backend", "")
+    return name
 
 
 def _findings(text: str, error: GrammarCompileError | None) -> list[Unenforced]:
@@ -80,6 +91,7 @@ def _print(report: dict[str, Any]) -> None:
             table.add_row(*(str(finding[name]) for name in names))
         console.print(table)
     if report["compiles"]:
-        console.print(f"compiles in {report['seconds']:.3f} s; every output will validate")
+        took = f"compiles with {report['backend']} in {report['seconds']:.3f} s"
+        console.print(f"{took}; every output will validate")
     else:
         console.print(report["error"])

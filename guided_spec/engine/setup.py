@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,11 @@ from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.after import AfterBackend
+from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.proposers import ProposerContext, build_proposer
@@ -117,7 +119,7 @@ class Setup:
         )
         name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
         engine = Engine(target, build_proposer(name, context), config)
-        backend = AfterBackend.from_tokenizer(XGrammarBackend(vocabulary), tokenizer)
+        backend = _grammar_backend(config, vocabulary, tokenizer)
         return cls(
             model=loaded,
             draft=draft,
@@ -128,9 +130,19 @@ class Setup:
             vocabulary=vocabulary,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
             markers=backend.markers,
-            grammars=GrammarCompileQueue(backend, max_workers=config.compile_threads),
+            grammars=_compile_queue(backend, config),
             engine=engine,
         )
+
+
+def _grammar_backend(config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> AfterBackend:
+    backend = build_backend(config.grammar_backend, vocabulary)
+    return AfterBackend.from_tokenizer(backend, tokenizer)
+
+
+def _compile_queue(backend: AfterBackend, config: EngineConfig) -> GrammarCompileQueue:
+    isolated = IsolatedBackend(backend, make=partial(build_backend, config.grammar_backend))
+    return GrammarCompileQueue(isolated, max_workers=config.compile_threads)
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Any:

@@ -7,35 +7,57 @@ import queue
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from typing import Any
 
 from guided_spec.errors import GrammarError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["GrammarCompileQueue"]
+
+_SMALLEST_BYTES = 4096  # what an entry costs whose size is not known, or a failure
+_Waiting = queue.SimpleQueue[GrammarSpec | None]
 
 
 class GrammarCompileQueue:
     """A pool of compiling threads with a memory of what they compiled; thread-safe.
 
-    max_workers: compiles that may run at once; further ones wait for a free worker.
+    max_workers: compiles that may run at once; further ones wait for a free worker. Grammars that
+        are large at sight have as many workers of their own, so that small ones never wait for
+        them.
     cache_size: finished grammars, and failures, that are remembered; the least recently asked for
         goes first.
+    cache_bytes: what they may take together.
 
     The threads are daemons: a native compile cannot be interrupted, and must not hold up the end
     of the process.
     """
 
     def __init__(
-        self, backend: GrammarBackend, *, max_workers: int = 2, cache_size: int = 256
+        self,
+        backend: GrammarBackend,
+        *,
+        max_workers: int = 2,
+        cache_size: int = 256,
+        cache_bytes: int = 2**30,
     ) -> None:
         self._backend = backend
         self._cache_size = cache_size
+        self._cache_bytes = cache_bytes
         self._lock = threading.Lock()
         self._futures: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._waiting: queue.SimpleQueue[GrammarSpec | None] = queue.SimpleQueue()
+        self._sizes: dict[GrammarSpec, int] = {}  # of the finished ones
+        self._waiting: _Waiting = queue.SimpleQueue()
+        self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
-            threading.Thread(target=self._work, name=f"grammar-compile-{i}", daemon=True)
+            threading.Thread(
+                target=work, args=(source,), name=f"grammar-compile-{name}-{i}", daemon=True
+            )
+            for work, source, name in (
+                (self._sort, self._waiting, "small"),
+                (self._work, self._large, "large"),
+            )
             for i in range(max_workers)
         ]
         self._closed = False
@@ -51,6 +73,7 @@ class GrammarCompileQueue:
         with self._lock:
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")
+            self._forget_old()
             future = self._futures.get(spec)
             if future is None or future.cancelled():
                 future = Future()
@@ -61,7 +84,10 @@ class GrammarCompileQueue:
         return _own_failure(future)
 
     def close(self) -> None:
-        """Cancel what has not begun and let the workers end; does not wait for them."""
+        """Cancel what has not begun and let the workers end; does not wait for them.
+
+        Closes the backend too, if it has a ``close``.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -70,32 +96,73 @@ class GrammarCompileQueue:
                 future.cancel()  # a running or finished one stays as it is
         for _ in self._workers:
             self._waiting.put(None)
+            self._large.put(None)
+        close = getattr(self._backend, "close", None)
+        if close is not None:
+            close()
 
     def _forget_old(self) -> None:
+        """Called with the lock held."""
         excess = len(self._futures) - self._cache_size
-        if excess > 0:
-            finished = [spec for spec, future in self._futures.items() if future.done()]
-            for spec in finished[:excess]:
-                del self._futures[spec]
+        excess_bytes = sum(self._sizes.values()) - self._cache_bytes
+        if excess <= 0 and excess_bytes <= 0:
+            return
+        for spec in [spec for spec, future in self._futures.items() if future.done()]:
+            if excess <= 0 and excess_bytes <= 0:
+                break
+            del self._futures[spec]
+            excess -= 1
+            excess_bytes -= self._sizes.pop(spec, 0)
 
-    def _work(self) -> None:
-        while (spec := self._waiting.get()) is not None:
-            with self._lock:
-                future = self._futures.get(spec)
-                begun = (
-                    future is not None
-                    and not future.done()
-                    and not future.running()
-                    and future.set_running_or_notify_cancel()
-                )
-            if future is None or not begun:
-                continue
+    def _sort(self, waiting: _Waiting) -> None:
+        while (spec := waiting.get()) is not None:
             try:
-                grammar = self._backend.compile(spec)
-            except BaseException as error:  # whatever happened belongs to those who wait for it
-                future.set_exception(error)
+                large = is_large(spec)
+            except Exception:  # whatever is wrong is reported by the compile, to those who wait
+                large = True
+            if large:
+                self._large.put(spec)
             else:
-                future.set_result(grammar)
+                self._compile(spec)
+
+    def _work(self, waiting: _Waiting) -> None:
+        while (spec := waiting.get()) is not None:
+            self._compile(spec)
+
+    def _compile(self, spec: GrammarSpec) -> None:
+        with self._lock:
+            future = self._futures.get(spec)
+            begun = (
+                future is not None
+                and not future.done()
+                and not future.running()
+                and future.set_running_or_notify_cancel()
+            )
+        if future is None or not begun:
+            return
+        try:
+            grammar = self._backend.compile(spec)
+            size = _size_of(grammar)
+        except BaseException as error:  # whatever happened belongs to those who wait for it
+            self._weigh(spec, future, _SMALLEST_BYTES)
+            future.set_exception(error)
+        else:
+            self._weigh(spec, future, size)
+            future.set_result(grammar)
+
+    def _weigh(self, spec: GrammarSpec, future: Future[CompiledGrammar], size: int) -> None:
+        with self._lock:
+            if self._futures.get(spec) is future:
+                self._sizes[spec] = size + len(spec.source)
+
+
+def _size_of(grammar: Any) -> int:
+    """Bytes of a compiled grammar, of the grammar inside it, and of its style."""
+    own = getattr(grammar, "memory_size_bytes", None)
+    if isinstance(own, int):
+        return own
+    parts = (getattr(grammar, name, None) for name in ("inner", "compiled", "style"))
+    return _SMALLEST_BYTES + sum(_size_of(part) for part in parts if part is not None)
 
 
 def _own_failure(future: Future[CompiledGrammar]) -> Future[CompiledGrammar]:

@@ -6,7 +6,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 import xgrammar
@@ -138,6 +138,7 @@ class XGrammarGrammar:
     compiled: Any
     style: Any | None = None
     excluded: frozenset[int] = frozenset()
+    backend: ClassVar[str] = "xgrammar"
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""

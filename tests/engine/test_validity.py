@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.auto_backend import AutoBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.types import SamplingParams
 from tests.strategies import regexes, schemas
 from tests.tiny_llm import make_llm, near_copy
@@ -81,7 +81,7 @@ def satisfies(text: str, spec: GrammarSpec) -> bool:
 
 def is_prefix(llm: LLM, completion: Completion, spec: GrammarSpec) -> bool:
     """Replayed on a fresh matcher, which is not at its end yet."""
-    matcher = XGrammarBackend(llm.vocabulary).compile(spec).new_matcher()
+    matcher = AutoBackend(llm.vocabulary).compile(spec).new_matcher()
     accepted = all(matcher.accept_token(token) for token in completion.token_ids)
     return accepted and not matcher.is_terminated()
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import threading
 import traceback
 from collections import Counter
@@ -11,7 +12,7 @@ from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
+from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 from tests.grammar.walks import BYTES, accepts
 
 WAIT = 30
@@ -91,6 +92,47 @@ def test_the_least_recently_used_is_forgotten() -> None:
     for source in ("a", "b", "a", "c", "a", "b"):
         result(compiling.submit(GrammarSpec.regex(source)))
     assert backend.calls == {"a": 1, "b": 2, "c": 1}
+    compiling.close()
+
+
+def test_the_memory_has_a_limit_in_bytes() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, cache_bytes=100_000)
+    for source in ("a" * 40_000, "b" * 40_000, "a" * 40_000, "c" * 40_000, "a" * 40_000):
+        result(compiling.submit(GrammarSpec.regex(source)))
+    result(compiling.submit(GrammarSpec.regex("b" * 40_000)))
+    assert {source[0]: calls for source, calls in backend.calls.items()} == {"a": 1, "b": 2, "c": 1}
+    compiling.close()
+
+
+def test_the_size_of_a_compiled_grammar_counts() -> None:
+    counting = Counter[str]()
+
+    class Counting(XGrammarBackend):
+        def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+            counting[spec.source] += 1
+            return super().compile(spec)
+
+    compiling = GrammarCompileQueue(Counting(BYTES, compile_threads=1), cache_bytes=7_000_000)
+    # Each takes about 5 MB, with its style.
+    schemas = [json.dumps({"enum": [f"{letter}{i}" * 20 for i in range(200)]}) for letter in "ab"]
+    for schema in [*schemas, schemas[0], schemas[0]]:
+        result(compiling.submit(GrammarSpec("json_schema", schema, any_whitespace=True)))
+    assert sorted(counting.values()) == [1, 2]
+    compiling.close()
+
+
+def test_large_grammars_wait_among_themselves() -> None:
+    backend = Backend()
+    compiling = GrammarCompileQueue(backend, max_workers=1)
+    slow = compiling.submit(GrammarSpec.regex("slow" + "." * 300))
+    assert backend.begun.wait(WAIT)
+    next_one = compiling.submit(GrammarSpec.regex("." * 300))
+    result(compiling.submit(GrammarSpec.regex("quick")))
+    assert not slow.done()
+    assert not next_one.done()
+    backend.gate.set()
+    result(next_one)
     compiling.close()
 
 

@@ -1,0 +1,241 @@
+"""Large grammars are tried out in a process of their own, which may hang, crash or swell."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from guided_spec.errors import GrammarCompileError, GrammarError
+from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.spec import GrammarSpec
+
+if TYPE_CHECKING:  # a worker starts by importing this module, and these two load torch
+    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+    from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["BackendFactory", "IsolatedBackend", "serve"]
+
+BackendFactory: TypeAlias = "Callable[[Vocabulary], GrammarBackend]"
+
+START_SECONDS = 120.0
+_GRACE_SECONDS = 5
+_LONGEST_MESSAGE = 2_000  # characters
+_READY = "ready"
+_OUT_OF_MEMORY = "out of memory"
+_PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
+_FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
+
+
+class IsolatedBackend:
+    """Any backend, behind ``limits``; safe to use from several threads.
+
+    Every grammar is held against what can be seen in its source. One that is small at sight is
+    then compiled at once. A large one is first compiled by a worker process under the limits of
+    time and memory, and here only if that succeeded: the same work a second time, since a compiled
+    grammar can cost far more to hand over than to compile (454 MB of text for 3 MB of grammar).
+
+    make: what builds the backend in the worker, a function or class that can be imported; None
+        takes the backend's class. It never sees a ``start``: around an ``AfterBackend`` this is
+        the class of the backend inside.
+
+    A worker starts when the first large grammar comes, within seconds, and stays. Each takes the
+    memory of the imports and of the backend. There are no more of them than threads that compile
+    large grammars at one time. ``close`` ends them; so does the end of this process. Without POSIX
+    there is no worker, and only the source is checked.
+    """
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        limits: GrammarLimits | None = None,
+        *,
+        make: BackendFactory | None = None,
+    ) -> None:
+        self.vocabulary = backend.vocabulary
+        self.limits = limits or GrammarLimits()
+        self._backend = backend
+        self._make: BackendFactory = type(backend) if make is None else make
+        self._lock = threading.Lock()
+        self._workers: set[_Worker] = set()
+        self._idle: list[_Worker] = []
+        self._closed = False
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``.
+
+        Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
+        """
+        size = check_limits(spec, self.limits)
+        try:
+            if size.large and os.name == "posix":
+                self._try_out(spec)
+            return self._backend.compile(spec)
+        except GrammarError as error:
+            _shorten(error)
+            raise
+
+    def close(self) -> None:
+        """End the workers, also those at work; large grammars then fail. May be called again."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+            for worker in self._workers:
+                worker.process.kill()
+        for worker in idle:
+            self._end(worker)
+
+    def _try_out(self, spec: GrammarSpec) -> None:
+        worker = self._take()
+        try:
+            worker.start()
+            error = worker.compile(replace(spec, start=None), self.limits)
+        except BaseException:
+            self._end(worker)
+            raise
+        with self._lock:
+            closed = self._closed
+            if not closed:
+                self._idle.append(worker)
+        if closed:
+            self._end(worker)
+        if error is not None:
+            raise error
+
+    def _take(self) -> _Worker:
+        with self._lock:
+            if self._closed:
+                raise GrammarCompileError("the grammar backend is closed; make a new one")
+            if self._idle:
+                return self._idle.pop()
+            worker = _Worker(self._make, self.vocabulary)
+            self._workers.add(worker)
+            return worker
+
+    def _end(self, worker: _Worker) -> None:
+        worker.end()
+        with self._lock:
+            self._workers.discard(worker)
+
+
+class _Worker:
+    """One process with a backend in it; used by one thread at a time, killed by any."""
+
+    def __init__(self, make: BackendFactory, vocabulary: Vocabulary) -> None:
+        self._first_message: Any = (make, vocabulary)
+        self._connection, theirs = Pipe()
+        # A fresh interpreter: a fork would copy locks and CUDA's state, and multiprocessing's
+        # spawn would run the user's main module once more.
+        with theirs:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
+                pass_fds=(theirs.fileno(),),
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.curdir for p in sys.path)},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,  # the native compiler's warnings, seen here once more
+                start_new_session=True,  # Ctrl-C is for the parent
+            )
+        self.end = weakref.finalize(self, _end_process, self.process, self._connection)
+
+    def start(self) -> None:
+        """Hand over the vocabulary, once. Raises GrammarCompileError where the start fails."""
+        if self._first_message is None:
+            return
+        try:
+            self._connection.send(self._first_message)
+            reply = self._connection.recv() if self._connection.poll(START_SECONDS) else None
+        except (EOFError, OSError):
+            reply = None
+        if reply != _READY:
+            raise GrammarCompileError(
+                "the process that tries out large grammars does not start; see whether "
+                f"`{Path(sys.executable).name} -c 'import guided_spec.grammar.isolation'` works"
+            )
+        self._first_message = None
+
+    def compile(self, spec: GrammarSpec, limits: GrammarLimits) -> GrammarError | None:
+        """What the backend found wrong, or None. Raises GrammarCompileError beyond the limits."""
+        try:
+            self._connection.send((spec, limits))
+            if not self._connection.poll(limits.compile_seconds):
+                raise _refuse(spec, f"compile_seconds={limits.compile_seconds:g}")
+            reply = self._connection.recv()
+        except (EOFError, OSError) as error:
+            self.process.kill()
+            reason = f"its compiler ended with exit status {self.process.wait()}"
+            raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
+        if reply == _OUT_OF_MEMORY:
+            raise _refuse(spec, f"compile_bytes={limits.compile_bytes}")
+        return reply  # type: ignore[no-any-return]
+
+
+def serve() -> None:
+    """A worker's main program: a backend, then specs to compile, until the parent goes away."""
+    with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
+        make, vocabulary = connection.recv()
+        backend = make(vocabulary)
+        connection.send(_READY)
+        while True:
+            spec, limits = connection.recv()
+            connection.send(_attempt(backend, spec, limits))
+
+
+def _attempt(backend: GrammarBackend, spec: GrammarSpec, limits: GrammarLimits) -> Any:
+    _limit_memory(limits.compile_bytes)
+    # For a parent that died meanwhile: a native compile notices nothing but a signal's default.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(int(limits.compile_seconds) + _GRACE_SECONDS)
+    try:
+        backend.compile(spec)
+    except GrammarError as error:
+        # What the native code is refused comes as one of its own errors.
+        return _OUT_OF_MEMORY if "bad_alloc" in str(error) else error.with_traceback(None)
+    except MemoryError:
+        return _OUT_OF_MEMORY
+    except Exception as error:  # a defect of the compiler, and this request's alone
+        return GrammarCompileError(f"the {spec.kind} does not compile: {error!r}")
+    finally:
+        signal.alarm(0)
+    return None
+
+
+def _limit_memory(more: int) -> None:
+    """Let this process take ``more`` bytes than it has now. Where /proc is missing: any number."""
+    import resource  # not on every platform
+
+    with contextlib.suppress(OSError):
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[5])
+        # Not RLIMIT_AS: libraries reserve addresses that they never use.
+        _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        soft = pages * resource.getpagesize() + more
+        if hard != resource.RLIM_INFINITY:
+            soft = min(soft, hard)
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+
+def _refuse(spec: GrammarSpec, limit: str) -> GrammarCompileError:
+    return GrammarCompileError(f"compiling the {spec.kind} goes beyond the limit {limit}; {_FIX}")
+
+
+def _shorten(error: GrammarError) -> None:
+    """Messages quote the source, which may be a megabyte."""
+    message = str(error)
+    if len(message) > _LONGEST_MESSAGE:
+        half = _LONGEST_MESSAGE // 2
+        error.args = (f"{message[:half]} […] {message[-half:]}",)
+
+
+def _end_process(process: subprocess.Popen[bytes], connection: Any) -> None:
+    process.kill()
+    process.wait()
+    connection.close()

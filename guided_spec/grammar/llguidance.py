@@ -1,0 +1,197 @@
+"""A second backend: grammars compiled by llguidance, an optional package.
+
+It compiles most grammars far faster than xgrammar and enforces some JSON schemas that xgrammar does
+not. Filling one of its masks takes longer, most of all under a regex.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from guided_spec.errors import (
+    ConfigError,
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
+from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
+from guided_spec.grammar.llguidance_schema import prepare_for_llguidance
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["LLGuidanceBackend", "LLGuidanceGrammar", "is_installed"]
+
+# Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+_FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_NOT_UTF8 = b"\xff"
+_LONGEST_REASON = 500
+_PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
+
+
+def is_installed() -> bool:
+    """Whether the package llguidance can be imported."""
+    return importlib.util.find_spec("llguidance") is not None
+
+
+class LLGuidanceBackend:
+    """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
+
+    Every finished text satisfies its grammar. The masks admit every way to split a text into
+    tokens, as xgrammar's do. Where llguidance is stricter than a schema asks for, drafts and target
+    rows still come from one matcher, so speculative and plain decoding agree.
+
+    Not compiled: ``ebnf`` and ``structural_tag``, which are xgrammar's own languages. ``lark`` is
+    llguidance's dialect and passes as it is, but may not name special tokens.
+
+    Raises ConfigError where the package is not installed.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        if not is_installed():
+            fix = "it needs a package: pip install 'guided-spec[llguidance]'"
+            raise ConfigError("grammar_backend", "llguidance", fix)
+        self.vocabulary = vocabulary
+        self._library: Any = importlib.import_module("llguidance")
+        self._tokenizer = self._library.LLTokenizer(
+            _Tokens.from_vocabulary(vocabulary),
+            n_vocab=vocabulary.vocab_size,
+            eos_token=list(vocabulary.stop_token_ids),
+        )
+
+    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        """Compile ``spec``; milliseconds for most.
+
+        Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
+        UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
+        (nothing matches).
+        """
+        if spec.start is not None:
+            raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
+        main = _to_lark(spec, any_whitespace=spec.any_whitespace)
+        style = _to_lark(spec, any_whitespace=False) if spec.any_whitespace else None
+        source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
+        grammar = LLGuidanceGrammar(
+            source, None if style is None else source._replace(text=style), self._without_bytes
+        )
+        _require_compiled(spec, source, grammar)
+        return grammar
+
+    @cached_property
+    def _without_bytes(self) -> frozenset[int]:
+        empty = {i for i, data in enumerate(self.vocabulary.token_bytes) if not data}
+        return frozenset(empty.difference(self.vocabulary.stop_token_ids))
+
+
+class _Tokens(NamedTuple):
+    """What llguidance asks of a tokenizer; it is never called, since nothing is forced."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: None = None
+    is_tokenizer_wrapper: bool = True
+
+    @classmethod
+    def from_vocabulary(cls, vocabulary: Vocabulary) -> _Tokens:
+        # A first byte 0xFF means a special token to llguidance; it is part of no UTF-8 text.
+        data = [b"" if b.startswith(_NOT_UTF8) else b for b in vocabulary.token_bytes]
+        stop = vocabulary.stop_token_ids
+        return cls(data, list(stop), stop[0])
+
+    def __call__(self, text: object) -> list[int]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class LLGuidanceGrammar:
+    """A grammar compiled by llguidance; immutable, shared by requests."""
+
+    source: LLGuidanceSource
+    style: LLGuidanceSource | None = None
+    excluded: frozenset[int] = frozenset()
+    backend: ClassVar[str] = "llguidance"
+
+    def new_matcher(self) -> LLGuidanceMatcher:
+        """A matcher at the start of the grammar."""
+        return LLGuidanceMatcher(self.source, self._compiled.deep_copy())
+
+    def new_style_matcher(self) -> LLGuidanceMatcher | None:
+        """A matcher that fixes the whitespace to ``", "`` and ``": "``; None if it is fixed."""
+        return None if self.style is None else LLGuidanceMatcher(self.style, self.style.new())
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """Copied for every matcher, never moved: copies share what its lexer has learnt."""
+        return self.source.new()
+
+
+def _require_compiled(
+    spec: GrammarSpec, source: LLGuidanceSource, grammar: LLGuidanceGrammar
+) -> None:
+    message = grammar._compiled.get_error()
+    if message:
+        reason = _EXCERPT.sub("", _PREFIX.sub("", message)).strip() or "llguidance gave no reason"
+        reason = reason[:_LONGEST_REASON]
+        if "Unsatisfiable schema" in message:
+            raise UnsatisfiableGrammarError(f"no value is valid under the JSON schema: {reason}")
+        if spec.kind == "json_schema":
+            raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
+        raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
+    bitmask = np.zeros((1, -(-source.vocabulary.vocab_size // 32)), dtype=np.int32)
+    grammar.new_matcher().fill_next_token_bitmask(bitmask)
+    if not bitmask.any():
+        raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+
+
+def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
+    """The spec as a grammar in llguidance's Lark dialect, which every kind can be written in."""
+    match spec.kind:
+        case "json_schema" | "json_object":
+            schema: Any = {"type": "object"}
+            if spec.kind == "json_schema":
+                schema = prepare_for_llguidance(_parse(spec))
+            options = _FLEXIBLE if any_whitespace else _FIXED
+            text = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+        case "regex":
+            text = _regex_rule(to_fullmatch(spec.source))
+        case "choice":
+            options_ = "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
+            text = _regex_rule(options_)
+        case "lark":
+            _refuse_token_names(spec.source)
+            text = spec.source
+        case _:
+            fix = "use the backend xgrammar, which compiles it"
+            raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
+    return _OPTIONS + text
+
+
+def _regex_rule(pattern: str) -> str:
+    return f"start: /(?:{pattern})/" if pattern else 'start: ""'
+
+
+def _refuse_token_names(source: str) -> None:
+    for part in _LARK_PARTS.finditer(source):
+        if part["token"]:
+            reason = f"the lark grammar names the token {part['token']}"
+            raise GrammarCompileError(f"{reason}, which constrained text cannot hold")
+
+
+def _parse(spec: GrammarSpec) -> Any:
+    try:
+        return json.loads(spec.source)
+    except (ValueError, RecursionError) as error:
+        raise GrammarCompileError(f"the {spec.kind} is not JSON: {error}") from error

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+
+from guided_spec.config import EngineConfig
+from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar import auto_backend
+from guided_spec.grammar.auto_backend import AutoBackend, build_backend
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.xgrammar import XGrammarBackend
+from guided_spec.types import SamplingParams
+from tests.grammar.walks import BYTES, walk
+from tests.tiny_llm import make_llm, near_copy
+
+if importlib.util.find_spec("llguidance") is None:
+    pytest.skip("llguidance is not installed", allow_module_level=True)
+
+INTEGER = {"type": "integer"}
+SHORT = {"type": "string", "maxLength": 4}
+PLAIN: dict[str, Any] = {
+    "type": "object",
+    "properties": {"name": SHORT, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+ONLY_LLGUIDANCE: tuple[dict[str, Any], ...] = (
+    {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4},
+    {"type": "number", "multipleOf": 0.5, "minimum": 0, "maximum": 9},
+    {
+        "type": "object",
+        "patternProperties": {"^a": INTEGER, "^b": {"type": "boolean"}},
+    },
+    {
+        "allOf": [
+            {"type": "string", "pattern": "^[a-f]{1,4}$"},
+            {"type": "string", "pattern": "^[d-z]{1,4}$"},
+        ]
+    },
+)
+NEITHER = {"not": INTEGER}
+
+
+@pytest.mark.parametrize("schema", ONLY_LLGUIDANCE, ids=str)
+def test_auto_hands_on_what_xgrammar_does_not_enforce(schema: dict[str, Any]) -> None:
+    spec = GrammarSpec.json_schema(schema)
+    with pytest.raises(UnsupportedSchemaError):
+        XGrammarBackend(BYTES).compile(spec)
+    grammar = AutoBackend(BYTES).compile(spec)
+    assert grammar.backend == "llguidance"
+    finished = [w for w in (walk(grammar, seed) for seed in range(8)) if w.finished]
+    assert finished
+    for text in finished:
+        jsonschema.validate(json.loads(text.data), schema)
+
+
+def test_auto_keeps_to_xgrammar_where_it_can() -> None:
+    backend = AutoBackend(BYTES)
+    for spec in (GrammarSpec.json_schema(PLAIN), GrammarSpec.regex("a"), GrammarSpec.json_object()):
+        assert backend.compile(spec).backend == "xgrammar"
+    with pytest.raises(GrammarCompileError) as caught:
+        backend.compile(GrammarSpec.regex("(?=a)"))
+    assert "llguidance" not in str(caught.value)
+
+
+def test_auto_gives_both_reasons() -> None:
+    with pytest.raises(UnsupportedSchemaError, match=r"(?s)anyOf.*llguidance"):
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema(NEITHER))
+
+
+def test_auto_without_the_package_is_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auto_backend, "is_installed", lambda: False)
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema(ONLY_LLGUIDANCE[0]))
+    assert "llguidance" not in str(caught.value)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match="grammar_backend='outlines'.*xgrammar"):
+        build_backend("outlines", BYTES)
+    with pytest.raises(ConfigError, match="grammar_backend='outlines'.*xgrammar"):
+        EngineConfig(grammar_backend="outlines")  # type: ignore[arg-type]
+
+
+MIXED = (
+    SamplingParams(grammar=GrammarSpec.json_schema(PLAIN), max_tokens=40),
+    SamplingParams(grammar=GrammarSpec.json_schema(ONLY_LLGUIDANCE[0]), max_tokens=40),
+    SamplingParams(max_tokens=12),
+    SamplingParams(grammar=GrammarSpec.json_schema(ONLY_LLGUIDANCE[2]), max_tokens=20),
+    SamplingParams(grammar=GrammarSpec.regex("[0-9]{3}-[a-z]{4,8}"), max_tokens=40),
+    SamplingParams(
+        grammar=GrammarSpec.json_schema(ONLY_LLGUIDANCE[1]).after("e", reasoning_budget=6),
+        max_tokens=40,
+    ),
+)
+
+
+def texts(proposer: str, backend: str, *, batch: int, draft: Any = None) -> list[str]:
+    prompts = [f"The name of cat {i}" for i in range(len(MIXED))]
+    llm = make_llm("llama", proposer, draft, grammar_backend=backend, max_batch_size=batch)
+    with llm:
+        outputs = llm.generate(prompts, list(MIXED))
+    assert [output.error for output in outputs] == [None] * len(MIXED)
+    return [output.completions[0].text for output in outputs]
+
+
+@pytest.mark.parametrize("backend", ["auto", "llguidance"])
+def test_speculation_changes_nothing_in_a_mixed_batch(backend: str) -> None:
+    """With ``auto`` one batch holds matchers of both backends, and a free request."""
+    expected = texts("none", backend, batch=1)
+    jsonschema.validate(json.loads(expected[0]), PLAIN)
+    jsonschema.validate(json.loads(expected[1]), ONLY_LLGUIDANCE[0])
+    draft = near_copy("llama")
+    for proposer in ("ngram", "grammar_forced", "chain:grammar_forced+draft_model"):
+        used = draft if "draft_model" in proposer else None
+        assert texts(proposer, backend, batch=5, draft=used) == expected

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+
+import pytest
+
+from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.after import AfterBackend, AfterGrammar
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.xgrammar import XGrammarBackend
+from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large
+from tests.grammar.spelled import MARKERS, SPELLED
+from tests.grammar.walks import BYTES, accepts
+
+pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
+
+WAIT = 60
+SHORT = GrammarLimits(compile_seconds=1.5, compile_bytes=2**28)
+SMALL = GrammarSpec.regex("small")
+
+
+@pytest.fixture(name="inner")
+def _inner() -> HostileBackend:
+    return HostileBackend(NO_VOCABULARY)
+
+
+@pytest.fixture(name="isolated")
+def _isolated(inner: HostileBackend) -> Iterator[IsolatedBackend]:
+    backend = IsolatedBackend(inner, SHORT)
+    yield backend
+    backend.close()
+
+
+def pids(backend: IsolatedBackend) -> set[int]:
+    return {worker.process.pid for worker in backend._workers}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_small_grammars_start_no_worker(isolated: IsolatedBackend, inner: HostileBackend) -> None:
+    isolated.compile(SMALL)
+    assert inner.compiled == ["small"]
+    assert not pids(isolated)
+
+
+def test_each_disaster_is_an_error_of_its_own_request(
+    isolated: IsolatedBackend, inner: HostileBackend
+) -> None:
+    isolated.compile(large("fine"))
+    first = pids(isolated)
+    assert len(first) == 1
+    for what, kind, reason in (
+        ("refuse", UnsupportedSchemaError, "not that"),
+        ("fault", GrammarCompileError, "KeyError"),
+    ):
+        with pytest.raises(kind, match=reason):
+            isolated.compile(large(what))
+        assert pids(isolated) == first  # an error ends no worker
+    for what, reason in (
+        ("hang", "compile_seconds=1.5"),
+        ("spin", "compile_seconds=1.5"),
+        ("swell", "compile_bytes"),
+        ("exit", "exit status 3"),
+        ("crash", "exit status -11"),
+    ):
+        before = pids(isolated)
+        start = time.monotonic()
+        with pytest.raises(GrammarCompileError, match=reason):
+            isolated.compile(large(what))
+        assert time.monotonic() - start < WAIT
+        assert not any(map(is_alive, before))
+        assert not pids(isolated)
+        isolated.compile(SMALL)
+        isolated.compile(large("fine"))
+    assert set(inner.compiled) == {"fine", "small"}
+
+
+def test_workers_are_ended_by_close_and_with_the_backend() -> None:
+    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT)
+    backend.compile(large("fine"))
+    (pid,) = pids(backend)
+    backend.close()
+    backend.close()
+    assert not is_alive(pid)
+    backend.compile(SMALL)
+    with pytest.raises(GrammarCompileError, match="closed"):
+        backend.compile(large("fine"))
+
+    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT)
+    backend.compile(large("fine"))
+    (pid,) = pids(backend)
+    del backend
+    gc.collect()
+    assert not is_alive(pid)
+
+
+def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
+    limits = GrammarLimits(compile_seconds=WAIT)
+    isolated = IsolatedBackend(HostileBackend(NO_VOCABULARY), limits)
+    compiling = GrammarCompileQueue(isolated, max_workers=1)
+    hanging = [compiling.submit(large("hang")), compiling.submit(large("fine"))]
+    compiling.submit(SMALL).result(WAIT)
+    assert not any(future.done() for future in hanging)
+    while not pids(isolated):
+        time.sleep(0.01)
+    (pid,) = pids(isolated)
+    compiling.close()
+    with pytest.raises(GrammarCompileError):
+        hanging[0].result(WAIT)
+    assert hanging[1].cancelled()
+    assert not is_alive(pid)
+
+
+def test_several_threads_share_the_workers(isolated: IsolatedBackend) -> None:
+    barrier = threading.Barrier(2)
+
+    def compile_after(spec: GrammarSpec) -> object:
+        barrier.wait(WAIT)
+        return isolated.compile(spec)
+
+    with ThreadPoolExecutor(2) as pool:
+        assert all(pool.map(compile_after, [large("fine"), large("other")]))
+    assert 1 <= len(pids(isolated)) <= 2
+
+
+def test_a_worker_that_does_not_start_is_reported() -> None:
+    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT, make=os._exit)  # type: ignore[arg-type]
+    with pytest.raises(GrammarCompileError, match="does not start"):
+        backend.compile(large("fine"))
+    assert not pids(backend)
+
+
+def test_with_xgrammar() -> None:
+    backend = IsolatedBackend(XGrammarBackend(BYTES, compile_threads=1))
+    grammar = backend.compile(GrammarSpec.json_schema({"type": "string", "maxLength": 300}))
+    assert pids(backend)
+    assert accepts(grammar, '"abc"')
+    assert not accepts(grammar, f'"{"x" * 301}"')
+    with pytest.raises(UnsupportedSchemaError, match="not"):
+        backend.compile(GrammarSpec.json_schema({"not": {"maxLength": 300}}))
+    backend.close()
+
+
+def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
+    backend = IsolatedBackend(AfterBackend(XGrammarBackend(SPELLED), MARKERS), make=XGrammarBackend)
+    with closing(backend):
+        grammar = backend.compile(GrammarSpec.regex("[abc]{1,300}").after("cab"))
+        assert isinstance(grammar, AfterGrammar)
+        assert pids(backend)
+        with pytest.raises(GrammarCompileError, match="lookahead"):
+            backend.compile(GrammarSpec.regex("(?=[ab]{300})").after("cab"))
