@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from guided_spec.bench.baseline import run_transformers
 from guided_spec.bench.measurement import Measurement, measure_completions
-from guided_spec.bench.validity import is_valid
+from guided_spec.bench.validity import is_valid, valid_share
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
@@ -103,13 +103,9 @@ def _measure(
     plan: Plan,
     texts: Sequence[str],
 ) -> Measurement:
-    finished = [
-        is_valid(completion.text, item.grammar)
-        for completion, item in zip(completions, plan.items, strict=True)
-        if completion.finish_reason == "stop"
-    ]
+    valid = valid_share(completions, plan.items)
     same = _share(c.text == t for c, t in zip(completions, texts, strict=True))
-    return measure_completions(name, completions, seconds, valid=_share(finished), same_text=same)
+    return measure_completions(name, completions, seconds, valid=valid, same_text=same)
 
 
 def _params(params: SamplingParams, item: WorkItem) -> SamplingParams:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 
 import jsonschema
 
+from guided_spec.bench.workload import WorkItem
+from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.markers import DEFAULT_MARKERS
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["is_valid"]
+__all__ = ["is_valid", "valid_share"]
+
+
+def valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:
+    """The share of the finished texts that match their grammars; 1.0 where none has finished."""
+    judged = [
+        is_valid(completion.text, item.grammar)
+        for completion, item in zip(completions, items, strict=True)
+        if completion.finish_reason == "stop"
+    ]
+    return sum(judged) / len(judged) if judged else 1.0
 
 
 def is_valid(text: str, grammar: GrammarSpec | None) -> bool:

@@ -7,12 +7,26 @@ speculators all store it so).
 
 from __future__ import annotations
 
-from torch import Tensor, arange
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
 
 from guided_spec.errors import ModelError
 from guided_spec.ops.bitmask import translate_bitmask
 
-__all__ = ["DraftVocabulary"]
+__all__ = ["DraftVocabulary", "VocabularyTensors"]
+
+
+class VocabularyTensors(NamedTuple):
+    """A draft vocabulary as checkpoints hold it.
+
+    d2t: int64 [D], offsets: draft id i is target id ``i + d2t[i]``.
+    t2d: bool [V], which target tokens the draft scores.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
 
 
 class DraftVocabulary:
@@ -35,7 +49,7 @@ class DraftVocabulary:
         if offsets.dim() != 1 or offsets.is_floating_point() or not len(offsets):
             found = f"{offsets.dtype} {list(offsets.shape)}"
             raise ModelError(f"{source}: d2t: expected int64 [D], found {found}")
-        target_ids = offsets.long() + arange(len(offsets), device=offsets.device)
+        target_ids = offsets.long() + torch.arange(len(offsets), device=offsets.device)
         low, high = int(target_ids.min()), int(target_ids.max())
         if low < 0 or high >= target_size:
             raise ModelError(
@@ -48,6 +62,14 @@ class DraftVocabulary:
                 "twice; d2t has to hold offsets (target id minus draft id), not target ids"
             )
         return cls(target_ids, target_size)
+
+    def tensors(self) -> VocabularyTensors:
+        """The tensors that ``from_offsets`` and other runtimes read, on the vocabulary's device."""
+        target_ids = self.target_ids
+        scored = torch.zeros(self.target_size, dtype=torch.bool, device=target_ids.device)
+        scored[target_ids] = True
+        offsets = target_ids - torch.arange(len(self), device=target_ids.device)
+        return VocabularyTensors(offsets, scored)
 
     def __len__(self) -> int:
         return len(self.target_ids)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -154,10 +153,7 @@ def _complete_eagle3(
             TargetEnds(target).output_rows(None, head.hidden_size), "output head"
         )
     if head.vocabulary is not None:
-        kept = head.vocabulary.target_ids.cpu()
-        is_kept = torch.zeros(head.vocabulary.target_size, dtype=torch.bool)
-        is_kept[kept] = True
-        complete |= {"d2t": kept - torch.arange(len(kept)), "t2d": is_kept}
+        complete |= head.vocabulary.tensors()._asdict()
     return complete
 
 

@@ -13,7 +13,10 @@ from transformers import PreTrainedModel
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.training.batch import TargetStates, TrainingBatch
 
-__all__ = ["DraftAlgorithm", "Metric", "TrainingOutput"]
+__all__ = ["DraftAlgorithm", "Metric", "TrainerKwargs", "TrainingOutput"]
+
+TrainerKwargs = tuple[dict[str, Any], dict[str, Any]]
+"""Keyword arguments of a ``forward``: while training, and while validating."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +72,7 @@ class DraftAlgorithm(Protocol):
         ...
 
     @staticmethod
-    def get_trainer_kwargs(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_trainer_kwargs(**options: Any) -> TrainerKwargs:
         """The keyword arguments of ``forward`` while training, and while validating."""
         ...
 

@@ -14,7 +14,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.head_export import head_layouts, save_head
-from guided_spec.training.algorithm import TrainingOutput
+from guided_spec.training.algorithm import TrainerKwargs, TrainingOutput
 from guided_spec.training.algorithms.options import LossOptions
 from guided_spec.training.batch import TargetStates, TrainingBatch
 from guided_spec.training.objective import DraftLogits, Objective, measure
@@ -33,8 +33,6 @@ __all__ = [
 ]
 
 Head = TypeVar("Head", bound=nn.Module)
-
-TrainerKwargs = tuple[dict[str, Any], dict[str, Any]]
 
 FINAL_NORM = -1  # as a hidden layer: the target's last state behind its final norm
 

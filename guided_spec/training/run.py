@@ -15,6 +15,7 @@ from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.corpus import Corpus
 from guided_spec.training.feature_files import KeptFeatures
 from guided_spec.training.features import Features, OnlineFeatures
@@ -29,7 +30,6 @@ __all__ = ["REPORT", "TrainingReport", "train"]
 
 REPORT = "training.json"
 BUNDLED = "bundled"  # as a target: the one that comes with the package
-TrainerKwargs = tuple[dict[str, Any], dict[str, Any]]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,9 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.bench.measurement import Measurement, measure_completions
-from guided_spec.bench.validity import is_valid
+from guided_spec.bench.validity import valid_share
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ModelError
 from guided_spec.training.algorithm import Metric
 from guided_spec.training.batch import TrainingBatch
@@ -83,7 +82,7 @@ def decode_heldout(
     failed = next((completion.error for completion in completions if completion.error), None)
     if failed is not None:
         raise ModelError(f"draft={str(draft)!r}: a held-out document failed: {failed}")
-    valid = _valid_share(completions, items)
+    valid = valid_share(completions, items)
     return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
 
 
@@ -94,13 +93,3 @@ def _context(
     config: Any = target.config.get_text_config(decoder=True)
     needed = max(len(item.prompt) for item in items) + params.max_tokens
     return min(needed, getattr(config, "max_position_embeddings", None) or needed)
-
-
-def _valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:
-    """The share of the finished texts that match their grammars."""
-    judged = [
-        is_valid(completion.text, item.grammar)
-        for completion, item in zip(completions, items, strict=True)
-        if completion.finish_reason == "stop"
-    ]
-    return sum(judged) / len(judged) if judged else 1.0

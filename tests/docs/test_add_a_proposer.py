@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +10,10 @@ import pytest
 
 from guided_spec import LLM, GrammarSpec, SamplingParams
 from guided_spec.proposers import ENTRY_POINT_GROUP, PROPOSERS, proposer_names
-from tests.docs.pages import ROOT, read_blocks
+from tests.docs.installing import install
+from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "add_a_proposer.md").read_text()
-BLOCKS = read_blocks(PAGE)
 PROMPTS = [
     "Please call Maria Lopez at +49 170 5551234.\n\nFields: name, phone\nJSON: ",
     "The launch was moved to March 5, 2024.\n\nDate: ",
@@ -30,17 +29,7 @@ PARAMS = [
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The proposer's name, after an installer has done its work: a module and its metadata."""
-    project = tomllib.loads(next(b.code for b in BLOCKS if b.language == "toml"))["project"]
-    ((name, value),) = project["entry-points"][ENTRY_POINT_GROUP].items()
-    module = value.partition(":")[0]
-    assert f"The whole of `{module}.py`:\n\n```python" in PAGE
-    code = next(b.code for b in BLOCKS if b.language == "python")
-    (tmp_path / f"{module}.py").write_text(code)
-    info = tmp_path / f"{project['name']}-{project['version']}.dist-info"
-    info.mkdir()
-    headers = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
-    (info / "METADATA").write_text("".join(f"{key}: {text}\n" for key, text in headers.items()))
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {value}\n")
+    name, module = install(PAGE, ENTRY_POINT_GROUP, tmp_path)
     assert name not in proposer_names()
     monkeypatch.syspath_prepend(tmp_path)
     yield name

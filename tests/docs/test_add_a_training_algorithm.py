@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,26 +19,16 @@ from guided_spec.training.registry import (
     find_algorithm,
 )
 from guided_spec.training.run import train
-from tests.docs.pages import ROOT, read_blocks
+from tests.docs.installing import install
+from tests.docs.pages import ROOT
 
 PAGE = (ROOT / "docs" / "add_a_training_algorithm.md").read_text()
-BLOCKS = read_blocks(PAGE)
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The algorithm's name, after an installer has done its work: a module and its metadata."""
-    project = tomllib.loads(next(b.code for b in BLOCKS if b.language == "toml"))["project"]
-    ((name, value),) = project["entry-points"][ENTRY_POINT_GROUP].items()
-    module = value.partition(":")[0]
-    assert f"The whole of `{module}.py`:\n\n```python" in PAGE
-    code = next(b.code for b in BLOCKS if b.language == "python")
-    (tmp_path / f"{module}.py").write_text(code)
-    info = tmp_path / f"{project['name']}-{project['version']}.dist-info"
-    info.mkdir()
-    headers = {"Metadata-Version": "2.1", "Name": project["name"], "Version": project["version"]}
-    (info / "METADATA").write_text("".join(f"{key}: {text}\n" for key, text in headers.items()))
-    (info / "entry_points.txt").write_text(f"[{ENTRY_POINT_GROUP}]\n{name} = {value}\n")
+    name, module = install(PAGE, ENTRY_POINT_GROUP, tmp_path)
     ALGORITHMS.pop(name, None)  # of the test that runs the blocks of all pages
     assert name not in algorithm_names()
     monkeypatch.syspath_prepend(tmp_path)

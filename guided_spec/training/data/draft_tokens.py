@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,27 +22,14 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 __all__ = [
-    "VocabularyTensors",
     "count_tokens",
     "forced_tokens",
     "select_draft_vocabulary",
-    "vocabulary_tensors",
 ]
 
 CHUNK = 1024
 LONGEST_WALK = 256
 CLOSING = b'"]}'  # without a liking for these, a walk never leaves its first string
-
-
-class VocabularyTensors(NamedTuple):
-    """A draft vocabulary as checkpoints hold it.
-
-    d2t: int64 [D], offsets: draft id i is target id ``i + d2t[i]``.
-    t2d: bool [V], which target tokens the draft scores.
-    """
-
-    d2t: Tensor
-    t2d: Tensor
 
 
 def count_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
@@ -109,15 +96,6 @@ def select_draft_vocabulary(
     frequent = order[~is_kept[order]][: size - len(kept)]
     is_kept[frequent] = True
     return DraftVocabulary(is_kept.nonzero().flatten(), len(counts))
-
-
-def vocabulary_tensors(vocabulary: DraftVocabulary) -> VocabularyTensors:
-    """The tensors that ``DraftVocabulary.from_offsets`` and other runtimes read, on its device."""
-    target_ids = vocabulary.target_ids
-    offsets = target_ids - torch.arange(len(target_ids), device=target_ids.device)
-    scored = torch.zeros(vocabulary.target_size, dtype=torch.bool, device=target_ids.device)
-    scored[target_ids] = True
-    return VocabularyTensors(offsets, scored)
 
 
 def _flat(column: object) -> NDArray[np.int64]:

@@ -22,7 +22,6 @@ from guided_spec.training.data.draft_tokens import (
     count_tokens,
     forced_tokens,
     select_draft_vocabulary,
-    vocabulary_tensors,
 )
 from guided_spec.training.data.grammar_masks import GrammarMasks
 from tests.grammar.walks import BYTES, EOS
@@ -96,7 +95,7 @@ def test_the_most_frequent_are_selected(counts: list[int], data: st.DataObject) 
     assert keep <= {*ids}
     others = sorted({*range(len(counts))} - keep, key=lambda token: (-counts[token], token))
     assert {*ids} == keep | {*others[: size - len(keep)]}
-    d2t, t2d = vocabulary_tensors(vocabulary)
+    d2t, t2d = vocabulary.tensors()
     assert (d2t.dtype, t2d.dtype) == (torch.int64, torch.bool)
     again = DraftVocabulary.from_offsets(d2t, vocabulary.target_size, "test")
     assert torch.equal(again.target_ids, vocabulary.target_ids)

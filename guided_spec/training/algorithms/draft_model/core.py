@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 from guided_spec.errors import VocabularyMismatchError
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.loading import load_model, load_tokenizer
-from guided_spec.training.algorithm import TrainingOutput
+from guided_spec.training.algorithm import TrainerKwargs, TrainingOutput
 from guided_spec.training.algorithms.draft_model.config import DraftModelConfig
 from guided_spec.training.batch import TargetStates, TrainingBatch
 from guided_spec.training.head_training import FrozenTarget, own_tensors, source_of, trainer_kwargs
@@ -68,7 +68,7 @@ class DraftModelTraining(nn.Module):
         return cls(draft, FrozenTarget.of(target))
 
     @staticmethod
-    def get_trainer_kwargs(**options: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_trainer_kwargs(**options: Any) -> TrainerKwargs:
         """All of the loss at depth 0, and the acceptance at every depth."""
         kwargs, _ = trainer_kwargs(**options)
         objective: Objective = kwargs["objective"]
