@@ -13,8 +13,10 @@ from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.logprobs import LogprobsPlan
-from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
+from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, Noise, Verifier
 
@@ -78,30 +80,30 @@ class DecodeBatch:
         lengths = torch.tensor([len(context) + offset for context in self.contexts])
         return lengths.to(self.device, non_blocking=True)  # the target's forward may be running
 
-    def draft_noise(self, positions: Tensor) -> Tensor:
-        """[B, V] exponential(1) to sample the draft tokens at ``positions`` int64 [B] with.
+    def draft_keys(self, positions: Tensor) -> DraftNoise:
+        """Which noise to sample the draft tokens at ``positions`` int64 [B] with.
 
         Coupled drafts share the target's noise; for the rejection sampler the two are independent,
         or its residual would not be.
         """
         stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
-        return exponential_noise(self.sampling.seeds, positions, stream, self.vocab_size)
+        return DraftNoise(self.sampling.seeds, positions, stream, self.vocab_size)
+
+    def draft_noise(self, positions: Tensor) -> Tensor:
+        """[B, V] exponential(1): the noise of ``draft_keys``."""
+        return exponential_noise(*self.draft_keys(positions))
+
+    def verify_rows(self, noise: Noise | None = None) -> VerifyRows:
+        """How the batch decides, with ``noise`` or the keys of its own."""
+        seeds = self.sampling.seeds
+        # Greedy rows read no noise; so nothing has to be uploaded for them.
+        first = seeds if self.sampling.all_greedy else self.positions()
+        keys = NoiseKeys(seeds, first)
+        return VerifyRows(self.sampling, noise or keys, self.verifier, self.adjustments)
 
     def verify_noise(self, num_draft: int) -> Noise:
         """The noise of one step with a draft of ``num_draft`` tokens."""
-        batch, is_coupled = len(self), self.verifier == "coupled"
-        if self.sampling.all_greedy:  # one-hot targets decide alike under any noise
-            accept = torch.zeros(batch, num_draft, device=self.device)
-            return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=self.device))
-        seeds, first = self.sampling.seeds, self.positions()
-        positions = first.unsqueeze(1) + torch.arange(num_draft + 1, device=self.device)
-        accept = uniform_noise(seeds, positions[:, :-1], Stream.ACCEPT)
-        if not is_coupled:
-            sample = exponential_noise(seeds, first, Stream.SAMPLE, self.vocab_size)
-            return Noise(accept, sample)
-        repeated = seeds.repeat_interleave(num_draft + 1)
-        sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, self.vocab_size)
-        return Noise(accept, sample.view(batch, num_draft + 1, -1))
+        return draw_noise(self.verify_rows(), num_draft, self.vocab_size)
 
 
 class Proposer(Protocol):

@@ -14,16 +14,12 @@ from guided_spec.errors import (
     NoTokenLeftError,
 )
 from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.bitmask import apply_token_bitmask
-from guided_spec.ops.coupled import coupled_sample
 from guided_spec.ops.logprobs import Logprobs, Scores, gather_logprobs
-from guided_spec.ops.rejection import rejection_sample
-from guided_spec.ops.warp import warp
+from guided_spec.ops.ranges import named_range
+from guided_spec.ops.verify import VERIFIERS, verify
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]
-
-VERIFIERS = {"rejection": rejection_sample, "coupled": coupled_sample}
 
 
 class Step(NamedTuple):
@@ -56,18 +52,18 @@ def speculative_step(
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = proposer.propose(batch, lookahead)
-    draft = lookahead.start(draft)  # the rows still missing are filled beside the forward
-    output = target.verify(batch, draft)
-    noise = noise or batch.verify_noise(draft.token_ids.shape[1])
-    logits = masked = apply_token_bitmask(output.logits, lookahead.finish(draft.token_ids.shape[1]))
-    if batch.adjustments is not None:
-        logits = batch.adjustments.apply(logits, draft.token_ids)
-    probs = warp(logits, batch.sampling)
-    step = Step(VERIFIERS[batch.verifier](probs, draft, noise), draft, lookahead)
+    with named_range("draft"):
+        # The rows still missing are filled beside the forward.
+        draft = lookahead.start(proposer.propose(batch, lookahead))
+    with named_range("verify"):
+        output = target.verify(batch, draft)
+    bitmask = lookahead.finish(draft.token_ids.shape[1])
+    with named_range("sample"):
+        accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
+    step = Step(accepted, draft, lookahead)
     if batch.logprobs is None:
         return step
-    scores = Scores(output.logits, masked, probs)
+    scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
     found = gather_logprobs(scores, step.accepted.token_ids, batch.logprobs)
     return step._replace(logprobs=found)
 

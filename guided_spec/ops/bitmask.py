@@ -1,9 +1,14 @@
 """Token bitmasks: int32 [..., W], bit ``t % 32`` of word ``t // 32`` is 1 when token t is legal.
 
 This is xgrammar's layout, and llguidance's. A row of all ones (-1 in every word) forbids nothing.
+On CUDA, masks are applied and translated by kernels.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -52,6 +57,10 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor | None) -> Tensor:
     """
     if bitmask is None:
         return logits
+    kernels = _kernels() if _is_fused(logits, bitmask) else None
+    if kernels is not None:
+        masked: Tensor = kernels.apply_token_bitmask(logits, bitmask)
+        return masked
     legal = unpack_bitmask(bitmask, logits.shape[-1])
     return logits.masked_fill(~legal, float("-inf"))
 
@@ -63,6 +72,10 @@ def translate_bitmask(bitmask: Tensor, target_ids: Tensor) -> Tensor:
         all of this happens: one gather of words, no atomics, nothing waits for the host. Bit i of
         the result is bit ``target_ids[i]`` of the mask; unused bits of the last word are 0.
     """
+    kernels = _kernels() if bitmask.is_cuda and bitmask.numel() and len(target_ids) else None
+    if kernels is not None:
+        translated: Tensor = kernels.translate_bitmask(bitmask, target_ids)
+        return translated
     words = bitmask.index_select(-1, target_ids >> 5)  # [..., D]: the word of each draft token
     bits = words >> (target_ids & 31).to(torch.int32)
     return pack_bitmask((bits & 1).bool())
@@ -73,5 +86,22 @@ def only_legal_token(bitmask: Tensor) -> Tensor:
     used = bitmask != 0
     word = bitmask.to(torch.int64).sum(-1) & 0xFFFFFFFF  # that of the only word in use, if any
     is_single = (used.sum(-1) == 1) & (word & (word - 1) == 0)
-    bit = word.clamp_min(1).double().log2().long()  # exact: a power of two
+    # Not log2, which some devices round below the exponent of an exact power of two.
+    bit = torch.frexp(word.double()).exponent.long() - 1
     return torch.where(is_single, used.int().argmax(-1) * BITS + bit, -1)
+
+
+def _is_fused(logits: Tensor, bitmask: Tensor) -> bool:
+    """Whether the kernel can apply the mask: row by row, and without a gradient."""
+    has_rows = logits.shape[:-1] == bitmask.shape[:-1] and logits.numel() > 0
+    has_words = bitmask.shape[-1] >= num_mask_words(logits.shape[-1])
+    return logits.is_cuda and has_rows and has_words and not logits.requires_grad
+
+
+@cache
+def _kernels() -> ModuleType | None:
+    if find_spec("triton") is None:  # it exists for Linux only
+        return None
+    from guided_spec.ops import bitmask_triton  # imported here: it needs triton
+
+    return bitmask_triton

@@ -14,21 +14,40 @@ from typing import NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.warp import Sampling, warp
 from guided_spec.types import LogprobsMode, SamplingParams, TokenLogprobs, TopLogprob
 
 __all__ = ["Logprobs", "LogprobsPlan", "Scores", "gather_logprobs"]
 
 
 class Scores(NamedTuple):
-    """One step's rows, [B, K + 1, V] each, on one device.
+    """What one step's tokens were chosen from, on one device.
 
-    raw: the model's logits. masked: the same with illegal tokens at -inf. processed: float32
-    probabilities that the tokens are drawn from.
+    logits: [B, K + 1, V], the model's. bitmask: int32 [B, K + 1, W], the legal tokens; None: all.
+    drafted: int64 [B, K]. sampling, adjustments: as the step had them.
     """
 
-    raw: Tensor
-    masked: Tensor
-    processed: Tensor
+    logits: Tensor
+    bitmask: Tensor | None
+    drafted: Tensor
+    sampling: Sampling
+    adjustments: Adjustments | None = None
+
+    def logprobs(self, mode: LogprobsMode, requests: Tensor) -> Tensor:
+        """float32 [R, K + 1, V]: log-probabilities in the rows of ``requests`` int64 [R]."""
+        logits = self.logits[requests]
+        if mode == "raw":
+            return torch.log_softmax(logits.float(), -1)
+        bitmask = None if self.bitmask is None else self.bitmask[requests]
+        masked = apply_token_bitmask(logits, bitmask)
+        if mode == "masked":
+            return torch.log_softmax(masked.float(), -1)
+        if self.adjustments is not None:  # which know all requests and no others
+            whole = apply_token_bitmask(self.logits, self.bitmask)
+            masked = self.adjustments.apply(whole, self.drafted)[requests]
+        return warp(masked, self.sampling.select(requests)).log()  # filtered tokens at -inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,19 +119,12 @@ def gather_logprobs(scores: Scores, token_ids: Tensor, plan: LogprobsPlan) -> Lo
     wanted = max(plan.counts[request] or 0 for request in plan.order)
     parts = []
     for mode, rows in plan.rows.items():
-        logprobs = _log_softmax(scores, mode, rows)
+        logprobs = scores.logprobs(mode, rows)
         chosen = logprobs.gather(-1, token_ids[rows].clamp_min(0).unsqueeze(-1))
         top = logprobs.topk(min(wanted, logprobs.shape[-1]), -1)
         # float64 holds every float32 and every token id, so that one download takes them all.
         parts.append(torch.cat([chosen.double(), top.values.double(), top.indices.double()], -1))
     return Logprobs(torch.cat(parts), plan)
-
-
-def _log_softmax(scores: Scores, mode: LogprobsMode, rows: Tensor) -> Tensor:
-    if mode == "processed":
-        return scores.processed[rows].log()  # filtered tokens at -inf
-    logits = scores.raw if mode == "raw" else scores.masked
-    return torch.log_softmax(logits[rows].float(), -1)
 
 
 def _record(token_id: int, row: list[float], count: int) -> TokenLogprobs:

@@ -8,7 +8,7 @@ depend on the order of a sort.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -52,6 +52,11 @@ class Sampling:
             any_top_p=any(p.top_p < 1 for p in params),
             any_min_p=any(p.min_p > 0 for p in params),
         )
+
+    def select(self, requests: Tensor) -> Sampling:
+        """The rows of ``requests`` int64 [R]; the flags stay those of the whole batch."""
+        names = ("temperature", "top_k", "top_p", "min_p", "seeds")
+        return replace(self, **{name: getattr(self, name)[requests] for name in names})
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:

@@ -17,6 +17,7 @@ one chosen by a walk is deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -26,13 +27,15 @@ from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token
-from guided_spec.ops.warp import warp
+from guided_spec.models.packed_slot_head import GreedyWalk
+from guided_spec.ops.download import Download
+from guided_spec.ops.draft_choice import choose_draft
+from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 
-__all__ = ["draft_autoregressively", "read_policy"]
+__all__ = ["draft_autoregressively", "draft_best", "drafts_best", "read_policy"]
 
 TOP = 8  # tokens of a depth that a walk may choose from
 
@@ -60,7 +63,9 @@ def draft_autoregressively(
 
     first_logits: [B, D] after each request's context and its draft so far; a request whose row is
         -inf throughout drafts nothing.
-    forward: int64 [B] target ids just drafted -> [B, D] logits after them. Not called for the last.
+    forward: int64 [B] target ids just drafted -> [B, D] logits after them. Launched before the host
+        looks at these tokens: it may turn out that nobody wants its logits. Not called for the
+        last.
     policy: of the requests that do not ask for one.
     vocabulary: what the logits score; None: the target's own V tokens.
 
@@ -74,23 +79,61 @@ def draft_autoregressively(
         for depth in range(batch.num_draft_tokens):
             if not loop.goes_on(depth):
                 break
-            if depth > 0:
-                logits = forward(loop.places[-1].tokens.clamp_min(0))
             loop.draw(logits, depth)
+            if depth + 1 < batch.num_draft_tokens and loop.may_go_on(depth + 1):
+                logits = forward(loop.places[-1].tokens.clamp_min(0))
+            loop.settle()
+    return loop.finish()
+
+
+def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+    """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
+
+    policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
+    to ``draft_best``.
+    """
+    asked = batch.policies or (None,) * len(batch)
+    if batch.adjustments is not None:
+        return False
+    for own, constraint in zip(asked, batch.constraints, strict=True):
+        used = own or policy
+        is_walking = used == "topk_walk" and constraint is not None
+        if (used == "mask" and constraint is not None) or not (
+            is_walking or batch.sampling.all_greedy
+        ):
+            return False
+    return True
+
+
+def draft_best(
+    walk: GreedyWalk,
+    batch: DecodeBatch,
+    lookahead: Lookahead,
+    policy: DraftPolicy,
+    vocabulary: DraftVocabulary | None,
+) -> Draft:
+    """``draft_autoregressively`` where ``drafts_best``, from all K positions at once.
+
+    walk: a row for each request of the batch, behind its draft so far.
+    """
+    loop = _Loop(batch, lookahead, policy, vocabulary)
+    with lookahead.holding(loop.is_later):
+        loop.take(walk)
     return loop.finish()
 
 
 class _Place(NamedTuple):
     """One position of the draft.
 
-    tokens: int64 [B] target ids, -1 where there is none. probs: float32 [B, D].
+    tokens: int64 [B] target ids, -1 where there is none. probs: float32 [B, D]; None when nothing
+        is sampled.
     top: int64 [B, TOP] target ids, the best first; None when no request walks.
     rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
         without a reduced vocabulary.
     """
 
     tokens: Tensor
-    probs: Tensor
+    probs: Tensor | None
     top: Tensor | None
     rescued: Tensor | None
 
@@ -133,37 +176,53 @@ class _Loop:
         lengths = [len(c) + start for c, start in zip(batch.contexts, self._starts, strict=True)]
         self._first = torch.tensor(lengths).to(batch.device, non_blocking=True)
         self._is_walking = torch.tensor(self._walks).to(batch.device, non_blocking=True)
+        self._sampling = self._with_greedy_walks(batch.sampling)
         self.places: list[_Place] = []
+        self._drawn: Download | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
 
     def goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
         return any(self._lookahead.is_open) or depth < max(self._rooms)
 
+    def may_go_on(self, depth: int) -> bool:
+        """``goes_on`` as far as it can be told before ``settle``."""
+        ahead = (
+            limit - len(drafted) > 1
+            for limit, drafted, is_open in zip(
+                self._batch.limits, self._lookahead.drafted, self._lookahead.is_open, strict=True
+            )
+            if is_open
+        )
+        return any(ahead) or depth < max(self._rooms)
+
     def draw(self, logits: Tensor, depth: int) -> None:
-        """One token for each request from logits [B, D]; the masked requests walk it at once."""
+        """One token for each request from logits [B, D]; ``settle`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self.is_later) else self._lookahead.next_mask()
-        vocabulary, sampling = self._vocabulary, self._batch.sampling
-        legal = mask if vocabulary is None else vocabulary.translate(mask)
-        scores = apply_token_bitmask(logits, legal)
-        probs = warp(scores.unsqueeze(1), sampling).squeeze(1)
-        best = (probs if sampling.all_greedy else probs / self._noise(depth)).max(-1)
-        choice, drawn = best.indices, best.values > 0
-        if any(self._walks) and not sampling.all_greedy:
-            choice = torch.where(self._is_walking, logits.argmax(-1), choice)
-        starved = rescued = None
-        if vocabulary is not None:
-            choice = vocabulary.to_target(choice)
-            starved = ~drawn & (logits.amax(-1) > float("-inf"))
-            only = choice.new_tensor(-1) if mask is None else only_legal_token(mask)
-            rescued = torch.where(starved, only, -1)
-            choice, drawn = torch.where(starved, rescued, choice), drawn | (rescued >= 0)
-        tokens = torch.where(drawn, choice, -1)
-        self.places.append(_Place(tokens, probs, self._top(logits), rescued))
-        self._adjustments.append(tokens)
+        target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
+        noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
+        choice = choose_draft(logits, mask, target_ids, self._sampling, noise)
+        place = _Place(choice.tokens, choice.probs, self._top(logits), choice.rescued)
+        self.places.append(place)
+        self._adjustments.append(choice.tokens)
         if not all(self.is_later):
+            starved = choice.starved
+            flags = torch.zeros_like(choice.tokens) if starved is None else starved.long()
+            self._drawn = Download(torch.stack([choice.tokens, flags]))
+
+    def settle(self) -> None:
+        """The masked requests walk what was drawn; waits until that is on the host."""
+        if self._drawn is not None:
+            tokens, starved = self._drawn.wait().unbind(0)
             self._lookahead.accept(tokens, starved)
+            self._drawn = None
+
+    def take(self, walk: GreedyWalk) -> None:
+        """Every request's best tokens, all positions at once."""
+        top = self._top(walk.logits)
+        for depth, tokens in enumerate(walk.tokens.unbind(1)):
+            self.places.append(_Place(tokens, None, None if top is None else top[:, depth], None))
 
     def finish(self) -> Draft:
         """The draft, once the tokens that wait for it are walked."""
@@ -171,8 +230,15 @@ class _Loop:
             self._lookahead.extend_best(self._options())
         rows = [self._row(request) for request in range(len(self._batch))]
         draft = host_draft(self._batch, rows)
-        is_sampled = not self._batch.sampling.all_greedy and not all(self._walks)
+        is_sampled = not self._sampling.all_greedy
         return draft._replace(probs=self._probs(draft)) if is_sampled and self.places else draft
+
+    def _with_greedy_walks(self, sampling: Sampling) -> Sampling:
+        """The drafts' own parameters: a request that walks drafts its best token."""
+        if sampling.all_greedy or not any(self._walks):
+            return sampling
+        temperature = sampling.temperature.masked_fill(self._is_walking, 0.0)
+        return replace(sampling, temperature=temperature, all_greedy=all(self._walks))
 
     def _row(self, request: int) -> list[int]:
         row = self._lookahead.drafted[request][self._starts[request] :]
@@ -202,7 +268,8 @@ class _Loop:
     def _probs(self, draft: Draft) -> Tensor:
         """[B, K, V] what the tokens of the draft were drawn from."""
         width = draft.token_ids.shape[1]
-        probs = torch.stack([place.probs for place in self.places], 1)[:, :width]
+        drawn_from = [place.probs for place in self.places if place.probs is not None]
+        probs = torch.stack(drawn_from, 1)[:, :width]
         if self._vocabulary is not None:
             full = probs.new_zeros(*probs.shape[:2], self._vocabulary.target_size)
             probs = full.index_copy_(2, self._vocabulary.target_ids, probs)
@@ -214,12 +281,8 @@ class _Loop:
             probs = torch.where(self._is_walking[:, None, None], one_hot.to(probs.dtype), probs)
         return probs
 
-    def _noise(self, depth: int) -> Tensor:
-        noise = self._batch.draft_noise(self._first + depth)
-        return noise if self._vocabulary is None else noise[:, self._vocabulary.target_ids]
-
     def _top(self, logits: Tensor) -> Tensor | None:
-        """The best tokens of logits [B, D], where some request walks."""
+        """The best tokens of logits [B, ..., D], where some request walks."""
         if not any(self._walks):
             return None
         top = logits.topk(min(TOP, logits.shape[-1])).indices

@@ -19,7 +19,8 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     padded = [[*row, *[0] * (longest - len(row))] for row in token_ids]
     ids = torch.tensor(padded, dtype=torch.int64).view(len(token_ids), longest)
     lengths = torch.tensor([len(row) for row in token_ids], dtype=torch.int64)
-    return Draft(ids.to(batch.device), lengths.to(batch.device))
+    device = batch.device
+    return Draft(ids.to(device, non_blocking=True), lengths.to(device, non_blocking=True))
 
 
 def concatenate(first: Draft, second: Draft) -> Draft:

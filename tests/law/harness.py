@@ -17,10 +17,9 @@ from guided_spec.core import DecodeBatch
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.token_rules import Bans, Penalties, RuleTable, TokenRules
-from guided_spec.ops.warp import Sampling, warp
-from guided_spec.step import VERIFIERS
+from guided_spec.ops.verify import verify as decide
+from guided_spec.ops.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, SamplingParams, Verifier
 from tests.law.fields import Fields, WideLoop
 from tests.law.world import (
@@ -73,6 +72,7 @@ class Case:
                     nodes = number_of(nodes, loop.places[-1].tokens.clamp_min(0))
                 logits = tables().draft[nodes]
                 loop.draw(logits if vocabulary is None else logits[:, REDUCED.target_ids], depth)
+                loop.settle()
         return loop.finish()
 
 
@@ -135,11 +135,8 @@ class Rows:
         fields = Fields(nodes, limits)
         draft = self.case.draft(batch, fields, nodes)
         width = draft.token_ids.shape[1]
-        logits = apply_token_bitmask(verify(nodes, draft), fields.finish(width))
-        if batch.adjustments is not None:
-            logits = batch.adjustments.apply(logits, draft.token_ids)
-        probs = warp(logits, batch.sampling)
-        accepted = VERIFIERS[batch.verifier](probs, draft, batch.verify_noise(width))
+        rows = batch.verify_rows(batch.verify_noise(width))
+        accepted = decide(verify(nodes, draft), fields.finish(width), draft, rows)
         assert bool((accepted.token_ids[:, 0] >= 0).all()), "a dead end"
         self._commit(live, accepted.token_ids)
 

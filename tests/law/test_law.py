@@ -19,6 +19,7 @@ from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.token_rules import RuleTable, TokenRules
@@ -94,7 +95,8 @@ def remembered() -> Remembered:
 @pytest.fixture
 def _quick(remembered: Remembered, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(core, "exponential_noise", remembered.exponential)
-    monkeypatch.setattr(core, "uniform_noise", remembered.uniform)
+    monkeypatch.setattr(decision, "exponential_noise", remembered.exponential)
+    monkeypatch.setattr(decision, "uniform_noise", remembered.uniform)
     with torch.inference_mode():
         yield
 

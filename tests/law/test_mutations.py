@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
+from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.noise import Stream, exponential_noise
 from guided_spec.ops.rejection import rejection_sample
 from guided_spec.ops.warp import Sampling, warp
 from guided_spec.step import VERIFIERS
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
-from tests.law import harness
 from tests.law.fields import Fields
 from tests.law.harness import Case, check_law, emit
 from tests.law.world import (
@@ -190,12 +191,12 @@ def filters_on_the_bonus_row(logits: Tensor, sampling: Sampling) -> Tensor:
 def test_filters_on_the_bonus_row_alone(
     monkeypatch: Patch, setting: str, verifier: Verifier
 ) -> None:
-    monkeypatch.setattr(harness, "warp", filters_on_the_bonus_row)
+    monkeypatch.setattr(decision, "warp", filters_on_the_bonus_row)
     assert is_caught(case("sampled", setting, verifier))
 
 
 def test_min_p_left_out_of_the_verification(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(harness, "warp", lambda x, s: warp(x, replace(s, any_min_p=False)))
+    monkeypatch.setattr(decision, "warp", lambda x, s: warp(x, replace(s, any_min_p=False)))
     assert is_caught(case("sampled", "min_p"))
 
 
@@ -279,10 +280,10 @@ def test_coupled_verification_with_the_noise_of_the_first_position(monkeypatch: 
 def test_drafts_that_share_the_noise_of_the_rejection_sampler(monkeypatch: Patch) -> None:
     """The draw from the residual is then no fresh draw."""
 
-    def shared(batch: DecodeBatch, positions: Tensor) -> Tensor:
-        return exponential_noise(batch.sampling.seeds, positions, Stream.SAMPLE, VOCAB_SIZE)
+    def shared(batch: DecodeBatch, positions: Tensor) -> DraftNoise:
+        return DraftNoise(batch.sampling.seeds, positions, Stream.SAMPLE, VOCAB_SIZE)
 
-    monkeypatch.setattr(DecodeBatch, "draft_noise", shared)
+    monkeypatch.setattr(DecodeBatch, "draft_keys", shared)
     assert is_caught(case("sampled"))
 
 

@@ -1,0 +1,130 @@
+"""The small steps between a decoder's matrix products, each as one operator.
+
+The torch code here is the definition and rounds where transformers' Llama modules round, so that a
+forward made of these gives what the modules give; on CUDA, one kernel of
+``guided_spec.ops.pointwise_triton`` does each. For inference: they have no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+
+__all__ = [
+    "AddedNorm",
+    "add_rms_norm",
+    "rms_norm",
+    "silu_mul",
+    "silu_mul_packed",
+]
+
+
+class AddedNorm(NamedTuple):
+    """residual: [..., H], the sum. normed: [..., H], its norm times the weight."""
+
+    residual: Tensor
+    normed: Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """[..., H]: x over its root mean square, times the weight (Zhang and Sennrich, 2019).
+
+    x: [..., H]; weight: [H], of one floating dtype. In float32, rounded to the dtype of ``x``
+    before the weight.
+    """
+    normed: Tensor = _rms_norm(x, weight, eps)
+    return normed
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> AddedNorm:
+    """The sum of x and residual [..., H], rounded to their dtype, and ``rms_norm`` of it."""
+    return AddedNorm(*_add_rms_norm(x, residual, weight, eps))
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """[..., I]: silu(gate) * up; gate, up: [..., I] of one floating dtype.
+
+    silu(x) = x / (1 + exp(-x)) is worked out in float32 and rounded before the product.
+    """
+    product: Tensor = _silu_mul(gate, up)
+    return product
+
+
+def silu_mul_packed(gate_up: Tensor) -> Tensor:
+    """[..., I]: ``silu_mul`` of the two halves of gate_up [..., 2 * I]."""
+    gate, up = gate_up.chunk(2, -1)
+    return silu_mul(gate, up)
+
+
+def _norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (weight * wide.to(x.dtype)).contiguous()
+
+
+def _add_norm_reference(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    total = (x + residual).contiguous()
+    return total, _norm_reference(total, weight, eps)
+
+
+def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
+    return (silu(gate) * up).contiguous()
+
+
+@cache
+def _kernels() -> Any:
+    if find_spec("triton") is None:  # it exists for Linux only
+        return None
+    from guided_spec.ops import pointwise_triton  # imported here: it needs triton
+
+    return pointwise_triton
+
+
+def _define(
+    name: str, schema: str, reference: Callable[..., Any], shape: Callable[..., Any]
+) -> Any:
+    """An operator: ``reference`` everywhere, the kernel of the same name on CUDA."""
+
+    def on_cuda(*arguments: Any) -> Any:
+        kernels = _kernels()
+        return (reference if kernels is None else getattr(kernels, name))(*arguments)
+
+    # Written out, because not every supported torch infers it from postponed annotations.
+    operator = torch.library.custom_op(
+        f"guided_spec::{name}", reference, mutates_args=(), schema=schema
+    )
+    operator.register_kernel("cuda", on_cuda)
+    operator.register_fake(shape)
+    return operator
+
+
+def _like_first(x: Tensor, *_: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _like_normed(x: Tensor, weight: Tensor, _: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=torch.result_type(x, weight))
+
+
+def _like_added(x: Tensor, _residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _like_normed(x, weight, eps)
+
+
+_rms_norm = _define(
+    "rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", _norm_reference, _like_normed
+)
+_add_rms_norm = _define(
+    "add_rms_norm",
+    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _add_norm_reference,
+    _like_added,
+)
+_silu_mul = _define("silu_mul", "(Tensor gate, Tensor up) -> Tensor", _silu_reference, _like_first)

@@ -1,0 +1,91 @@
+"""Rotary position embedding of packed heads, and their keys and values put into the slots.
+
+Su et al., "RoFormer: enhanced transformer with rotary position embedding" (2021), in the halves
+form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a head behind a.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
+
+__all__ = ["HeadNorms", "HeadShape", "Rotation", "rotate_and_store"]
+
+
+class HeadShape(NamedTuple):
+    """How the heads lie in a packed projection: queries, then keys, then values.
+
+    queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the packed projection."""
+        return (self.queries + 2 * self.keys) * self.size
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over single heads, before they are rotated, as of Qwen3: weights [D] each."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of N tokens: [N, D] each, the second half of a row equal to the first.
+
+    Rows contiguous; in the dtype of the model.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+
+def rotate_and_store(
+    packed: Tensor,
+    rotation: Rotation,
+    shape: HeadShape,
+    norms: HeadNorms | None,
+    buffers: KeyValues,
+    places: SlotPlaces,
+) -> Tensor:
+    """Norm (where there are norms) and rotate queries and keys, and keep keys and values.
+
+    packed: [B, T, shape.width], contiguous, changed in place. rotation: of the B * T tokens.
+    buffers: the layer's slots, written to as ``slot_attention`` says. places: where the tokens go.
+
+    Returns the queries [B, Hq, T, D], a view of ``packed``. Computes in float32 and rounds once.
+    On CUDA one kernel; never waits for the device.
+    """
+    heads = packed.unflatten(2, (shape.queries + 2 * shape.keys, shape.size))
+    if packed.is_cuda:
+        from guided_spec.ops import rotary_triton  # imported here: it needs triton
+
+        rotary_triton.rotate_and_store(packed, rotation, shape, norms, buffers, places)
+        return heads[:, :, : shape.queries].transpose(1, 2)
+    turned = heads[:, :, : shape.queries + shape.keys]
+    turned.copy_(_rotate(turned, rotation, shape, norms))
+    parts = heads.transpose(1, 2).split([shape.queries, shape.keys, shape.keys], 1)
+    store_keys_values(KeyValues(parts[1], parts[2]), buffers, places)
+    return parts[0]
+
+
+def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorms | None) -> Tensor:
+    """[B, T, Hq + Hkv, D] rotated, float32."""
+    values = heads.float()
+    if norms is not None:
+        values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norms.eps)
+        weights = [norms.query.expand(shape.queries, -1), norms.key.expand(shape.keys, -1)]
+        values = values * torch.cat(weights).float()
+    low, high = values.chunk(2, -1)
+    cos, sin = (part.float().unflatten(0, heads.shape[:2]).unsqueeze(2) for part in rotation)
+    return values * cos + torch.cat([-high, low], -1) * sin

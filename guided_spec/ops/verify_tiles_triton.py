@@ -1,0 +1,208 @@
+"""What the kernels of the verify decision share: arguments, tiles of logits, random bits.
+
+A tile is ``[words, 32]``: one mask word covers 32 neighbouring logits, so the predicate of a load
+is a word's, the loads stay wide, and words of illegal tokens alone are not read.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+__all__ = [
+    "Rules",
+    "Step",
+    "Work",
+    "exponential",
+    "load_points",
+    "load_tile",
+    "philox_points",
+    "philox_tile",
+    "tile_tokens",
+]
+
+NO_TOKEN = tl.constexpr(2**31 - 1)  # above every token
+
+
+# What a kernel gets; the members are tensors, None for what nobody uses, and numbers.
+class Step(NamedTuple):
+    """One step's inputs.
+
+    logits: [B, K + 1, V] with its two strides. mask: int32 [B, K + 1, W] or None.
+    drafted: int64 [B, K], lengths: int64 [B]. probs: [B, K, V] or None, with two strides.
+    seeds, first: int64 [B], the keys of the noise.
+    """
+
+    logits: Any
+    batch_stride: Any
+    row_stride: Any
+    mask: Any
+    drafted: Any
+    lengths: Any
+    probs: Any
+    probs_batch_stride: Any
+    probs_row_stride: Any
+    temperature: Any
+    top_k: Any
+    top_p: Any
+    min_p: Any
+    seeds: Any
+    first: Any
+    vocab_size: Any
+    num_draft: Any
+
+
+class Rules(NamedTuple):
+    """The rules of U requests.
+
+    rule_of: int32 [B], each request's row below, -1 for none; None when nobody has any.
+    bias, counts: float32 [U, V]; in_prompt: uint8 [U, V]; the penalties: float32 [U].
+    """
+
+    rule_of: Any = None
+    bias: Any = None
+    counts: Any = None
+    in_prompt: Any = None
+    repetition: Any = None
+    frequency: Any = None
+    presence: Any = None
+
+
+class Work(NamedTuple):
+    """What the kernels hand on. N = B * (K + 1) rows, C chunks of a row.
+
+    chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass behind it, for greedy requests
+        the first token that has it; NaN where a logit is.
+    row_max, total: [N] of the whole row. cut: [N] how far below the largest score a token of a
+        filtered row can stand and be kept. depth, test: [N] the same of the draft token, and u * q.
+    state, token: int32 [N] what is known of a row, and the token drawn from it.
+    num_listed: int32 [N], listed_depths: [N, M], listed_tokens: int32 [N, M]: the tokens within the
+        cut, in any order.
+    race_value, race_token: [N, C, 2] the best of each chunk, by the residual and by the target.
+    """
+
+    chunk_max: Any
+    chunk_sum: Any
+    row_max: Any
+    total: Any
+    cut: Any
+    depth: Any
+    test: Any
+    state: Any
+    token: Any
+    num_listed: Any
+    listed_depths: Any
+    listed_tokens: Any
+    race_value: Any
+    race_token: Any
+
+
+# Triton reads annotations as its own, so the arguments have none.
+@triton.jit  # type: ignore[untyped-decorator]
+def tile_tokens(chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 [words, 32]: the tokens of a chunk."""
+    word = chunk * words + tl.arange(0, words)
+    return word[:, None] * 32 + tl.arange(0, 32)[None, :]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def load_tile(step, rules, request, place, chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 [words, 32]: a chunk of row ``place`` of a request; illegal tokens are -inf."""
+    lane = tl.arange(0, 32)
+    word = chunk * words + tl.arange(0, words)
+    token = word[:, None] * 32 + lane[None, :]
+    num_words = (step.vocab_size + 31) // 32
+    bits = tl.full([words], -1, tl.int32)
+    if step.mask is not None:
+        row = (request * (step.num_draft + 1) + place).to(tl.int64)
+        bits = tl.load(step.mask + row * num_words + word, mask=word < num_words, other=0)
+    start = step.logits + request.to(tl.int64) * step.batch_stride
+    start += place.to(tl.int64) * step.row_stride
+    is_read = (bits != 0)[:, None]
+    if (chunk + 1) * words * 32 > step.vocab_size:  # only here each token's place is looked at
+        inside = is_read & (token < step.vocab_size)
+        scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
+    else:
+        scores = tl.load(start + token, mask=is_read, other=float("-inf")).to(tl.float32)
+    if step.mask is not None:
+        scores = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, scores, float("-inf"))
+    return _adjusted(scores, token, step, rules, request, place)
+
+
+@triton.jit
+def load_points(step, rules, request, place, token, is_used):  # type: ignore[no-untyped-def]
+    """float32 like ``token``: the logits of ``token`` in the rows ``place``; -inf where illegal."""
+    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    start = request.to(tl.int64) * step.batch_stride + place.to(tl.int64) * step.row_stride
+    legal = is_used
+    if step.mask is not None:
+        num_words = (step.vocab_size + 31) // 32
+        at = row * num_words + (token >> 5)
+        bits = tl.load(step.mask + at, mask=is_used, other=0)
+        legal = legal & (((bits >> (token & 31).to(tl.int32)) & 1) != 0)
+    scores = tl.load(step.logits + start + token, mask=legal, other=float("-inf")).to(tl.float32)
+    return _adjusted(scores, token, step, rules, request, place)
+
+
+@triton.jit
+def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-untyped-def]
+    """Bias and penalties, as ``Adjustments.apply`` has them; bans are in the mask by now."""
+    if rules.rule_of is not None:
+        rule = tl.load(rules.rule_of + request)
+        if rule >= 0:
+            at = rule.to(tl.int64) * step.vocab_size + token
+            legal = scores != float("-inf")
+            if rules.bias is not None:
+                scores += tl.load(rules.bias + at, mask=legal, other=0.0)
+            if rules.counts is not None:
+                count = tl.load(rules.counts + at, mask=legal, other=0.0)
+                drafts = step.drafted + request.to(tl.int64) * step.num_draft
+                for index in range(step.num_draft):
+                    once = tl.where(place > index, 1.0, 0.0)
+                    count += tl.where(token == tl.load(drafts + index), once, 0.0)
+                in_prompt = tl.load(rules.in_prompt + at, mask=legal, other=0) != 0
+                factor = tl.load(rules.repetition + rule)
+                repeated = tl.where(scores > 0, tl.div_rn(scores, factor), scores * factor)
+                scores = tl.where((count > 0) | in_prompt, repeated, scores)
+                scores -= tl.load(rules.frequency + rule) * count
+                scores -= tl.load(rules.presence + rule) * tl.where(count > 0, 1.0, 0.0)
+    return scores
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def philox_tile(seed, position, stream: tl.constexpr, chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
+    """uint32 [words, 32]: the random bits of a chunk, those of ``guided_spec.ops.noise``."""
+    counter = chunk * (words * 8) + tl.arange(0, words * 8)
+    zeros = tl.zeros([words * 8], tl.uint32)
+    low, high = zeros + position.to(tl.uint32), zeros + (position >> 32).to(tl.uint32)
+    purpose = tl.full([words * 8], stream, tl.uint32)
+    a, b, c, d = tl.philox(seed, counter, low, high, purpose)
+    # Four neighbouring columns are one counter's words, in this order.
+    even = tl.join(a.to(tl.uint32), c.to(tl.uint32))
+    bits = tl.join(even, tl.join(b.to(tl.uint32), d.to(tl.uint32)))
+    return tl.reshape(bits, [words, 32])
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def philox_points(seed, position, stream: tl.constexpr, column):  # type: ignore[no-untyped-def]
+    """uint32 like ``column`` int32, with ``position`` int64 of the same shape."""
+    low, high = position.to(tl.uint32), (position >> 32).to(tl.uint32)
+    purpose = tl.full(column.shape, stream, tl.uint32)
+    a, b, c, d = tl.philox(seed, column >> 2, low, high, purpose)
+    word = column & 3
+    even = tl.where(word == 0, a.to(tl.uint32), c.to(tl.uint32))
+    odd = tl.where(word == 1, b.to(tl.uint32), d.to(tl.uint32))
+    return tl.where((word & 1) == 0, even, odd)
+
+
+@triton.jit
+def exponential(bits):  # type: ignore[no-untyped-def]
+    """float32 exponential(1) of uint32 bits, as ``exponential_noise`` makes it of them."""
+    value = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
+    # -log(1 - v) by its series in s = v / (2 - v) where the plain logarithm loses the small ones.
+    s = value / (2.0 - value)
+    square = s * s
+    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))
+    return tl.where(value < 0.25, 2.0 * s * series, -tl.log(1.0 - value))

@@ -1,0 +1,123 @@
+"""Drawn inputs of the draft's token choice, and when two answers to one input agree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.ops.bitmask import pack_bitmask
+from guided_spec.ops.draft_choice import DraftChoice, DraftNoise
+from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.warp import Sampling
+from guided_spec.types import SamplingParams
+
+__all__ = ["MASKS", "ChoiceCase", "MaskKind", "check_alike", "make_case", "on_cpu"]
+
+MaskKind = Literal["none", "dense", "sparse", "empty", "single", "each"]
+MASKS: tuple[MaskKind, ...] = ("none", "dense", "sparse", "empty", "single", "each")
+SHARES = {"dense": 0.98, "sparse": 0.005}
+CLOSE = 1e-5  # keys of a race this near to each other may come in either order
+NO = float("-inf")
+
+
+class ChoiceCase(NamedTuple):
+    """The arguments of ``choose_draft``."""
+
+    logits: Tensor
+    bitmask: Tensor | None
+    target_ids: Tensor | None
+    sampling: Sampling
+    noise: DraftNoise
+
+
+def make_case(
+    sizes: tuple[int, int | None],
+    temperatures: Sequence[float],
+    mask: MaskKind,
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> ChoiceCase:
+    """V and D (None: no draft vocabulary), a row for each temperature, everything else drawn.
+
+    Every fourth row, from the second on, is -inf throughout; a third of the others' logits is so.
+    """
+    vocab_size, draft_size = sizes
+    batch = len(temperatures)
+    generator = torch.Generator(device).manual_seed(vocab_size + batch)
+    logits = _uniform(batch, draft_size or vocab_size, generator).logit(1e-9)
+    logits[_uniform(batch, logits.shape[1], generator) < 0.3] = NO
+    logits[1::4] = NO
+    ids = None
+    if draft_size is not None:
+        ids = _uniform(1, vocab_size, generator)[0].argsort()[:draft_size]
+    legal = _legal(mask, batch, vocab_size, generator)
+    params = [SamplingParams(temperature=one) for one in temperatures]
+    seeds = (_uniform(1, batch, generator)[0] * 2**62).long()
+    positions = (_uniform(1, batch, generator)[0] * 2**40).long()
+    return ChoiceCase(
+        logits.to(dtype),
+        None if legal is None else pack_bitmask(legal),
+        ids,
+        Sampling.stack(params, range(batch), torch.device(device)),
+        DraftNoise(seeds, positions, Stream.DRAFT, vocab_size),
+    )
+
+
+def on_cpu(case: ChoiceCase) -> ChoiceCase:
+    """The same input on the host."""
+    return ChoiceCase(
+        case.logits.cpu(),
+        None if case.bitmask is None else case.bitmask.cpu(),
+        None if case.target_ids is None else case.target_ids.cpu(),
+        replace(case.sampling, temperature=case.sampling.temperature.cpu()),
+        case.noise._replace(seeds=case.noise.seeds.cpu(), positions=case.noise.positions.cpu()),
+    )
+
+
+def _uniform(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    return torch.rand(rows, columns, generator=generator, device=generator.device)
+
+
+def _legal(mask: MaskKind, batch: int, size: int, generator: torch.Generator) -> Tensor | None:
+    """bool [B, V]; "each": one row of each other kind, in turn."""
+    if mask == "none":
+        return None
+    if mask == "each":
+        kinds = [MASKS[1 + row % 4] for row in range(batch)]
+        rows = [_legal(kind, 1, size, generator) for kind in kinds]
+        return torch.cat([row for row in rows if row is not None])
+    if mask == "single":
+        tokens = (_uniform(batch, 1, generator) * size).long()
+        return torch.arange(size, device=generator.device) == tokens
+    return _uniform(batch, size, generator) < SHARES.get(mask, 0.0)
+
+
+def check_alike(case: ChoiceCase, found: DraftChoice, expected: DraftChoice) -> None:
+    """Equal, up to probabilities 1e-6 apart and races that were won by less than 1e-5."""
+    for one, other in ((found.starved, expected.starved), (found.rescued, expected.rescued)):
+        assert (one is None) == (other is None)
+        assert one is None or (other is not None and one.dtype == other.dtype)
+        assert one is None or (other is not None and torch.equal(one, other))
+    assert found.tokens.dtype == torch.int64
+    if found.probs is None or expected.probs is None:
+        assert found.probs is expected.probs
+        assert torch.equal(found.tokens, expected.tokens)
+        return
+    torch.testing.assert_close(found.probs, expected.probs, atol=1e-6, rtol=1e-5)
+    rows = (found.tokens != expected.tokens).nonzero().flatten()
+    keys = _keys(case, expected.probs)[rows]
+    assert bool((case.sampling.temperature[rows] > 0).all())
+    mine, theirs = (keys.gather(1, of.tokens[rows, None]) for of in (found, expected))
+    assert bool((mine >= theirs * (1 - CLOSE)).all()), (found.tokens, expected.tokens)
+
+
+def _keys(case: ChoiceCase, probs: Tensor) -> Tensor:
+    """[B, V] what races."""
+    noise = exponential_noise(*case.noise)
+    if case.target_ids is None:
+        return probs / noise
+    return torch.zeros_like(noise).index_copy_(1, case.target_ids, probs) / noise

@@ -1,0 +1,89 @@
+"""The pointwise operators give what transformers' Llama modules give, bit for bit on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import (
+    LlamaMLP,
+    LlamaRMSNorm,
+)
+
+from guided_spec.ops.pointwise import (
+    add_rms_norm,
+    rms_norm,
+    silu_mul,
+    silu_mul_packed,
+)
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 1, 8), (3, 2, 40), (5, 17)]
+
+
+def norm_module(width: int, dtype: torch.dtype) -> Any:
+    module = LlamaRMSNorm(width, eps=1e-5)
+    torch.nn.init.normal_(module.weight)
+    return module.to(dtype).requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module, x = norm_module(shape[-1], dtype), torch.randn(shape).to(dtype) * 3
+    found = rms_norm(x, module.weight, 1e-5)
+    assert torch.equal(found, module(x))
+    assert found.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_add_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    module = norm_module(shape[-1], dtype)
+    x, residual = torch.randn(2, *shape).to(dtype)
+    found = add_rms_norm(x, residual, module.weight, 1e-5)
+    assert torch.equal(found.residual, x + residual)
+    assert torch.equal(found.normed, module(x + residual))
+
+
+def test_a_weight_in_float32_decides_the_dtype() -> None:
+    x, weight = torch.randn(2, 8).bfloat16(), torch.randn(8)
+    assert rms_norm(x, weight, 1e-5).dtype == torch.float32
+    found = add_rms_norm(x, x, weight, 1e-5)
+    assert (found.residual.dtype, found.normed.dtype) == (torch.bfloat16, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_silu_mul_is_the_inside_of_the_mlp(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(hidden_size=16, intermediate_size=40, num_attention_heads=2)
+    mlp: Any = LlamaMLP(config).to(dtype).requires_grad_(requires_grad=False)
+    x = torch.randn(3, 2, 16).to(dtype) * 4
+    gate, up = mlp.gate_proj(x), mlp.up_proj(x)
+    assert torch.equal(mlp.down_proj(silu_mul(gate, up)), mlp(x))
+    packed = silu_mul_packed(torch.cat([gate, up], -1))
+    torch.testing.assert_close(packed, silu_mul(gate, up))
+
+
+def contracts() -> list[tuple[str, Callable[[], tuple[Any, ...]]]]:
+    def states(*shape: int) -> Tensor:
+        return torch.randn(shape)
+
+    return [
+        ("rms_norm", lambda: (states(2, 3, 8), states(8), 1e-5)),
+        ("add_rms_norm", lambda: (states(2, 8), states(2, 8), states(8), 1e-5)),
+        ("silu_mul", lambda: (states(2, 3, 8), states(2, 3, 8))),
+    ]
+
+
+@pytest.mark.parametrize(("name", "arguments"), contracts(), ids=lambda value: str(value)[:12])
+def test_the_operators_keep_their_contract(
+    name: str, arguments: Callable[[], tuple[Any, ...]]
+) -> None:
+    torch.library.opcheck(getattr(torch.ops.guided_spec, name).default, arguments())

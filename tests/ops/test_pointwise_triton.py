@@ -1,0 +1,51 @@
+"""The pointwise kernels give what the torch references give; here in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+# A process of its own: the interpreter has to be chosen before triton is imported.
+COMPARE = """
+import torch
+from guided_spec.ops import pointwise, pointwise_triton as kernels
+
+# Not bfloat16: the interpreter cuts off its digits, where a GPU rounds.
+TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float16: (0, 2e-3)}
+torch.manual_seed(0)
+
+
+def close(found, expected):
+    atol, rtol = TOLERANCE[expected.dtype]
+    torch.testing.assert_close(found, expected, atol=atol, rtol=rtol)
+
+
+for dtype in TOLERANCE:
+    for shape in ((1, 1, 8), (3, 2, 40), (2, 1030), (0, 8)):
+        x, residual = torch.randn(2, *shape).to(dtype)
+        weight = torch.randn(shape[-1]).to(dtype)
+        close(kernels.rms_norm(x, weight, 1e-5), pointwise._norm_reference(x, weight, 1e-5))
+        found = kernels.add_rms_norm(x, residual, weight, 1e-5)
+        expected = pointwise._add_norm_reference(x, residual, weight, 1e-5)
+        assert torch.equal(found[0], expected[0])
+        close(found[1], expected[1])
+        both = torch.cat([x * 4, residual], -1)
+        gate, up = both.chunk(2, -1)
+        close(kernels.silu_mul(gate, up), pointwise._silu_reference(gate, up))
+        close(kernels.silu_mul(x, up), pointwise._silu_reference(x, up))
+    x, weight = torch.randn(2, 8).to(dtype), torch.randn(8)
+    close(kernels.rms_norm(x, weight, 1e-5), pointwise._norm_reference(x, weight, 1e-5))
+print("equal")
+"""
+
+
+def test_the_kernels_agree_with_the_references() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", COMPARE]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    assert found.stdout.strip() == "equal"
