@@ -8,9 +8,11 @@ from typing import Literal, get_args
 from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier
 
-__all__ = ["EngineConfig", "GrammarBackendName"]
+__all__ = ["EngineConfig", "GrammarBackendName", "Kernels"]
 
+DraftLengthMode = Literal["fixed", "adaptive"]
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
+Kernels = Literal["auto", "packed", "stock"]
 
 LARGEST_DRAFT = 64
 
@@ -33,6 +35,9 @@ class EngineConfig:
         is xgrammar, and llguidance for the JSON schemas that xgrammar does not enforce in full.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
+    kernels: "auto" runs llama-like models and EAGLE-3 heads on one CUDA device in packed form and
+        as CUDA graphs, whose results differ from the stock modules' by rounding; "packed" does so
+        on any device; "stock" leaves everything to the stock modules.
 
     Raises ConfigError for a value out of range.
     """
@@ -46,6 +51,8 @@ class EngineConfig:
     compile_threads: int = 2
     grammar_backend: GrammarBackendName = "auto"
     verifier: Verifier = "rejection"
+    kernels: Kernels = "auto"
+    draft_length: DraftLengthMode = "fixed"
 
     def __post_init__(self) -> None:
         _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
@@ -57,6 +64,8 @@ class EngineConfig:
         _require("compile_threads", self.compile_threads, low=1)
         _require_one_of("grammar_backend", self.grammar_backend, get_args(GrammarBackendName))
         _require_one_of("verifier", self.verifier, get_args(Verifier))
+        _require_one_of("draft_length", self.draft_length, get_args(DraftLengthMode))
+        _require_one_of("kernels", self.kernels, get_args(Kernels))
 
 
 def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:

@@ -22,7 +22,7 @@ def slots_that_fit(model: Any, config: EngineConfig, max_model_len: int) -> int:
 
     Raises ConfigError when not even one slot fits.
     """
-    probe = CausalLM(model, num_slots=1, max_length=1)
+    probe = CausalLM(model, num_slots=1, max_length=1, kernels="stock")
     slot_bytes = max_model_len * probe.kv_bytes_per_token + probe.state_bytes_per_slot
     budget = config.kv_memory_bytes
     if budget is None:

@@ -46,8 +46,9 @@ class SlotTarget:
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
         """One forward over the last committed token and the draft of every request."""
-        last = torch.tensor([[context[-1]] for context in batch.contexts], device=batch.device)
-        token_ids = torch.cat([last, draft.token_ids], 1)
+        last = torch.tensor([[context[-1]] for context in batch.contexts])
+        # Not by ``device=``, which waits for the copy, and so for all that runs.
+        token_ids = torch.cat([last.to(batch.device, non_blocking=True), draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
         width = token_ids.shape[1]
         # Padding past a shorter draft is fed like a token: it lands where nothing valid is, and is
@@ -82,4 +83,6 @@ class SlotTarget:
 
 
 def _join(parts: list[Tensor] | None) -> Tensor | None:
-    return torch.cat(parts) if parts else None
+    if not parts:
+        return None
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

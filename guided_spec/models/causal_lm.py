@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
 from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.models.attention_mask import MaskBuilder
-from guided_spec.models.hidden_capture import capture_hidden
+from guided_spec.models.hidden_capture import capture_hidden, check_layers
 from guided_spec.models.kv_cache import SlotCache
 from guided_spec.models.linear_state import SavedState, record_delta_rules, recording
+from guided_spec.models.packed_decoder import PackedDecoder
+from guided_spec.models.packed_lm import LogitsKind, PackedLM, Rows
 from guided_spec.models.step_plan import StepPlan
+from guided_spec.models.stock_decoder import StockDecoder
 
 __all__ = ["CausalLM", "SlotInputs", "SlotOutput", "kv_bytes_per_token", "state_bytes_per_slot"]
-
-LogitsKind = Literal["all", "last", "none"]
 
 
 class SlotInputs(NamedTuple):
@@ -56,13 +58,23 @@ class CausalLM:
     model: any decoder of transformers with attention "sdpa" or "eager"; it is not changed, and
         may be shared by several of these (each keeps its own slots), not by threads.
     num_slots: texts at a time. max_length: tokens of a text.
+    kernels: "auto" runs a llama-like model on one CUDA device in packed form and as CUDA graphs
+        (its projections become views of packed ones, its results change by rounding only);
+        "packed" does so on any device, for tests; "stock" never does.
 
     Runs one token through the model, into no slot, which allocates the slots' memory. Raises
     ModelError when the model cannot run over slots, naming its type and the reason.
     """
 
     @torch.inference_mode()
-    def __init__(self, model: PreTrainedModel, *, num_slots: int, max_length: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        num_slots: int,
+        max_length: int,
+        kernels: Kernels = "auto",
+    ) -> None:
         self.model = model
         self.config: Any = model.config
         self.num_slots = num_slots
@@ -79,7 +91,15 @@ class CausalLM:
         self._head: Any = self._call.get_output_embeddings()
         if self.has_linear_state:
             record_delta_rules(model)
+        self._packed: PackedLM | None = None
         self._probe()
+        if kernels == "packed" or (kernels == "auto" and self.device.type == "cuda"):
+            self._packed = self._pack()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether forwards run in packed form; see ``kernels``."""
+        return self._packed is not None
 
     @property
     def has_linear_state(self) -> bool:
@@ -103,6 +123,8 @@ class CausalLM:
         ``commit`` has to follow before the next forward. Raises ModelError for a layer that the
         model does not have.
         """
+        if self._packed is not None:
+            return self._forward_packed(self._packed, inputs, logits, hidden_layers)
         token_ids = inputs.token_ids.to(self.device, non_blocking=True)
         plan = StepPlan(
             inputs.slots,
@@ -180,6 +202,24 @@ class CausalLM:
             return scores
         return _take_rows(scores, last)
 
+    def _pack(self) -> PackedLM | None:
+        memory = self._cache.layer_memory()
+        windows = [self._cache.windows.get(kind) for kind in self._cache.layer_types]
+        if memory is None:
+            return None
+        decoder: PackedDecoder | StockDecoder | None
+        decoder = PackedDecoder.of(self.model, self.max_length, windows)
+        if decoder is None:
+            decoder = StockDecoder.of(self.model, memory)
+        return None if decoder is None else PackedLM(decoder, memory, self.device)
+
+    def _forward_packed(
+        self, packed: PackedLM, inputs: SlotInputs, logits: LogitsKind, layers: tuple[int, ...]
+    ) -> SlotOutput:
+        check_layers(layers, len(self._cache.layer_types))
+        rows = Rows(inputs.slots, inputs.starts, inputs.counts)
+        return SlotOutput(*packed.forward(inputs.token_ids, rows, logits, layers))
+
     def _probe(self) -> None:
         inputs = SlotInputs(torch.zeros(1, 1, dtype=torch.int64), [0], [0], [0])
         try:
@@ -199,7 +239,7 @@ def kv_bytes_per_token(model: PreTrainedModel) -> int:
 
     Raises ModelError as ``CausalLM`` does.
     """
-    return CausalLM(model, num_slots=1, max_length=1).kv_bytes_per_token
+    return CausalLM(model, num_slots=1, max_length=1, kernels="stock").kv_bytes_per_token
 
 
 def state_bytes_per_slot(model: PreTrainedModel) -> int:
@@ -207,7 +247,7 @@ def state_bytes_per_slot(model: PreTrainedModel) -> int:
 
     Raises ModelError as ``CausalLM`` does.
     """
-    return CausalLM(model, num_slots=1, max_length=1).state_bytes_per_slot
+    return CausalLM(model, num_slots=1, max_length=1, kernels="stock").state_bytes_per_slot
 
 
 def _concatenate(captured: list[Tensor], device: torch.device) -> Tensor | None:

@@ -211,14 +211,13 @@ class Eagle3Head(nn.Module):
     ) -> Tensor:
         """See ``DraftHead.forward``."""
         del module
-        embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
         arguments = {
             "position_embeddings": self.rotary_emb(hidden, position_ids),
             "past_key_values": past_key_values,
         }
         masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
         states: Tensor = self.layers[0](
-            embed(token_ids).to(hidden.dtype), hidden, attention_mask=masks[0], **arguments
+            self.embed(token_ids).to(hidden.dtype), hidden, attention_mask=masks[0], **arguments
         )
         for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
             states = layer(states, attention_mask=mask, **arguments)
@@ -229,6 +228,16 @@ class Eagle3Head(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] to [..., D]."""
         normed = hidden if self.norm_output else self.norm(hidden)
+        return self.score(normed)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to [..., H]."""
+        embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
+        embedded: Tensor = embed(token_ids)
+        return embedded
+
+    def score(self, normed: Tensor) -> Tensor:
+        """What is behind the last norm, [..., H], to [..., D]."""
         scores: Tensor
         scores = self._target.logits(normed) if self.lm_head is None else self.lm_head(normed)
         return scores

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from guided_spec.errors import ModelError
 
-__all__ = ["capture_hidden"]
+__all__ = ["capture_hidden", "check_layers"]
 
 
 @contextmanager
@@ -32,13 +32,19 @@ def capture_hidden(decoder: nn.Module, layers: Sequence[int]) -> Iterator[list[T
         yield captured
 
 
+def check_layers(layers: Sequence[int], num_layers: int) -> None:
+    """Raises ModelError for an index of a hidden state that the model does not have."""
+    for layer in layers:
+        if not -1 <= layer <= num_layers:
+            raise ModelError(f"hidden layer {layer}: the model has {num_layers} layers")
+
+
 def _hook(decoder: nn.Module, layer: int, captured: list[Tensor], place: int) -> Any:
     modules = getattr(decoder, "layers", None)
     if not isinstance(modules, nn.ModuleList):
         kind = type(decoder).__name__
         raise ModelError(f"decoder={kind}: it has no list of layers to tap")
-    if not -1 <= layer <= len(modules):
-        raise ModelError(f"hidden layer {layer}: the model has {len(modules)} layers")
+    check_layers([layer], len(modules))
 
     def keep_input(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         captured[place] = args[0] if args else kwargs["hidden_states"]

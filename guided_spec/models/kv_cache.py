@@ -21,6 +21,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and
 from guided_spec.errors import ModelError
 from guided_spec.models.linear_state import SavedState, SlotLinearLayer
 from guided_spec.models.step_plan import StepPlan
+from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["SlotCache"]
 
@@ -92,6 +93,18 @@ class SlotCache(Cache):
         """Put saved linear states into ``slots``, in the order they were saved in."""
         for layer, state in zip(self._linear, saved, strict=True):
             layer.load(slots, state)
+
+    def layer_memory(self) -> list[KeyValues] | None:
+        """Keys and values of each layer; None when some layer keeps anything else.
+
+        Once the first forward has allocated them they stay where they are.
+        """
+        memory = []
+        for layer in self.layers:
+            if type(layer) is not SlotLayer or layer.keys is None or layer.values is None:
+                return None
+            memory.append(KeyValues(layer.keys, layer.values))
+        return memory
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token; 0 before the first forward."""

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.models.attention_mask import MaskBuilder
@@ -22,14 +23,25 @@ from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.kv_cache import SlotCache
 from guided_spec.models.step_plan import StepPlan
 
-__all__ = ["SlotHead"]
+__all__ = ["SlotHead", "SlotRoom"]
+
+
+class SlotRoom(NamedTuple):
+    """How much a head over slots holds.
+
+    num_slots: texts at a time. max_length: tokens of a text.
+    piece: tokens of one reading forward at most, over all its rows.
+    """
+
+    num_slots: int
+    max_length: int
+    piece: int = 1024
 
 
 class SlotHead:
     """A head, its KV cache, and where each slot stands.
 
-    num_slots: texts at a time. max_length: tokens of a text. device, dtype: of the head.
-    piece: tokens of one reading forward at most, over all its rows.
+    room: how much it can hold. device, dtype: of the head.
 
     Runs one token through every module, into no slot, which allocates the slots' memory. Raises
     ModelError when the head's layers cannot run over slots.
@@ -39,16 +51,15 @@ class SlotHead:
     def __init__(
         self,
         head: DraftHead,
+        room: SlotRoom,
         *,
-        num_slots: int,
-        max_length: int,
         device: torch.device,
         dtype: torch.dtype,
-        piece: int = 1024,
     ) -> None:
         self.head = head
+        num_slots, max_length, self._piece = room
         self.max_length = max_length
-        self._device, self._dtype, self._piece = device, dtype, piece
+        self._device, self._dtype = device, dtype
         self._run: Any = head
         self._cache = SlotCache(head.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(head.config, self._cache.layer_types, self._cache.windows)
@@ -63,6 +74,7 @@ class SlotHead:
         self._trail = torch.zeros(num_slots, depth, width, device=device, dtype=dtype)
         self._marked = (self._hidden.clone(), self._trail.clone())
         self._marks = [0] * num_slots
+        self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         for module in range(depth):
             self._forward(
                 self._tokens[:1, :1], self._trail[:1, :1], module, StepRows([0], [0], [0])
@@ -168,7 +180,8 @@ class SlotHead:
         starts, width = [self._lengths[slot] for slot in slots], max(counts)
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens])
         ids = ids.to(self._device, non_blocking=True)
-        hidden = self.head.features(_pad(states, width).to(self._device, self._dtype))
+        padded = pad_sequence(list(states), batch_first=True)  # [R, width, X]
+        hidden = self.head.features(padded.to(self._device, self._dtype))
         last: list[Tensor] = []
         for module in range(self.head.num_modules):
             skip = max(0, module - starts[0])  # the same for all: see _alike
@@ -233,7 +246,10 @@ class SlotHead:
         return output
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        return torch.tensor(list(slots)).to(self._device, non_blocking=True)
+        key = tuple(slots)
+        if self._indexed is None or self._indexed[0] != key:
+            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+        return self._indexed[1]
 
 
 class StepRows(NamedTuple):
@@ -242,14 +258,6 @@ class StepRows(NamedTuple):
     slots: list[int]
     starts: list[int]
     counts: list[int]
-
-
-def _pad(states: Sequence[Tensor], length: int) -> Tensor:
-    """[R, length, X] from [R] tensors [n, X], padded with zeros."""
-    padded = states[0].new_zeros(len(states), length, states[0].shape[1])
-    for row, state in enumerate(states):
-        padded[row, : len(state)] = state
-    return padded
 
 
 def _at(hidden: Tensor, counts: Sequence[int]) -> Tensor:

@@ -43,7 +43,12 @@ class DraftModel:
         model = _load(context)
         limit = getattr(model.config, "max_position_embeddings", None) or context.max_model_len
         length = min(limit, context.max_model_len)
-        self._model = CausalLM(model, num_slots=context.num_slots, max_length=length)
+        self._model = CausalLM(
+            model,
+            num_slots=context.num_slots,
+            max_length=length,
+            kernels=context.config.kernels,
+        )
         _check_width(self._model.vocab_size, context)
         self._chunk = context.config.prefill_tokens
         self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot

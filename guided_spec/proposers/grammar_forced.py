@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch
 from guided_spec.grammar.canonical import CanonicalTokens
+from guided_spec.grammar.completion import without_budget
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -81,7 +82,7 @@ class GrammarForced:
             style = _Style(constraint)
             self._styles[batch.slots[request]] = style
         forced = style.find(self._search, lookahead.drafted[request])
-        return self._search.find(fork.matcher, row) if forced is None else forced
+        return self._search.find(without_budget(fork.matcher), row) if forced is None else forced
 
 
 class _Known(NamedTuple):

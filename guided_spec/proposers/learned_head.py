@@ -11,9 +11,16 @@ from guided_spec.core import DecodeBatch
 from guided_spec.errors import ModelError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_head import DraftHead
-from guided_spec.models.slot_head import SlotHead
+from guided_spec.models.packed_eagle3 import PackedEagle3
+from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.models.slot_head import SlotHead, SlotRoom
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.draft_loop import draft_autoregressively, read_policy
+from guided_spec.proposers.draft_loop import (
+    draft_autoregressively,
+    draft_best,
+    drafts_best,
+    read_policy,
+)
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft, DraftPolicy
 
@@ -35,14 +42,8 @@ class LearnedHead:
     def __init__(self, context: ProposerContext, head: DraftHead) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
-        self._head = SlotHead(
-            head,
-            num_slots=context.num_slots,
-            max_length=context.max_model_len,
-            device=context.device,
-            dtype=context.dtype,
-            piece=context.config.prefill_tokens,
-        )
+        room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
+        self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
@@ -53,12 +54,12 @@ class LearnedHead:
             return host_draft(batch, [[] for _ in lookahead.drafted])
         slots = [batch.slots[row] for row in rows]
         self._follow(slots, [lookahead.drafted[row] for row in rows], batch.device)
+        if len(rows) == len(batch):
+            return self._draft_all(batch, lookahead, slots)
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits() -> Tensor:
             scores = self._head.logits(slots)
-            if len(rows) == len(batch):
-                return scores
             full = scores.new_full((len(batch), scores.shape[1]), float("-inf"))
             return full.index_copy_(0, index, scores)
 
@@ -68,6 +69,21 @@ class LearnedHead:
 
         return draft_autoregressively(
             logits(), forward, batch, lookahead, self._policy, self._vocabulary
+        )
+
+    def _draft_all(self, batch: DecodeBatch, lookahead: Lookahead, slots: list[int]) -> Draft:
+        """The same where every request drafts: nothing has to be picked or spread."""
+        head = self._head
+        if isinstance(head, PackedSlotHead) and drafts_best(batch, self._policy):
+            walk = head.walk_greedily(slots, batch.num_draft_tokens)
+            return draft_best(walk, batch, lookahead, self._policy, self._vocabulary)
+
+        def forward(token_ids: Tensor) -> Tensor:
+            head.walk(slots, token_ids)
+            return head.logits(slots)
+
+        return draft_autoregressively(
+            head.logits(slots), forward, batch, lookahead, self._policy, self._vocabulary
         )
 
     def release(self, slots: Sequence[int]) -> None:
@@ -112,11 +128,23 @@ class LearnedHead:
             for slot, tokens in zip(slots, drafted, strict=True)
         ]
         longest = max(map(len, missing))
+        if longest == 0:
+            return
         padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in missing])
         tokens = padded.to(device, non_blocking=True)
         for depth in range(longest):
             rows = [row for row, one in enumerate(missing) if len(one) > depth]
             column = tokens[torch.tensor(rows).to(device, non_blocking=True), depth]
             self._head.walk([slots[row] for row in rows], column)
-        if longest:
-            self._head.mark(slots)
+        self._head.mark(slots)
+
+
+def _over_slots(
+    head: DraftHead, room: SlotRoom, context: ProposerContext
+) -> SlotHead | PackedSlotHead:
+    kernels = context.config.kernels
+    if kernels == "packed" or (kernels == "auto" and context.device.type == "cuda"):
+        packed = PackedEagle3.of(head, room.max_length)
+        if packed is not None:
+            return PackedSlotHead(packed, room, device=context.device, dtype=context.dtype)
+    return SlotHead(head, room, device=context.device, dtype=context.dtype)

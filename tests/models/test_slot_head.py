@@ -15,7 +15,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.eagle3 import Eagle3Head
 from guided_spec.models.head_loading import load_head
-from guided_spec.models.slot_head import SlotHead
+from guided_spec.models.slot_head import SlotHead, SlotRoom
 from tests.models import mtp_checkpoints
 from tests.models.heads import write_eagle3
 from tests.models.tiny import build
@@ -109,14 +109,8 @@ def check(slots: SlotHead, head: DraftHead, texts: dict[int, Text]) -> None:
 
 
 def make(head: DraftHead, piece: int = 1024) -> SlotHead:
-    return SlotHead(
-        head,
-        num_slots=SLOTS,
-        max_length=LONGEST,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        piece=piece,
-    )
+    room = SlotRoom(SLOTS, LONGEST, piece)
+    return SlotHead(head, room, device=torch.device("cpu"), dtype=torch.float32)
 
 
 def read(slots: SlotHead, texts: dict[int, Text], counts: dict[int, int]) -> None:

@@ -72,6 +72,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "llama": ("LlamaConfig", {}, "sdpa"),
     "llama_eager": ("LlamaConfig", {}, "eager"),
     "llama3_rope": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE}, "sdpa"),
+    "qwen2": ("Qwen2Config", {}, "sdpa"),
     "qwen3": ("Qwen3Config", {"head_dim": 8}, "sdpa"),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}, "sdpa"),
     "mistral": ("MistralConfig", {"sliding_window": 8, "head_dim": 8}, "sdpa"),

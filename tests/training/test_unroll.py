@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.head_loading import load_head
-from guided_spec.models.slot_head import SlotHead
+from guided_spec.models.slot_head import SlotHead, SlotRoom
 from guided_spec.training.unroll import unroll, unroll_mask
 from tests.learned_heads import TARGETS, write_head
 
@@ -49,9 +49,7 @@ def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def drafted(headed: Headed, place: int) -> list[Tensor]:
     """Logits [D] of each depth, as the serving side makes them behind tokens 0 to place + 1."""
     head, tokens = headed.head, headed.token_ids[0]
-    slots = SlotHead(
-        head, num_slots=1, max_length=32, device=torch.device("cpu"), dtype=torch.float32
-    )
+    slots = SlotHead(head, SlotRoom(1, 32), device=torch.device("cpu"), dtype=torch.float32)
     verified = tokens[1 : place + 2].tolist()
     slots.read([0], [verified], [headed.states[0, : place + 1]])
     found = [slots.logits([0])[0].clone()]

@@ -1,0 +1,96 @@
+"""Functions over tensors of fixed shapes, captured as CUDA graphs and replayed by one launch.
+
+On another device than CUDA the functions simply run, so that what uses a pool runs everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = ["GraphPool", "bucket"]
+
+WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
+
+# Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
+SIZES = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+)
+
+Inputs = Mapping[str, Tensor]
+
+
+def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
+    """The smallest of the sizes that ``count`` fits in; ``count`` itself beyond them."""
+    return next((size for size in sizes if size >= count), count)
+
+
+class Captured(NamedTuple):
+    """One graph, the tensors that it reads, and those that every replay writes.
+
+    On another device than CUDA there is no graph, and only the tensors that are read are kept.
+    """
+
+    graph: Any
+    inputs: dict[str, Tensor]
+    outputs: Any
+
+
+class GraphPool:
+    """The graphs of one model; they share their memory, so only one runs at a time.
+
+    device: where the functions run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._captured: dict[Hashable, Captured] = {}
+        self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def run(self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any]) -> Any:
+        """``body`` of ``inputs``, captured at the first call with ``key``.
+
+        key: says all that ``body`` depends on besides the inputs' values: their shapes too.
+        inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
+            second call on, those that are left out keep what ``body`` made of them.
+        body: must not wait for the device. It may change its inputs in place; what else it writes
+            must not depend on how often it runs, which at the first call is several times.
+
+        Returns what ``body`` returned; on CUDA the next call with this key overwrites it.
+        """
+        found = self._captured.get(key)
+        if found is None:
+            found = self._captured[key] = self._capture(inputs, body)
+        for name, value in inputs.items():
+            found.inputs[name].copy_(value, non_blocking=True)
+        if found.graph is None:
+            return body(found.inputs)
+        found.graph.replay()
+        return found.outputs
+
+    def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any]) -> Captured:
+        static = {
+            name: torch.empty_like(value, device=self._device).copy_(value)
+            for name, value in inputs.items()
+        }
+        if not self._is_cuda:
+            return Captured(None, static, None)
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                body(static)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: mask rows are uploaded on their own stream.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            outputs = body(static)
+        return Captured(graph, static, outputs)

@@ -1,0 +1,134 @@
+"""A packed decoder over KV slots: forwards of few tokens are CUDA graphs, long prompts are not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
+from guided_spec.models.packed_decoder import PackedDecoder
+from guided_spec.models.stock_decoder import StockDecoder
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+
+__all__ = [
+    "WIDEST_GRAPH",
+    "LogitsKind",
+    "PackedForward",
+    "PackedLM",
+    "Rows",
+    "pack_places",
+    "pad_to",
+]
+
+LogitsKind = Literal["all", "last", "none"]
+
+WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts, whose launches do not matter
+
+
+class Rows(NamedTuple):
+    """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+
+
+class PackedForward(NamedTuple):
+    """What a forward gave, arbitrary at padding.
+
+    logits: [B, T, V], [B, 1, V] or None, as asked for; the next forward may overwrite them.
+    hidden_states: [B, T, len(layers) * H], None if none were asked for.
+    """
+
+    logits: Tensor | None
+    hidden_states: Tensor | None
+
+
+class PackedLM:
+    """See the module's docstring.
+
+    decoder: packed where the model is llama-like, else the stock one.
+    memory: the layers' slots, which must stay where they are.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder | StockDecoder,
+        memory: Sequence[KeyValues],
+        device: torch.device,
+    ) -> None:
+        self._decoder = decoder
+        self._memory = tuple(memory)
+        self._device = device
+        self._graphs = GraphPool(device)
+
+    def forward(
+        self, token_ids: Tensor, rows: Rows, logits: LogitsKind, layers: tuple[int, ...] = ()
+    ) -> PackedForward:
+        """Feed tokens int64 [B, T], on the device or the host; nothing waits for the device.
+
+        logits, layers: as of ``CausalLM.forward``. Padding behind ``rows.counts`` is fed too: it
+        lands where nothing valid is, and is overwritten before it can be seen. A row without any
+        tokens is left out.
+        """
+        batch, width = token_ids.shape
+        is_wide = width > WIDEST_GRAPH
+        size, length = (batch, width) if is_wide else (bucket(batch), bucket(width))
+        slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
+        last = [max(count, 1) - 1 for count in rows.counts]
+        inputs = {
+            "token_ids": pad_to(token_ids, (size, length)),
+            "places": pack_places((slots, rows.starts, last), size),
+        }
+
+        def body(tensors: Inputs) -> PackedForward:
+            return self._compute(tensors, logits, layers)
+
+        if is_wide:
+            moved = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
+            return body(moved)
+        found: PackedForward = self._graphs.run((size, length, logits, layers), inputs, body)
+        scores, hidden = found
+        return PackedForward(
+            None if scores is None else scores[:batch, :width],
+            # Hidden states are kept until their proposer reads them; logits are used at once.
+            None if hidden is None else hidden[:batch, :width].clone(),
+        )
+
+    def _compute(
+        self, inputs: Inputs, logits: LogitsKind, layers: tuple[int, ...]
+    ) -> PackedForward:
+        slots, starts, last = inputs["places"].unbind(0)
+        output = self._decoder.forward(
+            inputs["token_ids"], SlotPlaces(slots, starts), self._memory, layers
+        )
+        states = output.states
+        if logits == "none":
+            return PackedForward(None, output.hidden_states)
+        if logits == "last":
+            states = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[2]))
+        return PackedForward(self._decoder.logits(states), output.hidden_states)
+
+
+def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
+    if tensor.shape == torch.Size(shape):
+        return tensor
+    room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
+    return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
+
+
+def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
+    """int64 [len(rows), size] on the host; unused places behind the rows' own.
+
+    rows: of B integers each, the slots before all others: -1 is what marks an unused place.
+
+    Not pinned: so few bytes are staged by the driver, which costs less than pinned memory does.
+    """
+    missing = size - len(rows[0])
+    first, *others = rows
+    return torch.tensor([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])

@@ -1,0 +1,228 @@
+"""A packed EAGLE-3 head over KV slots: its steps, and whole greedy drafts, as CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
+from guided_spec.models.packed_eagle3 import PackedEagle3
+from guided_spec.models.packed_lm import WIDEST_GRAPH, pack_places, pad_to
+from guided_spec.models.slot_head import SlotRoom
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+
+__all__ = ["GreedyWalk", "PackedSlotHead"]
+
+
+class GreedyWalk(NamedTuple):
+    """A draft whose every token is the best one.
+
+    tokens: int64 [R, count] target ids. logits: [R, count, D] that they are the best of.
+    """
+
+    tokens: Tensor
+    logits: Tensor
+
+
+class Scored(NamedTuple):
+    """Where a forward left its rows: hidden [R, H] and logits [R, D]."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class PackedSlotHead:
+    """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
+
+    room: how much it can hold. On CUDA logits are overwritten by the next call.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, packed: PackedEagle3, room: SlotRoom, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._packed = packed
+        self.max_length = room.max_length
+        self._room, self._device, self._dtype = room, device, dtype
+        heads, size = packed.kv_shape
+        shape = (room.num_slots, heads, room.max_length + 1, size)
+        self._memory = tuple(
+            KeyValues(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
+            for _ in range(packed.head.config.num_hidden_layers)
+        )
+        self._graphs = GraphPool(device)
+        self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
+        width = packed.head.hidden_size
+        self._hidden = torch.zeros(room.num_slots, width, device=device, dtype=dtype)
+        self._marked = torch.zeros_like(self._hidden)
+        self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
+        self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
+        self._has_walked = False  # whether the walking graph stands where these rows do
+
+    def length(self, slot: int) -> int:
+        """Verified positions that were read into the slot; 0: nothing to draft from."""
+        return self._lengths[slot]
+
+    def depth(self, slot: int) -> int:
+        """Draft tokens walked behind the verified ones."""
+        return self._depths[slot]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty the slots."""
+        for slot in slots:
+            self._lengths[slot] = self._depths[slot] = self._marks[slot] = 0
+
+    @torch.inference_mode()
+    def mark(self, slots: Sequence[int]) -> None:
+        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        index = self._index(slots)
+        self._marked.index_copy_(0, index, self._hidden[index])
+        for slot in slots:
+            self._marks[slot] = self._depths[slot]
+
+    @torch.inference_mode()
+    def rewind(self, slots: Sequence[int]) -> None:
+        """Take the slots' drafts back to their marks."""
+        slots = [slot for slot in slots if self._depths[slot] != self._marks[slot]]
+        if not slots:
+            return
+        index = self._index(slots)
+        self._hidden.index_copy_(0, index, self._marked[index])
+        self._scored = None
+        for slot in slots:
+            self._depths[slot] = self._marks[slot]
+
+    @torch.inference_mode()
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None:
+        """Read verified tokens; a draft walked before is forgotten. See ``SlotHead.read``."""
+        left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
+        while left:
+            width = max(1, self._room.piece // len(left))
+            self._read_piece(
+                [slot for slot, _, _ in left],
+                [row[:width] for _, row, _ in left],
+                [state[:width] for _, _, state in left],
+            )
+            left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
+        for slot in slots:
+            self._depths[slot] = self._marks[slot] = 0
+        index = self._index(slots)
+        self._marked.index_copy_(0, index, self._hidden[index])
+
+    @torch.inference_mode()
+    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+        """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
+        key, size = tuple(slots), bucket(len(slots))
+        inputs = {"token_ids": pad_to(token_ids, (size,))}
+        if self._scored is None or self._scored[0] != key or not self._has_walked:
+            hidden = self._hidden[self._index(slots)]
+            starts = [self._lengths[slot] + self._depths[slot] for slot in slots]
+            inputs["hidden"] = pad_to(hidden, (size, hidden.shape[1]))
+            inputs["places"] = pack_places((slots, starts), size)
+        scored: Scored = self._graphs.run(("walk", size), inputs, self._walk)
+        self._keep(key, Scored(*(part[: len(key)] for part in scored)))
+        self._has_walked = True
+        for slot in slots:
+            self._depths[slot] += 1
+
+    @torch.inference_mode()
+    def walk_greedily(self, slots: Sequence[int], count: int) -> GreedyWalk:
+        """Draft ``count`` tokens, each the best behind the ones before: one graph for all.
+
+        All but the last are appended. On CUDA the next such draft overwrites the result.
+        """
+        key, size = tuple(slots), bucket(len(slots))
+        hidden = self._hidden[self._index(slots)]
+        starts = [self._lengths[slot] + self._depths[slot] for slot in slots]
+        inputs = {
+            "hidden": pad_to(hidden, (size, hidden.shape[1])),
+            "places": pack_places((slots, starts), size),
+        }
+        walk, last = self._graphs.run(
+            ("draft", size, count), inputs, lambda tensors: self._draft(tensors, count)
+        )
+        self._keep(key, Scored(last[: len(key)], walk.logits[: len(key), -1]))
+        for slot in slots:
+            self._depths[slot] += count - 1
+        return GreedyWalk(*(part[: len(key)] for part in walk))
+
+    @torch.inference_mode()
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        """[R, D]: the scores of the token that follows each slot's draft."""
+        if self._scored is not None and self._scored[0] == tuple(slots):
+            return self._scored[1].logits
+        return self._packed.logits(self._hidden[self._index(slots)])
+
+    def _read_piece(
+        self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]
+    ) -> None:
+        counts = [len(row) for row in tokens]
+        width = max(counts)
+        is_wide = width > WIDEST_GRAPH
+        size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
+        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in tokens])
+        padded = pad_sequence(states, batch_first=True)  # [R, width, X]
+        starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
+        inputs = {
+            "token_ids": pad_to(ids, (size, length)),
+            "states": pad_to(padded, (size, length, padded.shape[2])),
+            "places": pack_places((slots, starts, last), size),
+        }
+        if is_wide:
+            scored = self._read({k: v.to(self._device) for k, v in inputs.items()})
+        else:
+            scored = self._graphs.run(("read", size, length), inputs, self._read)
+        self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
+        for slot, count in zip(slots, counts, strict=True):
+            self._lengths[slot] += count
+
+    def _read(self, inputs: Inputs) -> Scored:
+        slots, starts, last = inputs["places"].unbind(0)
+        hidden = self._packed.head.features(inputs["states"].to(self._dtype))
+        places = SlotPlaces(slots, starts)
+        hidden = self._packed.forward(inputs["token_ids"], hidden, places, self._memory)
+        rows = torch.arange(len(last), device=last.device)
+        return self._score(hidden[rows, last])
+
+    def _walk(self, inputs: Inputs) -> Scored:
+        """One step; the inputs are left as the next one needs them."""
+        hidden, places = inputs["hidden"], inputs["places"]
+        output = self._step(inputs["token_ids"], hidden, SlotPlaces(places[0], places[1]))
+        hidden.copy_(output)
+        places[1] += 1
+        return self._score(output)
+
+    def _draft(self, inputs: Inputs, count: int) -> tuple[GreedyWalk, Tensor]:
+        hidden, (slots, starts) = inputs["hidden"], inputs["places"].unbind(0)
+        vocabulary = self._packed.head.vocabulary
+        tokens, logits = [], [self._packed.logits(hidden)]
+        for depth in range(count):
+            best = logits[-1].argmax(-1)
+            tokens.append(best if vocabulary is None else vocabulary.to_target(best))
+            if depth < count - 1:
+                hidden = self._step(tokens[-1], hidden, SlotPlaces(slots, starts + depth))
+                logits.append(self._packed.logits(hidden))
+        return GreedyWalk(torch.stack(tokens, 1), torch.stack(logits, 1)), hidden
+
+    def _step(self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces) -> Tensor:
+        fed = (token_ids.unsqueeze(1), hidden.unsqueeze(1))
+        return self._packed.forward(*fed, places, self._memory)[:, 0]
+
+    def _score(self, hidden: Tensor) -> Scored:
+        return Scored(hidden, self._packed.logits(hidden))
+
+    def _keep(self, slots: tuple[int, ...], scored: Scored) -> None:
+        self._hidden.index_copy_(0, self._index(slots), scored.hidden)
+        self._scored, self._has_walked = (slots, scored), False
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        key = tuple(slots)
+        if self._indexed is None or self._indexed[0] != key:
+            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+        return self._indexed[1]

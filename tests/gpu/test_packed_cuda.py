@@ -1,0 +1,96 @@
+"""Packed targets and heads as CUDA graphs: what the stock modules compute, step for step."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from guided_spec import LLM, SamplingParams
+from guided_spec.bench.workload import load_workload
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.eagle3 import Eagle3Head
+from guided_spec.models.packed_eagle3 import PackedEagle3
+from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.models.slot_head import SlotHead, SlotRoom
+from tests.models.heads import write_eagle3
+from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.tiny import build
+
+pytestmark = pytest.mark.gpu
+
+VOCAB = 64
+CUDA = torch.device("cuda")
+
+
+# Heads of 16 dimensions at least: what the attention kernel takes.
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
+def test_batches_that_change_give_what_generate_gives(name: str) -> None:
+    model: Any = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
+    prompts = prompts_of([5, 17, 90, 1, 23, 9, 8], VOCAB, 0)
+    expected = [generate_alone(model, prompt, 20) for prompt in prompts]
+    lm = CausalLM(model.to(CUDA), num_slots=8, max_length=130)
+    assert lm.is_packed
+    order = [6, 1, 4, 0, 7, 2, 3]
+    rows = [Row(s, p, e) for s, p, e in zip(order, prompts, expected, strict=True)]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while open_rows := [row for row in rows if not row.is_done]:
+        speculate(lm, source.sample(open_rows, source.randint(1, len(open_rows))), source)
+    assert [row.tokens[: len(row.expected)] for row in rows] == expected
+
+
+@torch.inference_mode()
+def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
+    target: Any = build("llama", hidden_size=64, head_dim=16).to(CUDA)
+    write_eagle3(tmp_path, target, layout="speculators", num_layers=2)
+    head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    room = SlotRoom(4, 100)
+    packed = PackedEagle3.of(head, room.max_length)
+    assert packed is not None
+    heads = [
+        SlotHead(head, room, device=CUDA, dtype=torch.float32),
+        PackedSlotHead(packed, room, device=CUDA, dtype=torch.float32),
+    ]
+    source = torch.Generator().manual_seed(0)
+    for slots in ([0, 3, 1], [3], [1, 0], [0, 3, 1], [2, 3]):
+        counts = [int(torch.randint(1, 5, (), generator=source)) for _ in slots]
+        tokens = [torch.randint(VOCAB, (n,), generator=source).tolist() for n in counts]
+        states = [torch.randn(n, 3 * 64, generator=source).to(CUDA) for n in counts]
+        drafted = [torch.randint(VOCAB, (len(slots),), generator=source).to(CUDA) for _ in range(3)]
+        found = []
+        for slot_head in heads:
+            slot_head.read(slots, tokens, states)
+            slot_head.mark(slots)
+            for draft in drafted:
+                found.append(slot_head.logits(slots).clone())
+                slot_head.walk(slots, draft)
+            slot_head.rewind(slots)
+        for stock, walked in zip(found[:3], found[3:], strict=True):
+            torch.testing.assert_close(walked, stock, rtol=1e-3, atol=1e-3)
+        stock_head, packed_head = heads
+        assert isinstance(packed_head, PackedSlotHead)
+        walk = packed_head.walk_greedily(slots, 3)
+        for depth in range(3):
+            logits = stock_head.logits(slots)
+            torch.testing.assert_close(walk.logits[:, depth], logits, rtol=1e-3, atol=1e-3)
+            stock_head.walk(slots, walk.tokens[:, depth])
+
+
+@pytest.mark.parametrize("proposer", ["none", "draft_model", "eagle3"])
+def test_the_bundled_model_writes_the_same(proposer: str) -> None:
+    items = load_workload(Path(bundled_asset("heldout.jsonl")), 24)
+    params = [SamplingParams(max_tokens=120, grammar=item.grammar) for item in items]
+    texts = []
+    for kernels in ("stock", "auto"):
+        draft = bundled_asset("eagle3") if proposer == "eagle3" else None
+        options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "kernels": kernels}
+        with LLM(proposer=proposer, draft=draft, **options) as llm:
+            outputs = llm.generate([item.prompt for item in items], params)
+        texts.append([output.text for output in outputs])
+    assert texts[0] == texts[1]
