@@ -1,7 +1,8 @@
-"""Which way of filling a draft's mask rows costs least: ``python -m guided_spec.bench.masks``.
+"""Which way of filling mask rows costs least: ``python -m guided_spec.bench.masks``.
 
-Three ways that give the same rows: walk a persistent fork along the draft and roll it back (what
-``Lookahead`` does), fork anew and walk the copy, or hand the draft to xgrammar's own tree walk.
+First one request: walk a persistent fork along the draft and roll it back (what ``Lookahead``
+does), fork anew and walk the copy, or hand the draft to xgrammar's own tree walk. Then many
+requests: ``RowFiller`` on one thread and on several, and xgrammar's own threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
+from guided_spec.bench.row_filling import Text, fill_table
 from guided_spec.bench.workload import load_workload
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
@@ -71,26 +73,35 @@ def main(
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
     limit: Annotated[int, typer.Option(help="Documents.")] = 100,
 ) -> None:
-    """Microseconds for all rows of one draft, at every K-th token of the right answers."""
+    """Microseconds for all rows of one draft, at every K-th token of the right answers; then
+    milliseconds for the rows of many requests, by the number of threads.
+    """
     with failures_as_messages():
         loaded = load_tokenizer(tokenizer or bundled_asset("target"))
         vocabulary = Vocabulary.from_tokenizer(loaded, len(loaded), [loaded.eos_token_id])
         backend = XGrammarBackend(vocabulary)
         words = num_mask_words(vocabulary.vocab_size)
         times: dict[str, list[float]] = {name: [] for name in WAYS}
+        texts: list[Text] = []
         for item in load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit):
             if item.grammar is None or item.answer is None:
                 continue
-            matcher = backend.compile(item.grammar).new_matcher()
+            compiled = backend.compile(item.grammar)
             tokens = loaded(item.answer, add_special_tokens=False)["input_ids"]
+            texts.append(Text(compiled, tokens))
             rows = torch.full((num_draft_tokens + 1, words), -1, dtype=torch.int32)
-            _time_document(matcher, tokens, rows, times)
+            _time_document(compiled.new_matcher(), tokens, rows, times)
+    stdout().print(_way_table(times))
+    stdout().print(fill_table(texts, vocabulary.vocab_size, num_draft_tokens))
+
+
+def _way_table(times: dict[str, list[float]]) -> Table:
     table = Table("way", "median µs", "p99 µs", "drafts")
     for name, seconds in times.items():
         cuts = statistics.quantiles(seconds, n=100)
         micros = (f"{value * 1e6:.1f}" for value in (statistics.median(seconds), cuts[98]))
         table.add_row(name, *micros, str(len(seconds)))
-    stdout().print(table)
+    return table
 
 
 def _time_document(

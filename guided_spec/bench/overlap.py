@@ -1,13 +1,15 @@
 """Does filling masks beside the forward pay? ``python -m guided_spec.bench.overlap``.
 
-Times one verify forward over K + 1 tokens a request together with filling the requests' mask rows:
-one after the other, and with the rows on a second thread.
+Times one verify forward over K + 1 tokens a request together with filling the requests' mask rows
+and their upload: one after the other, and with the rows on a second thread. (That thread takes
+others to help where the rows are many; see ``RowFiller``.)
 """
 
 from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,15 +18,15 @@ import torch
 import typer
 from rich.table import Table
 
-from guided_spec.bench.masks import walk_and_rollback
+from guided_spec.bench.row_filling import RowFilling, Text
 from guided_spec.bench.workload import load_workload
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
-from guided_spec.ops.bitmask import num_mask_words
 
 __all__ = ["main"]
 
@@ -35,25 +37,21 @@ REPEATS = 40
 class _Step:
     """One batch's forward and its masks."""
 
-    def __init__(self, model: CausalLM, drafts: list[tuple[Any, list[int]]], depths: int) -> None:
+    def __init__(self, model: CausalLM, texts: list[Text], batch: int, depths: int) -> None:
         self._model = model
-        self._drafts = drafts
-        batch = len(drafts)
-        slots = list(range(batch))
         tokens = torch.randint(0, model.vocab_size, (batch, depths))
+        slots = list(range(batch))
         self._inputs = SlotInputs(tokens, slots, [CONTEXT] * batch, [depths] * batch)
-        words = num_mask_words(model.vocab_size)
-        self._rows = torch.full((batch, depths, words), -1, dtype=torch.int32)
+        rows = MaskRows(batch, depths, model.vocab_size, model.device)
+        self._filling = RowFilling(texts, batch, depths, rows)
+        self.prepare, self.fill = self._filling.prepare, self._filling.fill
 
     def forward(self) -> None:
         self._model.forward(self._inputs)
         self._model.commit(self._inputs.counts)
 
-    def fill(self) -> None:
-        for (matcher, draft), rows in zip(self._drafts, self._rows, strict=True):
-            walk_and_rollback(matcher, draft, rows)
-
-    def wait(self) -> None:
+    def end(self) -> None:
+        self._filling.upload()
         if self._model.device.type == "cuda":
             torch.cuda.synchronize()
 
@@ -70,26 +68,26 @@ def main(
         lm = CausalLM(loaded, num_slots=64, max_length=CONTEXT + num_draft_tokens + 1)
         stop = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, lm.vocab_size, stop)
-        drafts = _drafts(vocabulary, tokenizer, num_draft_tokens)
+        texts = _texts(vocabulary, tokenizer)
     table = Table("requests", "rows", "fills alone ms", "one after the other ms", "beside ms")
     for batch in (1, 2, 4, 8, 16, 32, 64):
-        chosen = [drafts[i % len(drafts)] for i in range(batch)]
-        step = _Step(lm, chosen, num_draft_tokens + 1)
+        step = _Step(lm, texts, batch, num_draft_tokens + 1)
         times = (f"{value:.2f}" for value in _time(step))
         table.add_row(str(batch), str(batch * (num_draft_tokens + 1)), *times)
     stdout().print(table)
 
 
-def _drafts(vocabulary: Vocabulary, tokenizer: Any, num_draft: int) -> list[tuple[Any, list[int]]]:
-    """Matchers with the first tokens of their right answers, from the held-out documents."""
+def _texts(vocabulary: Vocabulary, tokenizer: Any) -> list[Text]:
+    """The right answers of the held-out documents."""
     backend = XGrammarBackend(vocabulary)
-    found = []
-    for item in load_workload(Path(bundled_asset("heldout.jsonl")), 64):
-        if item.grammar is not None and item.grammar.kind == "json_schema":
-            matcher = backend.compile(item.grammar).new_matcher()
-            answer = tokenizer(item.answer, add_special_tokens=False)["input_ids"]
-            found.append((matcher, answer[:num_draft]))
-    return found
+    return [
+        Text(
+            backend.compile(item.grammar),
+            tokenizer(item.answer, add_special_tokens=False)["input_ids"],
+        )
+        for item in load_workload(Path(bundled_asset("heldout.jsonl")), 64)
+        if item.grammar is not None and item.grammar.kind == "json_schema"
+    ]
 
 
 def _time(step: _Step) -> list[float]:
@@ -98,21 +96,22 @@ def _time(step: _Step) -> list[float]:
     def behind() -> None:
         step.forward()
         step.fill()
-        step.wait()
+        step.end()
 
     def beside() -> None:
         future = pool.submit(step.fill)
         step.forward()
         future.result()
-        step.wait()
+        step.end()
 
     with ThreadPoolExecutor(1) as pool:
-        return [_median(step.fill), _median(behind), _median(beside)]
+        return [_median(step, run) for run in (step.fill, behind, beside)]
 
 
-def _median(run: Any) -> float:
+def _median(step: _Step, run: Callable[[], None]) -> float:
     seconds = []
     for _ in range(REPEATS):
+        step.prepare()
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)

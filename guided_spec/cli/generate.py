@@ -14,6 +14,7 @@ from guided_spec.cli.console import failures_as_messages, print_json, stderr, st
 from guided_spec.cli.grammar import grammar_from_options, starting_after
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
+from guided_spec.engine.profile import profiling
 from guided_spec.types import SamplingParams
 
 __all__ = ["generate"]
@@ -49,6 +50,7 @@ def generate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message.")] = False,
     compare: Annotated[bool, typer.Option(help="Run plain decoding too.")] = False,
+    profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Generate text that matches a grammar, by speculative decoding.
@@ -67,7 +69,7 @@ def generate(
             grammar=starting_after(grammar_from_options(schema, regex, choice, grammar), after),
         )
         llm = _load(model, proposer, num_draft_tokens, draft_model, device, dtype)
-        runs = _run(llm, _chat(prompt) if chat else prompt, params, with_plain=compare)
+        runs = _run(llm, _prompt(prompt, chat=chat), params, with_plain=compare, trace=profile)
         _report_json(runs) if as_json else _report(runs)
 
 
@@ -84,18 +86,20 @@ def _load(
     return LLM(model, proposer, num_draft_tokens, draft=draft, **load)
 
 
-def _chat(prompt: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}]
+def _prompt(text: str, *, chat: bool) -> str | list[dict[str, str]]:
+    return [{"role": "user", "content": text}] if chat else text
 
 
-def _run(llm: LLM, prompt: Any, params: SamplingParams, *, with_plain: bool) -> list[_Run]:
-    runs = [_generate(llm, prompt, params)]
+def _run(
+    llm: LLM, prompt: Any, params: SamplingParams, *, with_plain: bool, trace: Path | None
+) -> list[_Run]:
+    runs = [_generate(llm, prompt, params, trace)]
     if with_plain:
         runs.append(_generate(llm.with_proposer("none"), prompt, params))
     return runs
 
 
-def _generate(llm: LLM, prompt: Any, params: SamplingParams) -> _Run:
+def _generate(llm: LLM, prompt: Any, params: SamplingParams, trace: Path | None = None) -> _Run:
     """Run once, with a progress bar on stderr; an error of the request is raised."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     console = stderr()
@@ -103,8 +107,9 @@ def _generate(llm: LLM, prompt: Any, params: SamplingParams) -> _Run:
     with llm, Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         llm.generate([prompt], SamplingParams(max_tokens=1))  # the first forward is never typical
         task = progress.add_task(llm.proposer, total=None)
-        for chunk in llm.stream([prompt], params):
-            progress.update(task, advance=len(chunk.text))
+        with profiling(trace):
+            for chunk in llm.stream([prompt], params):
+                progress.update(task, advance=len(chunk.text))
     completion = chunk.completion
     assert completion is not None  # the last chunk of a single request
     if completion.error is not None:

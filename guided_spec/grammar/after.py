@@ -9,7 +9,12 @@ import numpy as np
 
 from guided_spec.grammar.marker import Marker
 from guided_spec.grammar.markers import Markers
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
+from guided_spec.grammar.protocol import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarMatcher,
+    row_source,
+)
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -85,6 +90,11 @@ class AfterMatcher:
     def is_bound(self) -> bool:
         """Whether the marker is complete: from here on the inner grammar rules."""
         return self._states[-1] == len(self._marker)
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """The inner matcher once it rules; this one before. See ``protocol.row_source``."""
+        return row_source(self._inner) if self.is_bound else self
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

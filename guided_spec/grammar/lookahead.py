@@ -19,13 +19,15 @@ from torch import Tensor
 
 from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.row_filler import RowFiller
 from guided_spec.grammar.walk import Walk
 from guided_spec.types import Draft
 
 __all__ = ["Lookahead"]
 
-# From this many rows on, filling them beside the forward beats the cost of changing threads
-# (docs/performance.md, "Where masks are filled").
+# From this many rows on they are filled on another thread while the forward is launched. Fewer are
+# filled by this thread once it is launched: a GPU does not wait for that, and launching does not
+# have to share the interpreter (docs/performance.md, "Where masks are filled").
 ROWS_WORTH_A_THREAD = 256
 
 
@@ -40,6 +42,7 @@ class Lookahead:
     def __init__(self, walks: list[Walk], rows: MaskRows) -> None:
         self._walks = walks
         self._rows = rows
+        self._filler = RowFiller(rows)
         self._is_constrained = any(walk.fork is not None for walk in walks)
         self._pause: Callable[[int], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
@@ -54,10 +57,10 @@ class Lookahead:
         constraints: B of them, None for a free request. limits: B, draft tokens at most; never
         more than ``rows.depths - 1``, since the last row belongs to the token after the draft.
         """
-        rows.clear()
+        rows.clear(len(constraints))
         walks = [
-            Walk(None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
-            for constraint, limit in zip(constraints, limits, strict=True)
+            Walk(at, None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
+            for at, (constraint, limit) in enumerate(zip(constraints, limits, strict=True))
         ]
         return cls(walks, rows)
 
@@ -117,11 +120,7 @@ class Lookahead:
         """
         if not self._is_constrained:
             return None
-        started = time.perf_counter()
-        for request, walk in enumerate(self._walks):
-            if walk.is_drafting and walk.fork is not None:
-                self._fill_here(request, walk)
-        self.fill_seconds += time.perf_counter() - started
+        self._fill([walk for walk in self._walks if walk.is_drafting])
         return self._rows.at_depths(
             [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
         )
@@ -191,9 +190,7 @@ class Lookahead:
         walk = self._walks[request]
         if walk.fork is None or not walk.is_open:
             return None
-        started = time.perf_counter()
-        self._fill_here(request, walk)
-        self.fill_seconds += time.perf_counter() - started
+        self._fill([walk])
         return self._rows.words(request, len(walk.drafted))
 
     def start(self, draft: Draft) -> Draft:
@@ -204,11 +201,8 @@ class Lookahead:
         """
         if draft.token_ids.shape[1] > 0 and not any(walk.drafted for walk in self._walks):
             draft = self._follow(draft)
-        missing = sum(
-            len(walk.drafted) + 1 - walk.filled for walk in self._walks if walk.fork is not None
-        )
-        if missing >= ROWS_WORTH_A_THREAD:
-            self._rows.filling = _filler().submit(self._fill_missing)
+        if sum(walk.num_missing for walk in self._walks) >= ROWS_WORTH_A_THREAD:
+            self._rows.filling = _beside().submit(self._fill, self._walks)
         return draft
 
     def finish(self, num_draft: int) -> Tensor | None:
@@ -221,7 +215,7 @@ class Lookahead:
         if not self._is_constrained:
             return None
         if self._rows.filling is None:
-            self._fill_missing()
+            self._fill(self._walks)
         else:
             self._rows.filling.result()
             self._rows.filling = None
@@ -243,7 +237,8 @@ class Lookahead:
             walk.is_open = False
             return
         if walk.fork is not None:
-            self._fill_here(request, walk)
+            if walk.num_missing:
+                self._fill([walk])
             # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
             if not self._rows.allows(request, len(walk.drafted), token_id):
                 walk.refuse(token_id)
@@ -256,35 +251,12 @@ class Lookahead:
     def _check_pause(self, request: int, walk: Walk) -> None:
         walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)
 
-    def _fill_here(self, request: int, walk: Walk) -> None:
-        depth = len(walk.drafted)
-        if walk.filled < depth:
-            self._fill_back(request, walk)
-        if walk.filled == depth and walk.fork is not None:
-            self._rows.fill(walk.fork.matcher, request, depth)
-            walk.filled = depth + 1
-
-    def _fill_back(self, request: int, walk: Walk) -> None:
-        # Tokens were appended unfilled: go back to the first missing row and walk up again.
-        assert walk.fork is not None
-        walk.fork.rollback_to(walk.filled)
-        for depth in range(walk.filled, len(walk.drafted)):
-            self._rows.fill(walk.fork.matcher, request, depth)
-            walk.fork.accept(walk.drafted[depth])
-        walk.filled = len(walk.drafted)
-
-    def _fill_missing(self) -> None:
+    def _fill(self, walks: Sequence[Walk]) -> None:
         started = time.perf_counter()
-        for request, walk in enumerate(self._walks):
-            if walk.fork is None:
-                continue
-            if walk.filled < len(walk.drafted):
-                self._fill_back(request, walk)
-            if not walk.fork.matcher.is_terminated():
-                self._fill_here(request, walk)
+        self._filler.fill(walks)
         self.fill_seconds += time.perf_counter() - started
 
 
 @cache
-def _filler() -> ThreadPoolExecutor:
+def _beside() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

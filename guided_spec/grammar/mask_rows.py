@@ -1,15 +1,20 @@
-"""The host memory that the mask rows of a step are filled into."""
+"""The mask rows of a step: filled on the host, read where the model runs."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.grammar.mask_block import MaskBlock
+from guided_spec.grammar.mask_upload import MaskUpload
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.xgrammar_batch import XGrammarBatch
 from guided_spec.ops.bitmask import num_mask_words
 
 __all__ = ["MaskRows"]
@@ -18,8 +23,12 @@ __all__ = ["MaskRows"]
 class MaskRows:
     """Rows [requests, depths] of one vocabulary, each int32 [W]; reused from step to step.
 
-    A row that nobody fills in a step reads as all ones: nothing forbidden. The memory is pinned
-    when the masks go to a CUDA device, so that the copy does not block the host.
+    A row that nobody fills in a step reads as all ones: nothing forbidden.
+
+    In memory all requests' rows of one depth lie together, so that both what a drafter asks for
+    (one depth) and what the verifier asks for (the first depths) is one contiguous piece. For a
+    CUDA device the memory is pinned, the copies do not block the host, and there are two blocks of
+    it in turn: a step begins while the last one's rows may still be on their way.
     """
 
     def __init__(self, requests: int, depths: int, vocab_size: int, device: torch.device) -> None:
@@ -27,48 +36,105 @@ class MaskRows:
         self.depths = depths
         self.device = device
         words = num_mask_words(vocab_size)
-        pin = device.type == "cuda"
-        # One row more than is ever filled: what a request reads that is not asked for its mask.
-        size = (requests * depths + 1, words)
-        self._rows = torch.full(size, -1, dtype=torch.int32, pin_memory=pin)
-        self._array = self._rows.numpy()
-        self._dirty: set[int] = set()
+        is_cuda = device.type == "cuda"
+        self._block, *self._blocks = (
+            MaskBlock(requests * depths, words, is_pinned=is_cuda) for _ in range(1 + is_cuda)
+        )
+        self._none = requests * depths  # the row of a block that forbids nothing
+        self._upload = MaskUpload(requests, depths, words, device) if is_cuda else None
+        self._active = requests
         self.filling: Future[None] | None = None  # whoever fills on another thread says so here
 
-    def clear(self) -> None:
-        """Start a step: forget what the last one filled."""
+    def clear(self, requests: int | None = None) -> None:
+        """Start a step with this many requests, all of them by default; nothing is filled.
+
+        What ``first`` and ``at_depths`` returned in the step before may change from here on, for
+        whatever is launched later.
+        """
         if self.filling is not None:  # a step that failed half-way may have left it running
             self.filling.exception()
             self.filling = None
-        for row in self._dirty:
-            self._array[row] = -1
-        self._dirty.clear()
+        self._active = self.requests if requests is None else requests
+        assert self._active <= self.requests
+        self._blocks.append(self._block)
+        self._block = self._blocks.pop(0)
+        self._block.clear()
+        if self._upload is not None:
+            self._upload.begin()
 
     def fill(self, matcher: GrammarMatcher, request: int, depth: int) -> None:
         """Fill one row from the matcher's state."""
-        row = request * self.depths + depth
-        matcher.fill_next_token_bitmask(self._rows, row)
-        self._dirty.add(row)
+        self._block.fill(matcher, self._at(request, depth))
+
+    def fill_many(
+        self,
+        batch: XGrammarBatch,
+        matchers: Sequence[Any],
+        requests: Sequence[int],
+        depths: Sequence[int],
+    ) -> None:
+        """Fill the row of ``requests[i]`` at ``depths[i]`` from matcher i, for all i, in one call.
+
+        All the matchers are xgrammar's own.
+        """
+        width = self._active
+        rows = [depth * width + at for at, depth in zip(requests, depths, strict=True)]
+        self._block.fill_many(batch, matchers, rows)
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
-        row = self._array[request * self.depths + depth]
+        row = self.words(request, depth)
         if not 0 <= token_id < len(row) * 32:
             return False
         return bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
 
     def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""
-        row: NDArray[np.int32] = self._array[request * self.depths + depth]
-        return row
+        return self._block.row(self._at(request, depth))
 
-    def at_depths(self, depths: list[int | None]) -> Tensor:
-        """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None."""
-        rows = [-1 if at is None else b * self.depths + at for b, at in enumerate(depths)]
-        index = torch.tensor([row % len(self._rows) for row in rows])
-        return self._rows.index_select(0, index).to(self.device)
+    def at_depths(self, depths: Sequence[int | None]) -> Tensor:
+        """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None.
+
+        On a CUDA device it is the same memory at every call: whoever needs the rows for longer
+        copies them.
+        """
+        assert len(depths) == self._active
+        depth = self._common(depths)
+        if depth is not None:
+            rows = self._block.rows(self._at(0, depth), self._at(0, depth + 1))
+            if self._upload is None:
+                return rows.clone()
+            sent = self._upload.next_rows(rows)
+            self._block.hold(sent.copied)
+            return sent.rows
+        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        if self._upload is None:
+            return self._block.gather(places)
+        staged = self._upload.stage(len(depths))
+        self._block.gather(places, staged)
+        return self._upload.next_rows(staged).rows
 
     def first(self, requests: int, depths: int) -> Tensor:
-        """int32 [requests, depths, W] on the device: the first rows of the first requests."""
-        rows = self._rows[:-1].view(self.requests, self.depths, -1)[:requests, :depths]
-        return rows.to(self.device, non_blocking=True)
+        """int32 [requests, depths, W] on the device: the first rows of the step's requests.
+
+        Contiguous; on a CUDA device at the same address for the same two numbers.
+        """
+        assert requests == self._active
+        rows = self._block.rows(0, depths * requests)
+        if self._upload is None:
+            return rows.view(depths, requests, -1).transpose(0, 1).contiguous()
+        sent = self._upload.verify_rows(rows, requests)
+        self._block.hold(sent.copied)
+        return sent.rows
+
+    def _at(self, request: int, depth: int) -> int:
+        return depth * self._active + request
+
+    def _common(self, depths: Sequence[int | None]) -> int | None:
+        """The one depth asked for, if the rows of all who ask for none are untouched there."""
+        asked = {depth for depth in depths if depth is not None}
+        if len(asked) != 1:
+            return None
+        (depth,) = asked
+        others = [self._at(b, depth) for b, at in enumerate(depths) if at is None]
+        return None if self._block.is_filled(others) else depth

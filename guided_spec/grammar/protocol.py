@@ -7,11 +7,15 @@ from typing import Any, Protocol
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher"]
+__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "row_source"]
 
 
 class GrammarMatcher(Protocol):
-    """One text's position in a grammar. Used by one thread at a time."""
+    """One text's position in a grammar. Used by one thread at a time.
+
+    A matcher around another one may also say which of the two fills the next row: see
+    ``row_source``.
+    """
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, when the grammar refuses it."""
@@ -37,6 +41,16 @@ class GrammarMatcher(Protocol):
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""
         ...
+
+
+def row_source(matcher: GrammarMatcher) -> GrammarMatcher:
+    """The matcher that fills the next row of ``matcher``: its attribute ``row_source``, or itself.
+
+    Rows of many matchers of one library may be filled in one call; a wrapper need not be in the
+    way. It holds for one position: the matcher is asked again when it has moved.
+    """
+    source: GrammarMatcher = getattr(matcher, "row_source", matcher)
+    return source
 
 
 class CompiledGrammar(Protocol):

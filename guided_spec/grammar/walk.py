@@ -10,7 +10,9 @@ __all__ = ["Walk"]
 class Walk:
     """Made once a step and request.
 
-    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
+    request: its index in the batch. drafted: the legal draft tokens so far. filled: mask rows 0 to
+    filled - 1 are filled.
+    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
     is_open: nothing has ended the draft. is_paused: the turn is another proposer's; is_held: the
     request's tokens are walked later. refused: the illegal token that ended the draft. starved:
     positions at which the drafter knew none of the legal tokens.
@@ -20,24 +22,35 @@ class Walk:
         "drafted",
         "filled",
         "fork",
+        "has_ended",
         "is_held",
         "is_open",
         "is_paused",
         "limit",
         "refused",
+        "request",
         "starved",
     )
 
-    def __init__(self, fork: Fork | None, limit: int) -> None:
+    def __init__(self, request: int, fork: Fork | None, limit: int) -> None:
+        self.request = request
         self.fork = fork
         self.limit = limit
         self.drafted: list[int] = []
         self.filled = 0
-        self.is_open = limit > 0 and not (fork is not None and fork.matcher.is_terminated())
+        self.has_ended = fork is not None and fork.matcher.is_terminated()
+        self.is_open = limit > 0 and not self.has_ended
         self.is_paused = False
         self.is_held = False
         self.refused: int | None = None
         self.starved = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Mask rows of the draft so far that are not filled; a complete text has none behind it."""
+        if self.fork is None:
+            return 0
+        return max(0, len(self.drafted) + (not self.has_ended) - self.filled)
 
     @property
     def is_drafting(self) -> bool:
@@ -49,8 +62,8 @@ class Walk:
         if self.fork is not None and not self.fork.accept(token_id):
             return False
         self.drafted.append(token_id)
-        ended = self.fork is not None and self.fork.matcher.is_terminated()
-        self.is_open = not ended and len(self.drafted) < self.limit
+        self.has_ended = self.fork is not None and self.fork.matcher.is_terminated()
+        self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
 
     def refuse(self, token_id: int) -> None:

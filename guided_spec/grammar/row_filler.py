@@ -1,0 +1,124 @@
+"""Who fills which mask rows of a step: one walk after another, or many walks on several threads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import Any
+
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.protocol import row_source
+from guided_spec.grammar.walk import Walk
+from guided_spec.grammar.xgrammar_batch import XGrammarBatch
+from guided_spec.ops.ranges import named_range
+
+__all__ = ["RowFiller", "cores"]
+
+# Rows that are worth a thread of their own: fewer cost less than waking it
+# (``python -m guided_spec.bench.masks``; docs/performance.md, "Where masks are filled").
+ROWS_A_THREAD = 64
+# More threads than this only wait for each other: between two native calls each needs the
+# interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
+# wait for its turn holds up all the others, and that costs far more than the threads gain.
+MOST_THREADS = 8
+
+
+class RowFiller:
+    """Fills the rows that the walks of one step still lack.
+
+    The rows are the same on every way: each walk's rows are filled by one thread, in order.
+    """
+
+    def __init__(self, rows: MaskRows) -> None:
+        self._rows = rows
+
+    def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
+        """Fill every missing row of these walks, up to the one behind the draft so far.
+
+        threads: that fill at once, this one among them; None for what the rows are worth.
+
+        The forks end where they stood, at the ends of the drafts.
+        """
+        missing = [(walk, count) for walk in walks if (count := walk.num_missing)]
+        if not missing:
+            return
+        with named_range("fill masks"):
+            walks = [walk for walk, _ in missing]
+            if threads is None:
+                worth = sum(count for _, count in missing) // ROWS_A_THREAD
+                threads = min(worth, MOST_THREADS, cores() // 2, len(walks))
+            if threads < 2:
+                for walk in walks:
+                    self._fill_alone(walk)
+            else:
+                self._fill_apart(walks, threads)
+
+    def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
+        """Deal the walks out; this thread takes its share too."""
+        own, *others = (walks[start::threads] for start in range(threads))
+        running: list[Future[None]] = [_pool().submit(self._fill_together, o) for o in others]
+        try:
+            self._fill_together(own)
+        finally:
+            wait(running)  # whatever happens: nobody may write into the next step's rows
+        for share in running:
+            share.result()
+
+    def _fill_alone(self, walk: Walk) -> None:
+        fork = walk.fork
+        assert fork is not None
+        # Tokens may have been appended unfilled: back to the first missing row, and up again.
+        fork.rollback_to(walk.filled)
+        for depth in range(walk.filled, len(walk.drafted)):
+            self._rows.fill(fork.matcher, walk.request, depth)
+            fork.accept(walk.drafted[depth])
+            walk.filled = depth + 1
+        if walk.num_missing:
+            self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
+            walk.filled += 1
+
+    def _fill_together(self, walks: Sequence[Walk]) -> None:
+        """Every walk's next missing row, then the row after that, ..."""
+        batch = XGrammarBatch()
+        for walk in walks:
+            assert walk.fork is not None
+            walk.fork.rollback_to(walk.filled)
+        while walks:
+            self._fill_level(batch, walks)
+            for walk in walks:
+                if walk.filled < len(walk.drafted) and walk.fork is not None:
+                    walk.fork.accept(walk.drafted[walk.filled])
+                walk.filled += 1
+            walks = [walk for walk in walks if walk.num_missing]
+
+    def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
+        """One row of each walk: xgrammar's in one call, others one by one."""
+        matchers: list[Any] = []
+        requests: list[int] = []
+        depths: list[int] = []
+        for walk in walks:
+            assert walk.fork is not None
+            source = row_source(walk.fork.matcher)
+            if batch.takes(source):
+                matchers.append(source)
+                requests.append(walk.request)
+                depths.append(walk.filled)
+            else:
+                self._rows.fill(walk.fork.matcher, walk.request, walk.filled)
+        if matchers:
+            self._rows.fill_many(batch, matchers, requests, depths)
+
+
+@cache
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")
