@@ -17,6 +17,7 @@ class RequestStats:
     steps: target forwards that decoded this request, prefill not counted.
     drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
     forced, forced_accepted: those of them that the grammar left no choice about.
+    planned: K of each of its steps, added up; forced tokens come on top of K.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
@@ -31,6 +32,7 @@ class RequestStats:
     accepted: list[int] = field(default_factory=list)
     forced: int = 0
     forced_accepted: int = 0
+    planned: int = 0
     starved: int = 0
     resyncs: int = 0
     mask_seconds: float = 0.0
@@ -49,6 +51,11 @@ class RequestStats:
         return self.steps / self.output_tokens if self.output_tokens else 0.0
 
     @property
+    def draft_length(self) -> float:
+        """The mean K of its steps."""
+        return self.planned / self.steps if self.steps else 0.0
+
+    @property
     def tokens_per_second(self) -> float:
         """Output tokens per second of ``seconds``."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
@@ -56,7 +63,7 @@ class RequestStats:
     def as_dict(self) -> dict[str, Any]:
         """Every counter and every ratio, for JSON."""
         counters = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
-        ratios = ("acceptance_length", "forwards_per_token", "tokens_per_second")
+        ratios = ("acceptance_length", "draft_length", "forwards_per_token", "tokens_per_second")
         return counters | {name: getattr(self, name) for name in ratios}
 
     def start(self) -> None:
