@@ -17,11 +17,15 @@ __all__ = ["BaselineRun", "run_transformers"]
 
 
 class BaselineRun(NamedTuple):
-    """Texts in the order of the workload, output tokens in all, and wall seconds."""
+    """Texts in the order of the workload, output tokens in all, and wall seconds.
+
+    ended: whether each text has come to its end within its tokens.
+    """
 
     texts: list[str]
     tokens: int
     seconds: float
+    ended: list[bool]
 
 
 def run_transformers(
@@ -31,11 +35,19 @@ def run_transformers(
     items: Sequence[WorkItem],
     *,
     max_tokens: int,
+    lookup_tokens: int | None = None,
 ) -> BaselineRun:
-    """Greedy, one request at a time, grammars compiled beforehand (as they are for our engine)."""
+    """Greedy, one request at a time, grammars compiled beforehand (as they are for our engine).
+
+    lookup_tokens: drafts by prompt lookup, so many at most; None is plain decoding. xgrammar's
+    processor follows one text and cannot go back, so that it raises as soon as drafts are judged:
+    only requests without a grammar run so.
+    """
+    assisted = {} if lookup_tokens is None else {"prompt_lookup_num_tokens": lookup_tokens}
     backend = XGrammarBackend(vocabulary)
     grammars = [None if i.grammar is None else backend.compile(i.grammar) for i in items]
     texts: list[str] = []
+    ended: list[bool] = []
     tokens = 0
     started = time.perf_counter()
     for prompt, grammar in zip(prompts, grammars, strict=True):
@@ -52,8 +64,10 @@ def run_transformers(
                 logits_processor=processors,
                 eos_token_id=list(vocabulary.stop_token_ids),
                 pad_token_id=vocabulary.stop_token_ids[0],
+                **assisted,
             )
         new = output[0, len(prompt) :].tolist()
         tokens += len(new)
         texts.append(vocabulary.decode(new))
-    return BaselineRun(texts, tokens, time.perf_counter() - started)
+        ended.append(bool(new) and new[-1] in vocabulary.stop_token_ids)
+    return BaselineRun(texts, tokens, time.perf_counter() - started, ended)

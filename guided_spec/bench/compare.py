@@ -16,7 +16,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.types import SamplingParams
 
-__all__ = ["Plan", "run_plan"]
+__all__ = ["Plan", "Timed", "run_items", "run_plan"]
 
 WARM_UP = 2  # requests run before the clock starts
 
@@ -44,7 +44,7 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     llm.close()  # its thread would share the cores with those that are measured
     measurements: list[Measurement] = []
     report("none")
-    plain, seconds = _run(llm.with_proposer("none"), plan)
+    plain, seconds = run_items(llm.with_proposer("none"), plan.items, plan.params)
     texts = [completion.text for completion in plain]
     measurements.append(_measure("none", plain, seconds, plan, texts))
     if plan.with_transformers:
@@ -55,26 +55,34 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     for proposer in plan.proposers:
         name, _, draft = proposer.partition("=")
         report(name)
-        completions, seconds = _run(llm.with_proposer(name, draft or None), plan)
+        engine = llm.with_proposer(name, draft or None)
+        completions, seconds = run_items(engine, plan.items, plan.params)
         measurements.append(_measure(name, completions, seconds, plan, texts))
     return measurements
 
 
-class _Timed(NamedTuple):
+class Timed(NamedTuple):
+    """One completion an item, in their order, and the wall seconds that all took together."""
+
     completions: list[Completion]
     seconds: float
 
 
-def _run(llm: LLM, plan: Plan) -> _Timed:
-    params = [_params(plan.params, item) for item in plan.items]
-    prompts = [item.prompt for item in plan.items]
+def run_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> Timed:
+    """Generate for all items, each under its own grammar, and close ``llm``.
+
+    Grammars are compiled, and as many requests run as decode together, before the clock starts.
+    """
+    matched = [replace(params, grammar=item.grammar) for item in items]
+    prompts = [item.prompt for item in items]
+    warm_up = max(WARM_UP, llm.config.max_batch_size)
     with llm:
-        llm.compile(item.grammar for item in plan.items if item.grammar is not None)
-        llm.generate(prompts[:WARM_UP], params[:WARM_UP])
+        llm.compile(item.grammar for item in items if item.grammar is not None)
+        llm.generate(prompts[:warm_up], matched[:warm_up])
         started = time.perf_counter()
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, matched)
         seconds = time.perf_counter() - started
-    return _Timed([output.completions[0] for output in outputs], seconds)
+    return Timed([output.completions[0] for output in outputs], seconds)
 
 
 def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
@@ -84,6 +92,7 @@ def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
     warm_up = slice(WARM_UP)
     run_transformers(model, vocabulary, prompts[warm_up], plan.items[warm_up], max_tokens=limit)
     run = run_transformers(model, vocabulary, prompts, plan.items, max_tokens=limit)
+    judged = zip(run.texts, plan.items, run.ended, strict=True)
     return Measurement(
         name="transformers",
         requests=len(prompts),
@@ -91,7 +100,7 @@ def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
         tokens=run.tokens,
         seconds=run.seconds,
         forwards=run.tokens,
-        valid=_share(is_valid(t, i.grammar) for t, i in zip(run.texts, plan.items, strict=True)),
+        valid=_share(is_valid(t, i.grammar) for t, i, ended in judged if ended),
         same_text=_share(a == b for a, b in zip(run.texts, texts, strict=True)),
     )
 
@@ -106,10 +115,6 @@ def _measure(
     valid = valid_share(completions, plan.items)
     same = _share(c.text == t for c, t in zip(completions, texts, strict=True))
     return measure_completions(name, completions, seconds, valid=valid, same_text=same)
-
-
-def _params(params: SamplingParams, item: WorkItem) -> SamplingParams:
-    return replace(params, grammar=item.grammar)
 
 
 def _share(flags: Iterable[bool]) -> float:

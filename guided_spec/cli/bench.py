@@ -1,8 +1,10 @@
-"""``guided-spec bench``: a workload file in, a table and JSON out."""
+"""``guided-spec bench``: a workload file in, a table and JSON out; ``bench gpu`` for a machine."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,22 +12,33 @@ import typer
 from rich.table import Table
 
 from guided_spec.bench.compare import Plan, run_plan
+from guided_spec.bench.gpu import SECTIONS, GpuPlan, run_gpu
+from guided_spec.bench.gpu_end_to_end import DocumentPlan
+from guided_spec.bench.gpu_peers import VllmEnvironment
+from guided_spec.bench.gpu_steps import StepPlan
 from guided_spec.bench.measurement import Measurement
 from guided_spec.bench.workload import load_workload
 from guided_spec.cli.console import failures_as_messages, print_json, stderr, stdout
+from guided_spec.config import EngineConfig
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.profile import profiling
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
 
-__all__ = ["bench"]
+__all__ = ["bench_app"]
 
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
 
+bench_app = typer.Typer(invoke_without_command=True)
 
+
+@bench_app.callback()
 def bench(
-    workload: Annotated[Path | None, typer.Argument(help="JSON Lines; see the docs.")] = None,
+    context: typer.Context,
+    workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
     proposers: Annotated[
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
     ] = None,
@@ -41,13 +54,20 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write the JSON here too.")] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
 ) -> None:
     """Compare proposers with plain constrained decoding and with transformers' own generate.
 
-    Without WORKLOAD the held-out documents that come with the package are used. transformers is
+    Without --workload the held-out documents that come with the package are used. transformers is
     measured at batch size 1 and temperature 0 only, where it does the same work.
+
+    `gpu` is another benchmark, with options of its own.
     """
+    if context.invoked_subcommand is not None:
+        return
     with failures_as_messages():
         items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -56,12 +76,96 @@ def bench(
         load: dict[str, Any] = {"device": device, "dtype": dtype}
         load = {name: value for name, value in load.items() if value is not None}
         load |= {"draft": draft_model, "max_batch_size": batch_size, "verifier": verifier}
-        with LLM(model, "none", num_draft_tokens, **load) as llm:
+        with LLM(model, "none", num_draft_tokens, **load) as llm, profiling(profile):
             measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]
+    _write(output, report)
+    print_json(report) if as_json else stdout().print(_table(measurements))
+
+
+@bench_app.command()
+def gpu(
+    sections: Annotated[str, typer.Option(help="Some of them, comma-separated.")] = ",".join(
+        SECTIONS
+    ),
+    model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
+    eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
+    batches: Annotated[str | None, typer.Option(help="Such as 1,8,64.")] = None,
+    temperatures: Annotated[str | None, typer.Option(help="Such as 0,0.7.")] = None,
+    proposers: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
+    engine_option: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE of EngineConfig; may be repeated.")
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps to time.")] = 60,
+    warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 16,
+    prompt_length: Annotated[int, typer.Option(help="Prompt tokens when steps are timed.")] = 1000,
+    requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
+    vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
+    vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
+    vllm_logs: Annotated[Path | None, typer.Option(help="Folder for vLLM's output.")] = None,
+    device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
+    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
+    output: Annotated[Path | None, typer.Option(help="Write the JSON here, as it grows.")] = None,
+) -> None:
+    """Measure kernels, engine steps, whole documents and other engines on one device.
+
+    Without --model the bundled target and its EAGLE-3 head are measured in the shape of an 8B
+    Llama. docs/benchmarks.md says what each figure means.
+    """
+    with failures_as_messages():
+        shared = _shared(batches, temperatures, proposers)
+        shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
+        timed = StepPlan(**shared, context=prompt_length, steps=steps, warm_up=warm_up)
+        whole = DocumentPlan(**shared, max_tokens=max_tokens, requests=requests)
+        place = VllmEnvironment(vllm_python, vllm_site, logs=vllm_logs)
+        plan = GpuPlan(sections.split(","), model, eagle3, work, device, dtype)
+        plan = plan._replace(steps=timed, documents=whole, vllm=place)
+        _run_gpu(plan, output)
+
+
+def _run_gpu(plan: GpuPlan, output: Path | None) -> None:
+    report: dict[str, Any] = {}
+    for section in run_gpu(plan, lambda message: stderr().print(message, markup=False)):
+        report[section.name] = section.records
+        for heading, table in section.tables.items():
+            stdout().print(heading)
+            stdout().print(table)
+        _write(output, report)
+
+
+def _write(output: Path | None, report: Any) -> None:
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print_json(report) if as_json else stdout().print(_table(measurements))
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if name not in {field.name for field in fields(EngineConfig)} or not separator:
+            raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
+        found[name] = int(value) if value.isdigit() else value
+    return found
+
+
+def _shared(batches: str | None, temperatures: str | None, proposers: str | None) -> dict[str, Any]:
+    """What was given of the lists that steps and documents have in common."""
+    lists = {
+        "batches": _split("batches", batches, int),
+        "temperatures": _split("temperatures", temperatures, float),
+        "proposers": _split("proposers", proposers, str),
+    }
+    return {name: values for name, values in lists.items() if values}
+
+
+def _split(argument: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(",")) if text else ()
+    except ValueError as error:
+        raise ConfigError(argument, text, "must be numbers, comma-separated") from error
 
 
 def _default_proposers(model: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from guided_spec.cli.bench import bench
+from guided_spec.cli.bench import bench_app
 from guided_spec.cli.check import check
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
@@ -22,7 +22,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(proposers)
 app.command()(check)
-app.command()(bench)
+app.add_typer(bench_app, name="bench")
 # argparse reads its options: which there are depends on the algorithm.
 app.command(
     context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
