@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,6 +23,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.schema import Unenforced, find_unenforced
+from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
@@ -34,6 +37,9 @@ def check(
     grammar_backend: Annotated[
         str, typer.Option(help="xgrammar, llguidance, or auto: the first that enforces it.")
     ] = "auto",
+    unsupported: Annotated[
+        str, typer.Option(help="What is not enforced: error, rewrite (admit less), or warn.")
+    ] = "error",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Compile a schema and say what would be enforced; exit code 1 if it is not all of it."""
@@ -42,16 +48,17 @@ def check(
         vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
         backend = build_backend(grammar_backend, vocabulary)
         started = time.perf_counter()
-        compiled = _compile(text, backend)
+        compiled = _compile(text, unsupported, backend)
         seconds = time.perf_counter() - started
     error = compiled if isinstance(compiled, GrammarCompileError) else None
-    # The findings are about xgrammar.
-    findings = [] if compiled == "llguidance" else _findings(text, error)
+    findings = _findings(text, compiled)
+    left_out = unsupported == "warn" and any(entry.level == "error" for entry in findings)
     report = {
         "compiles": error is None,
         "backend": compiled if error is None else None,
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "seconds": seconds,
+        "validates": error is None and not left_out,
         "findings": [finding._asdict() for finding in findings],
     }
     print_json(report) if as_json else _print(report)
@@ -65,21 +72,27 @@ def _vocabulary(path: str) -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
 
 
-def _compile(text: str, backend: GrammarBackend) -> str | GrammarCompileError:
+def _compile(text: str, unsupported: str, backend: GrammarBackend) -> str | GrammarCompileError:
     """The name of the backend that took the schema, or why none did."""
+    spec = replace(GrammarSpec.json_schema(text), unsupported=unsupported)  # type: ignore[arg-type]
     try:
-        compiled = backend.compile(GrammarSpec.json_schema(text))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the findings say it
+            compiled = backend.compile(spec)
     except GrammarCompileError as error:
         return error
     name: str = getattr(compiled, "backend", "")
     return name
 
 
-def _findings(text: str, error: GrammarCompileError | None) -> list[Unenforced]:
-    is_schema = error is None or isinstance(
-        error, UnsatisfiableGrammarError | UnsupportedSchemaError
-    )
-    return find_unenforced(json.loads(text)) if is_schema else []
+def _findings(text: str, compiled: str | GrammarCompileError) -> list[Unenforced]:
+    """About xgrammar, or all backends, as it was compiled."""
+    if isinstance(compiled, GrammarCompileError) and not isinstance(
+        compiled, UnsatisfiableGrammarError | UnsupportedSchemaError
+    ):
+        return []
+    schema = json.loads(text)
+    return list(lower(schema).entries) if compiled == "llguidance" else find_unenforced(schema)
 
 
 def _print(report: dict[str, Any]) -> None:
@@ -92,6 +105,9 @@ def _print(report: dict[str, Any]) -> None:
         console.print(table)
     if report["compiles"]:
         took = f"compiles with {report['backend']} in {report['seconds']:.3f} s"
-        console.print(f"{took}; every output will validate")
+        promise = "every output will validate"
+        if not report["validates"]:
+            promise = "outputs may break what is of level error above"
+        console.print(f"{took}; {promise}")
     else:
         console.print(report["error"])

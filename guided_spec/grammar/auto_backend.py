@@ -1,7 +1,8 @@
-"""The choice of a grammar backend: one of the two, or both, each for what it enforces."""
+"""The choice of a grammar backend: one of the two, or for each schema the better one."""
 
 from __future__ import annotations
 
+import json
 from functools import cached_property
 from typing import get_args
 
@@ -9,6 +10,10 @@ from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError, UnsupportedSchemaError
 from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
 from guided_spec.grammar.protocol import GrammarBackend
+from guided_spec.grammar.schema_mode import compile_as_asked
+from guided_spec.grammar.schema_prepare import examine_schema
+from guided_spec.grammar.schema_report import is_narrowed
+from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
@@ -17,12 +22,15 @@ __all__ = ["AutoBackend", "build_backend"]
 
 
 class AutoBackend:
-    """xgrammar first; llguidance for the JSON schemas that xgrammar does not enforce in full.
+    """Per JSON schema the backend that enforces all of it and rejects the least.
 
-    The attribute ``backend`` of a compiled grammar names the one that took it. They narrow a schema
-    differently: xgrammar's objects get no keys besides the listed ones, llguidance's stay open
-    unless ``additionalProperties`` is false. Without the package llguidance this is
-    ``XGrammarBackend``.
+    That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
+    further keys, no large counts. It is llguidance for those that xgrammar would narrow or not
+    enforce in full, and for large ones, which it compiles far faster. What llguidance refuses too
+    goes to xgrammar, narrowed, or is refused. All other kinds of grammar are xgrammar's.
+
+    The attribute ``backend`` of a compiled grammar names the one that took it. Without the package
+    llguidance this is ``XGrammarBackend``.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -34,21 +42,41 @@ class AutoBackend:
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
-        try:
+        return compile_as_asked(spec, self._compile)
+
+    def _compile(self, spec: GrammarSpec) -> XGrammarGrammar | LLGuidanceGrammar:
+        if spec.kind != "json_schema" or not is_installed() or _is_for_xgrammar(spec):
             return self._first.compile(spec)
-        except UnsupportedSchemaError as error:
-            if not is_installed():
-                raise
-            refused = error
         try:
             return self._second.compile(spec)
         except UnsupportedSchemaError as error:
-            raise UnsupportedSchemaError(f"{refused}\n{error}") from error
+            refused = error
+        try:
+            return self._first.compile(spec)
+        except UnsupportedSchemaError as error:
+            if not _is_xgrammars_alone(spec):
+                raise
+            raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
     @cached_property
     def _second(self) -> LLGuidanceBackend:
         # Made when it is first needed. Two threads may both make one; either will do.
         return LLGuidanceBackend(self.vocabulary)
+
+
+def _is_for_xgrammar(spec: GrammarSpec) -> bool:
+    """Whether xgrammar takes the schema as it is, and soon. True for a broken one as well."""
+    try:
+        schema = json.loads(spec.source)
+    except (ValueError, RecursionError):
+        return True
+    return not is_large(spec) and not is_narrowed(examine_schema(schema).unenforced)
+
+
+def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
+    """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
+    entries = examine_schema(json.loads(spec.source)).unenforced
+    return all(entry.by_backend for entry in entries if entry.level == "error")
 
 
 def build_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:

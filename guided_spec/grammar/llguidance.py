@@ -25,6 +25,9 @@ from guided_spec.errors import (
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_mode import compile_as_asked
+from guided_spec.grammar.schema_report import describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -32,8 +35,15 @@ __all__ = ["LLGuidanceBackend", "LLGuidanceGrammar", "is_installed"]
 
 # Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-_FIXED = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_FLEXIBLE = {"whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+# No \\u escapes: an extra key could spell a declared one with them, "\\u0061" for "a".
+_ESCAPES = 'nrbtf\\"'
+_FIXED = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": _ESCAPES,
+}
+_FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
 _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
@@ -80,13 +90,22 @@ class LLGuidanceBackend:
         """
         if spec.start is not None:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
+        return compile_as_asked(spec, self._compile)
+
+    def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         main = _to_lark(spec, any_whitespace=spec.any_whitespace)
         style = _to_lark(spec, any_whitespace=False) if spec.any_whitespace else None
         source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
         grammar = LLGuidanceGrammar(
             source, None if style is None else source._replace(text=style), self._without_bytes
         )
-        _require_compiled(spec, source, grammar)
+        try:
+            _require_compiled(spec, source, grammar)
+        except UnsatisfiableGrammarError as error:
+            lost = narrowing(lower(_parse(spec)).entries) if spec.kind == "json_schema" else []
+            if lost:  # there may be values, but none that is left
+                raise UnsupportedSchemaError(describe(lost)) from error
+            raise
         return grammar
 
     @cached_property

@@ -1,13 +1,13 @@
 """What the backend cannot enforce in a JSON schema, found before anything is generated.
 
 xgrammar reads one keyword of a schema and drops its neighbours, mostly without a word. Here a
-schema is rewritten, where that is surely right, into the subset that it enforces in full, and every
-keyword that stays outside is reported. The rewritten schema admits no text that the original does
-not; it may admit fewer, and then says so in a note:
+schema is lowered (see ``schema_lower``) and rewritten, where that is surely right, into the subset
+that it enforces in full, and every keyword that stays outside is reported. The rewritten schema
+admits no text that the original does not; it may admit fewer, and then says so in a note:
 
 - an object that lists ``properties`` or ``patternProperties`` gets no further keys;
 - an array that lists ``prefixItems`` gets no further items, unless ``minItems`` asks for some;
-- a ``pattern`` covers the whole string;
+- a ``pattern`` covers the whole string, one of keys the whole key;
 - constraints without a ``type`` mean the type that they constrain.
 """
 
@@ -17,30 +17,21 @@ from typing import Any
 from urllib.parse import unquote
 
 from guided_spec.grammar.schema_finite import has_finite_value
-from guided_spec.grammar.schema_merge import are_disjoint, keep_valid, merge
+from guided_spec.grammar.schema_join import any_of
+from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_merge import keep_valid, merge
 from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
 from guided_spec.grammar.schema_types import rewrite_typed
 
 __all__ = ["PreparedSchema", "Unenforced", "find_unenforced", "normalize"]
 
 _KEPT = frozenset(
-    {"type", "enum", "const", "$ref", "anyOf", "oneOf", "allOf", "format", "multipleOf"}
-    | {"properties", "required", "additionalProperties", "patternProperties", "propertyNames"}
-    | {"minProperties", "maxProperties", "unevaluatedProperties"}
-    | {"items", "prefixItems", "minItems", "maxItems", "unevaluatedItems", "uniqueItems"}
+    {"type", "enum", "const", "$ref", "anyOf", "allOf", "format", "multipleOf"}
+    | {"properties", "required", "additionalProperties", "patternProperties"}
+    | {"minProperties", "maxProperties", "items", "prefixItems", "minItems", "maxItems"}
     | {"minLength", "maxLength", "pattern"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 )
-_REFUSED = {
-    "not": "list what is allowed instead, with enum or anyOf",
-    "if": "write the cases as anyOf",
-    "dependentRequired": "write the cases as anyOf",
-    "dependentSchemas": "write the cases as anyOf",
-    "dependencies": "write the cases as anyOf",
-    "contains": "constrain every item with items",
-    "$dynamicRef": "use $ref",
-    "$recursiveRef": "use $ref",
-}
 _MAX_DEPTH = 64
 
 
@@ -55,7 +46,10 @@ def find_unenforced(schema: Any) -> list[Unenforced]:
 
 def normalize(schema: Any) -> PreparedSchema:
     """``schema`` rewritten for the backend, with what could not be kept. A new value each time."""
-    return _Walk(schema).run()
+    lowered = lower(schema)
+    walk = _Walk(lowered.schema)
+    walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
+    return walk.run()
 
 
 class _Walk:
@@ -85,12 +79,7 @@ class _Walk:
             return {}
         if not isinstance(schema, dict):
             return {} if schema is True else schema
-        for keyword, fix in _REFUSED.items():
-            if keyword in schema and not _is_void(keyword, schema):
-                self.report.error(pointer, keyword, "the backend ignores it", fix)
         own = {key: value for key, value in schema.items() if key in _KEPT}
-        if "$id" in schema and pointer:
-            self.report.error(pointer, "$id", "references below it are not resolved", "remove it")
         return self._dispatch(own, pointer, depth + 1)
 
     def _dispatch(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
@@ -100,9 +89,8 @@ class _Walk:
             return self._reference(own, pointer, depth)
         if "const" in own or "enum" in own:
             return self._values(own, pointer)
-        for keyword in ("anyOf", "oneOf"):
-            if keyword in own:
-                return self._alternatives(keyword, own, pointer, depth)
+        if "anyOf" in own:
+            return self._alternatives(own, pointer, depth)
         return rewrite_typed(
             own,
             pointer,
@@ -157,25 +145,25 @@ class _Walk:
         if any(_is_inexact(value) for value in kept):
             reason = "an integer beyond 2**53 is written as a rounded number"
             self.report.error(pointer, keyword, reason, "write it as a string")
-        return {"enum": kept} if kept else False
+        # xgrammar writes arrays and objects of an enum without any space.
+        plain = [value for value in kept if not isinstance(value, dict | list)]
+        parts = [_constant(value) for value in kept if isinstance(value, dict | list)]
+        parts += [{"enum": plain}] if plain else []
+        return any_of(parts)
 
-    def _alternatives(self, keyword: str, own: dict[str, Any], pointer: str, depth: int) -> Any:
-        rest = {k: v for k, v in own.items() if k != keyword}
+    def _alternatives(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
+        rest = {k: v for k, v in own.items() if k != "anyOf"}
         branches = []
-        for branch in own[keyword]:
+        for branch in own["anyOf"]:
             joined = merge(rest, self._follow(branch)) if rest else branch
             if joined is None:
                 reason = f"the backend ignores {', '.join(rest)} beside it"
                 fix = "move these keywords into every branch"
-                self.report.error(pointer, keyword, reason, fix)
+                self.report.error(pointer, "anyOf", reason, fix)
                 return {}
             branches.append(joined)
-        if keyword == "oneOf" and not are_disjoint([self._follow(b) for b in branches]):
-            reason = "the backend reads it as anyOf, and these branches may overlap"
-            fix = "use anyOf, or give each branch its own type or a required const property"
-            self.report.error(pointer, keyword, reason, fix)
         parts = [
-            self.rewrite(branch, join(pointer, f"{keyword}/{index}"), depth)
+            self.rewrite(branch, join(pointer, f"anyOf/{index}"), depth)
             for index, branch in enumerate(branches)
         ]
         parts = [part for part in parts if part is not False]
@@ -212,10 +200,17 @@ class _Walk:
         return [target]
 
 
-def _is_void(keyword: str, schema: dict[str, Any]) -> bool:
-    if keyword == "if":
-        return "then" not in schema and "else" not in schema
-    return keyword.startswith("depend") and not schema[keyword]
+def _constant(value: Any) -> dict[str, Any]:
+    """A schema for this one value."""
+    if isinstance(value, list):
+        items = [_constant(item) for item in value]
+        schema: dict[str, Any] = {"type": "array", "items": False, "minItems": len(items)}
+        return {**schema, "prefixItems": items} if items else schema
+    if isinstance(value, dict):
+        properties = {name: _constant(part) for name, part in value.items()}
+        schema = {"type": "object", "required": list(value), "additionalProperties": False}
+        return {**schema, "properties": properties} if properties else schema
+    return {"enum": [value]}
 
 
 def _is_inexact(value: Any) -> bool:

@@ -1,21 +1,19 @@
-"""Schemas combined: two into one, values against a schema, branches against each other."""
+"""Two schemas combined into one, and values held against a schema."""
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
 import jsonschema
 
-__all__ = ["are_disjoint", "keep_valid", "merge"]
+__all__ = ["keep_valid", "merge"]
 
-_ALL_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 # Keywords whose meaning depends on their neighbours: never split between the two sides.
-_TIED = (
-    {"properties", "patternProperties", "additionalProperties", "unevaluatedProperties"},
-    {"prefixItems", "items", "unevaluatedItems"},
-)
+_OBJECT = ("properties", "patternProperties", "additionalProperties")
+_ARRAY = {"prefixItems", "items"}
+_LOWER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
+_UPPER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
 _ANNOTATIONS = frozenset(
     {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
     | {"$comment", "$schema", "$defs", "definitions", "discriminator"}
@@ -31,20 +29,33 @@ def merge(one: Any, other: Any) -> Any:
         return None
     left = {k: v for k, v in one.items() if k not in _ANNOTATIONS}
     right = {k: v for k, v in other.items() if k not in _ANNOTATIONS}
-    for tied in _TIED:
-        if left.keys() & tied and right.keys() & tied:
+    objects: dict[str, Any] | None = {}
+    if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
+        objects = _merge_objects(left, right)
+    if objects is None or (left.keys() & _ARRAY and right.keys() & _ARRAY):
+        return None
+    merged = {**left, **right, **objects}
+    for key in left.keys() & right.keys() - objects.keys():
+        merged[key] = _merge_values(key, left[key], right[key])
+        if merged[key] is None:
             return None
-    merged = {**left, **right}
-    for key in left.keys() & right.keys():
-        if key == "type":
-            merged[key] = _common_types(left[key], right[key])
-            if not merged[key]:
-                return False
-        elif key == "required":
-            merged[key] = list(dict.fromkeys([*left[key], *right[key]]))
-        elif _text(left[key]) != _text(right[key]):
-            return None
+        if key == "type" and not merged[key]:
+            return False
     return merged
+
+
+def _merge_values(key: str, one: Any, other: Any) -> Any:
+    """What one keyword says on both sides; None where that has no spelling."""
+    if key == "type":
+        return _common_types(one, other)
+    if key == "required":
+        return list(dict.fromkeys([*one, *other]))
+    if key in _LOWER:
+        return max(one, other)
+    if key in _UPPER:
+        return min(one, other)
+    # A null here is a const: two of them are not worth a special case.
+    return one if _text(one) == _text(other) else None
 
 
 def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
@@ -55,49 +66,25 @@ def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
     return [value for value in values if validator.is_valid(value)]
 
 
-def are_disjoint(branches: list[Any]) -> bool:
-    """Whether no value can be valid under two of the branches; False when unsure."""
-    return all(_apart(one, other) for one, other in itertools.combinations(branches, 2))
+def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """The properties of both, each key as both sides want it."""
+    if "patternProperties" in one or "patternProperties" in other:
+        return None
+    extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
+    left, right = one.get("properties", {}), other.get("properties", {})
+    names = dict.fromkeys([*left, *right])
+    properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
+    merged: dict[str, Any] = {"properties": properties} if names else {}
+    both = _both(extra, more)
+    return merged if both is True else {**merged, "additionalProperties": both}
 
 
-def _apart(one: Any, other: Any) -> bool:
-    if not isinstance(one, dict) or not isinstance(other, dict):
-        return one is False or other is False
-    left, right = _values(one), _values(other)
-    if left is not None and right is not None:
-        return not {_text(v) for v in left} & {_text(v) for v in right}
-    if not _common_types(_types(one), _types(other)):
-        return True
-    if _types(one) != ["object"] or _types(other) != ["object"]:
+def _both(one: Any, other: Any) -> Any:
+    if one is False or other is False:
         return False
-    shared = set(one.get("required", ())) & set(other.get("required", ()))
-    return any(
-        _apart(one.get("properties", {}).get(name), other.get("properties", {}).get(name))
-        for name in shared
-    )
-
-
-def _values(schema: dict[str, Any]) -> list[Any] | None:
-    if "const" in schema:
-        return [schema["const"]]
-    values = schema.get("enum")
-    # 1 and 1.0 are one value with two spellings.
-    return None if values is None or any(isinstance(v, float) for v in values) else values
-
-
-def _types(schema: dict[str, Any]) -> list[str]:
-    values = _values(schema)
-    if values is not None:
-        return sorted({_type_of(value) for value in values})
-    types = schema.get("type", _ALL_TYPES)
-    return [types] if isinstance(types, str) else list(types)
-
-
-def _type_of(value: Any) -> str:
-    for kind, python in (("boolean", bool), ("number", int | float), ("string", str)):
-        if isinstance(value, python):
-            return kind
-    return "null" if value is None else "array" if isinstance(value, list) else "object"
+    if one is True or one == {} or _text(one) == _text(other):
+        return other
+    return one if other is True or other == {} else {"allOf": [one, other]}
 
 
 def _common_types(one: Any, other: Any) -> Any:

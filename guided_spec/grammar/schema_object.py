@@ -9,7 +9,7 @@ from typing import Any
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_report import Report, escape
-from guided_spec.grammar.schema_scalar import rewrite_string
+from guided_spec.grammar.schema_scalar import is_anchored
 
 __all__ = ["rewrite_object"]
 
@@ -21,7 +21,7 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     declared = dict(words.get("properties", {}))
     patterns = dict(words.get("patternProperties", {}))
     required = list(words.get("required", ()))
-    extra = words.get("additionalProperties", words.get("unevaluatedProperties", True))
+    extra = words.get("additionalProperties", True)
     for name in required:
         if name not in declared and not any(re.search(p, name) for p in patterns):
             declared[name] = extra
@@ -48,7 +48,6 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     schema["additionalProperties"] = (
         extra if extra is False else rewrite(extra, "additionalProperties")
     )
-    _add_names(schema, words, pointer, report)
     return _add_counts(schema, words, pointer, report)
 
 
@@ -82,33 +81,12 @@ def _rewrite_patterns(
         except GrammarCompileError as error:
             report.error(pointer, "patternProperties", str(error), "use a simpler pattern")
             continue
+        if not is_anchored(pattern):
+            reason = f"{pattern!r} covers the whole key"
+            report.note(pointer, "patternProperties", reason, "anchor it with ^ and $")
         if value is not False:
             keys[written] = value
     return keys
-
-
-def _add_names(schema: dict[str, Any], words: dict[str, Any], pointer: str, report: Report) -> None:
-    names = words.get("propertyNames", True)
-    if names is True or names == {} or names == {"type": "string"}:
-        return
-    known = isinstance(names, dict) and names.keys() <= {
-        "type",
-        "pattern",
-        "minLength",
-        "maxLength",
-    }
-    if not known or "properties" in schema or "patternProperties" in schema:
-        reason = "the backend does not combine it with other keywords"
-        report.error(pointer, "propertyNames", reason, "list the names under properties")
-        return
-    if schema["additionalProperties"] is False:
-        return
-    limits = {key: value for key, value in names.items() if key != "type"}
-    written = rewrite_string(limits, f"{pointer}/propertyNames", report)
-    if not isinstance(written, dict) or "pattern" not in written:
-        return
-    schema["patternProperties"] = {written["pattern"]: schema["additionalProperties"]}
-    schema["additionalProperties"] = False
 
 
 def _add_counts(schema: dict[str, Any], words: dict[str, Any], pointer: str, report: Report) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from functools import lru_cache
 from typing import Any
 
 import jsonschema
@@ -14,39 +16,50 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.schema import normalize
 from guided_spec.grammar.schema_check import check_schema
-from guided_spec.grammar.schema_report import Unenforced
+from guided_spec.grammar.schema_report import PreparedSchema, describe, narrowing
 
-__all__ = ["prepare_schema"]
-
-_SHOWN = 5
+__all__ = ["examine_schema", "prepare_schema"]
 
 
 def prepare_schema(schema: Any) -> Any:
-    """The schema as the backend enforces it.
+    """The schema as the backend enforces it; not to be changed.
 
     Raises GrammarCompileError where it is broken, UnsupportedSchemaError where some of it would go
     unenforced, and UnsatisfiableGrammarError where no value is valid.
     """
-    if not isinstance(schema, dict | bool):
-        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
-    try:
-        check_schema(schema)
-        prepared = normalize(schema)
-    except jsonschema.SchemaError as error:
-        pointer = "/".join(["", *map(str, error.absolute_path)])
-        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
-    except (re.error, RecursionError, OverflowError) as error:
-        raise GrammarCompileError(f"not a JSON schema: {error}") from error
+    prepared = examine_schema(schema)
     errors = [entry for entry in prepared.unenforced if entry.level == "error"]
     if errors:
-        raise UnsupportedSchemaError(_describe(errors))
+        raise UnsupportedSchemaError(describe(errors))
     if prepared.schema is False:
+        lost = narrowing(entry for entry in prepared.unenforced if not entry.by_backend)
+        if lost:  # there may be values, but none that is left
+            raise UnsupportedSchemaError(describe(lost))
         raise UnsatisfiableGrammarError("no value is valid under the JSON schema")
     return prepared.schema
 
 
-def _describe(errors: list[Unenforced]) -> str:
-    lines = [f"{e.pointer or '/'}: {e.keyword}: {e.reason}; {e.fix}" for e in errors[:_SHOWN]]
-    if len(errors) > _SHOWN:
-        lines.append(f"and {len(errors) - _SHOWN} more (see schema.find_unenforced)")
-    return "the JSON schema cannot be enforced in full:\n  " + "\n  ".join(lines)
+def examine_schema(schema: Any) -> PreparedSchema:
+    """The schema rewritten, and what could not be kept; not to be changed.
+
+    Raises GrammarCompileError where it is broken.
+    """
+    if not isinstance(schema, dict | bool):
+        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
+    try:
+        return _examine(json.dumps(schema))
+    except RecursionError as error:
+        raise GrammarCompileError(f"not a JSON schema: {error}") from error
+
+
+@lru_cache(maxsize=32)
+def _examine(text: str) -> PreparedSchema:
+    schema = json.loads(text)
+    try:
+        check_schema(schema)
+        return normalize(schema)
+    except jsonschema.SchemaError as error:
+        pointer = "/".join(["", *map(str, error.absolute_path)])
+        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
+    except (re.error, OverflowError) as error:
+        raise GrammarCompileError(f"not a JSON schema: {error}") from error

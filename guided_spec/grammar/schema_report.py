@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
-__all__ = ["PreparedSchema", "Report", "Unenforced", "escape", "join"]
+__all__ = [
+    "PreparedSchema",
+    "Report",
+    "Unenforced",
+    "describe",
+    "escape",
+    "is_narrowed",
+    "join",
+    "narrowing",
+]
+
+_SHOWN = 5
 
 
 class Unenforced(NamedTuple):
@@ -13,6 +25,7 @@ class Unenforced(NamedTuple):
     pointer: JSON pointer of the schema that holds it; "" is the root.
     level: "error": generated text might break it. "note": it cannot, but less text is generated
         than the schema allows, or a ``format`` that is only an annotation is left unchecked.
+    by_backend: whether it is this backend that cannot; else it is so for all.
     """
 
     pointer: str
@@ -20,6 +33,7 @@ class Unenforced(NamedTuple):
     reason: str
     fix: str
     level: Literal["error", "note"] = "error"
+    by_backend: bool = True
 
 
 class PreparedSchema(NamedTuple):
@@ -48,6 +62,16 @@ class Report:
             self.entries.append(entry)
 
 
+def is_narrowed(entries: Sequence[Unenforced]) -> bool:
+    """Whether another backend might enforce more of the schema, or admit more of its values."""
+    return any(entry.by_backend for entry in entries)
+
+
+def narrowing(entries: Iterable[Unenforced]) -> list[Unenforced]:
+    """The notes by which the grammar admits less than the schema."""
+    return [entry for entry in entries if entry.level == "note" and entry.keyword != "format"]
+
+
 def escape(name: str) -> str:
     """A property name as one token of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
@@ -56,3 +80,11 @@ def escape(name: str) -> str:
 def join(pointer: str, path: str) -> str:
     """``pointer`` extended by ``path``, whose tokens are escaped already."""
     return f"{pointer}/{path}"
+
+
+def describe(errors: Sequence[Unenforced]) -> str:
+    """The message about keywords that cannot be enforced."""
+    lines = [f"{e.pointer or '/'}: {e.keyword}: {e.reason}; {e.fix}" for e in errors[:_SHOWN]]
+    if len(errors) > _SHOWN:
+        lines.append(f"and {len(errors) - _SHOWN} more (see schema.find_unenforced)")
+    return "the JSON schema cannot be enforced in full:\n  " + "\n  ".join(lines)

@@ -10,16 +10,12 @@ from typing import Any
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema_formats import FORMATS
 from guided_spec.grammar.schema_report import Report
 
-__all__ = ["rewrite_number", "rewrite_string"]
+__all__ = ["is_anchored", "rewrite_number", "rewrite_string"]
 
 _parser: Any = importlib.import_module("re._parser")
-# The backend's json-pointer formats let control characters through, which JSON forbids.
-_FORMATS = frozenset(
-    {"date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "time"}
-    | {"uri", "uri-reference", "uri-template", "uuid"}
-)
 _MAX_VALUES = 1000
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
 _INT64 = 2**63 - 1
@@ -33,12 +29,13 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
     pattern = words.get("pattern")
     limited = low > 0 or high is not None
     if "format" in words:
-        known = words["format"] in _FORMATS and pattern is None and not limited
-        if known:
-            return {"type": "string", "format": words["format"]}
-        reason = "an annotation, which the backend does not check here"
-        fix = "use pattern to have it enforced"
-        report.note(pointer, "format", reason, fix)
+        known = words["format"] in FORMATS
+        if known and pattern is None and not limited:
+            pattern = FORMATS[words["format"]]
+        else:
+            reason = "an annotation, which the backend does not check here"
+            fix = "use pattern to have it enforced"
+            report.note(pointer, "format", reason, fix)
     if pattern is None:
         # minLength and maxLength let raw control characters into the string: a pattern does not.
         return (
@@ -49,10 +46,24 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
         fix = "put the length into the pattern, such as [a-z]{1,8}"
         report.error(pointer, keyword, "the backend ignores it beside pattern", fix)
     try:
-        return {"type": "string", "pattern": to_fullmatch(pattern, place="json_string")}
+        written = to_fullmatch(pattern, place="json_string")
     except GrammarCompileError as error:
         report.error(pointer, "pattern", str(error), "use a simpler pattern")
         return {"type": "string"}
+    if not is_anchored(pattern):
+        report.note(pointer, "pattern", "it covers the whole string", "anchor it with ^ and $")
+    return {"type": "string", "pattern": written}
+
+
+def is_anchored(pattern: str) -> bool:
+    """Whether ``pattern`` says itself where the string begins and ends."""
+    parsed = _parser.parse(pattern)
+    ends = ("AT_END", "AT_END_STRING")
+    return (
+        len(parsed) > 1
+        and str(parsed[0][1]).startswith("AT_BEGINNING")
+        and str(parsed[-1][1]) in ends
+    )
 
 
 def _of_length(low: int, high: Any) -> str:
@@ -75,10 +86,6 @@ def _implies_length(pattern: str, low: int, high: Any) -> bool:
 
 def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Report) -> Any:
     """A number or integer schema. False: no number is left."""
-    if any(isinstance(words.get(k), bool) for k in ("exclusiveMinimum", "exclusiveMaximum")):
-        fix = "write exclusiveMinimum or exclusiveMaximum as a number"
-        report.error(pointer, "exclusiveMinimum", "true and false are of draft 4", fix)
-        return {"type": kind}
     step = words.get("multipleOf")
     if kind == "number":
         if step is not None:

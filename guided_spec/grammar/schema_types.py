@@ -15,9 +15,9 @@ Rewrite = Callable[[Any, str], Any]
 """Rewrites a subschema, given its path below the current one."""
 
 _BY_TYPE = {
-    "object": """properties required additionalProperties patternProperties propertyNames
-        minProperties maxProperties unevaluatedProperties""",
-    "array": "items prefixItems minItems maxItems unevaluatedItems uniqueItems",
+    "object": """properties required additionalProperties patternProperties
+        minProperties maxProperties""",
+    "array": "items prefixItems minItems maxItems",
     "string": "minLength maxLength pattern format",
     "number": "minimum maximum exclusiveMinimum exclusiveMaximum multipleOf",
 }
@@ -70,11 +70,8 @@ def _rewrite_one(
 
 def _rewrite_array(words: dict[str, Any], pointer: str, report: Report, rewrite: Rewrite) -> Any:
     low, high = int(words.get("minItems", 0)), words.get("maxItems")
-    _check_array(words, high, pointer, report)
     prefix = words.get("prefixItems", [])
     items = words.get("items", True)
-    if isinstance(items, list):  # the form of drafts before 2020-12
-        prefix, items = items, True
     if high is not None and high <= len(prefix):
         prefix, items = prefix[: int(high)], False
     elif prefix and items is not False and low <= len(prefix):
@@ -85,15 +82,6 @@ def _rewrite_array(words: dict[str, Any], pointer: str, report: Report, rewrite:
         first, items = first[: first.index(False)], False
     rest = items if items is False else rewrite(items, "items")
     return _array(first, rest, low, high)
-
-
-def _check_array(words: dict[str, Any], high: Any, pointer: str, report: Report) -> None:
-    if words.get("uniqueItems") and (high is None or high > 1):
-        fix = "list the allowed arrays with enum, or check after generation"
-        report.error(pointer, "uniqueItems", "the backend ignores it", fix)
-    if words.get("unevaluatedItems", True) is not True:
-        fix = "use items beside prefixItems"
-        report.error(pointer, "unevaluatedItems", "the backend ignores it", fix)
 
 
 def _array(first: list[Any], rest: Any, low: int, high: Any) -> Any:

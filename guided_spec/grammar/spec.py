@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.start import Start
 from guided_spec.grammar.tools import ToolOptions, tool_tag
 
-__all__ = ["GrammarKind", "GrammarSpec"]
+__all__ = ["GrammarKind", "GrammarSpec", "Unsupported"]
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
 ]
+Unsupported = Literal["error", "rewrite", "warn"]
 _JSON_KINDS = ("json_schema", "json_object")
 
 
@@ -35,6 +36,11 @@ class GrammarSpec:
         whitespace, which bounds the length of the text; True leaves whitespace to the model.
     root: ``ebnf`` only, the rule to start from.
     start: where in the text the constraint begins, see ``after``; None at its first token.
+    unsupported: what to do about a JSON schema, here or inside a tag, that cannot be enforced in
+        full. "error" raises UnsupportedSchemaError when it is compiled, with JSON pointers and
+        what to write instead. "rewrite" admits less in place of it, however little is left, such
+        as one item in an array of unique ones. "warn" leaves the keyword out, with a Python warning
+        that names it: only then may a text be invalid under its schema.
 
     Raises ConfigError for a value of the wrong type.
     """
@@ -44,6 +50,7 @@ class GrammarSpec:
     any_whitespace: bool = False
     root: str = "root"
     start: Start | None = None
+    unsupported: Unsupported = field(default="error", repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -56,12 +63,22 @@ class GrammarSpec:
         if self.any_whitespace and self.kind not in _JSON_KINDS:
             fix = "only json_schema and json_object take it; write the whitespace in the grammar"
             raise ConfigError("any_whitespace", self.any_whitespace, fix)
+        if self.unsupported not in get_args(Unsupported):
+            modes = ", ".join(get_args(Unsupported))
+            raise ConfigError("unsupported", self.unsupported, f"must be one of {modes}")
 
     @classmethod
-    def json_schema(cls, schema: object, *, any_whitespace: bool = False) -> GrammarSpec:
+    def json_schema(
+        cls,
+        schema: object,
+        *,
+        any_whitespace: bool = False,
+        unsupported: Unsupported = "error",
+    ) -> GrammarSpec:
         """JSON valid under ``schema``: a dict, a bool, JSON text, or a pydantic model class.
 
-        Object properties come out in the order in which the schema lists them.
+        Object properties come out in the order in which the schema lists them. ``unsupported`` is
+        for schemas that cannot be enforced in full; in a tag, set it with ``dataclasses.replace``.
         """
         to_schema = getattr(schema, "model_json_schema", None)  # a pydantic model, not imported
         if callable(to_schema):
@@ -69,7 +86,8 @@ class GrammarSpec:
         if not isinstance(schema, str | bool | Mapping):
             fix = "must be a dict, JSON text, or a pydantic model class"
             raise ConfigError("schema", schema, fix)
-        return cls("json_schema", _canonical("schema", schema), any_whitespace=any_whitespace)
+        source = _canonical("schema", schema)
+        return cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:

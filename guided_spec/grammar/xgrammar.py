@@ -17,6 +17,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import prepare_schema
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tag import prepare_tag
@@ -78,6 +79,9 @@ class XGrammarBackend:
         """
         if spec.start is not None:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
+        return compile_as_asked(spec, self._compile_strictly)
+
+    def _compile_strictly(self, spec: GrammarSpec) -> XGrammarGrammar:
         if spec.kind == "structural_tag":
             return self._compile_tag(spec)
         source = _prepare(spec)

@@ -43,8 +43,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     texts = {
         "schema.json": json.dumps(SCHEMA),
         "broken.json": "{",
-        "unsupported.json": json.dumps({"not": {"type": "null"}}),
-        "narrowed.json": json.dumps({"properties": {"a": {"type": "null"}}}),
+        "unsupported.json": json.dumps({"not": {"multipleOf": 2}}),
+        "narrowed.json": json.dumps({"contains": {"type": "null"}}),
         "grammar.ebnf": 'root ::= "yes" | "no"',
         "grammar.lark": 'start: "left" | "right"',
         "latin1.json": "",
@@ -214,12 +214,13 @@ def test_check_json(
 def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
     output = tmp_path / "report.json"
     arguments = ("--model", model, "--proposers", "ngram", "--max-tokens", "8", "--output")
-    result = run("bench", files["workload.jsonl"], *arguments, str(output), "--json")
+    result = run("bench", "--workload", files["workload.jsonl"], *arguments, str(output), "--json")
     assert result.exit_code == 0, result.stderr
     report = json.loads(result.stdout)
     assert report == json.loads(output.read_text())
     assert [row["name"] for row in report] == ["none", "transformers", "ngram"]
-    table = run("bench", files["workload.jsonl"], *arguments, str(output), "--batch-size", "2")
+    workload = ("--workload", files["workload.jsonl"])
+    table = run("bench", *workload, *arguments, str(output), "--batch-size", "2")
     assert "tokens/forward" in table.stdout
     assert "transformers" not in table.stdout  # measured at batch size 1 only
 
@@ -235,7 +236,7 @@ def test_bench_with_a_draft_of_its_own() -> None:
 
 
 def test_bench_of_a_missing_workload(model: str) -> None:
-    result = run("bench", "absent.jsonl", "--model", model)
+    result = run("bench", "--workload", "absent.jsonl", "--model", model)
     assert result.exit_code == 1
     assert "cannot be read" in " ".join(result.stderr.split())
 

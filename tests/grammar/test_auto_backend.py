@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -14,7 +15,7 @@ from guided_spec.grammar.auto_backend import AutoBackend, build_backend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.types import SamplingParams
-from tests.grammar.walks import BYTES, walk
+from tests.grammar.walks import BYTES, accepts, walk
 from tests.tiny_llm import make_llm, near_copy
 
 if importlib.util.find_spec("llguidance") is None:
@@ -42,7 +43,9 @@ ONLY_LLGUIDANCE: tuple[dict[str, Any], ...] = (
         ]
     },
 )
-NEITHER = {"not": INTEGER}
+NEITHER = {"type": "number", "multipleOf": 0.1}
+OPEN = {"type": "object", "properties": {"a": INTEGER}}
+UNIQUE = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
 
 
 @pytest.mark.parametrize("schema", ONLY_LLGUIDANCE, ids=str)
@@ -67,8 +70,59 @@ def test_auto_keeps_to_xgrammar_where_it_can() -> None:
     assert "llguidance" not in str(caught.value)
 
 
+def test_auto_prefers_what_rejects_less() -> None:
+    """xgrammar would close the object and compile the long list slowly."""
+    backend = AutoBackend(BYTES)
+    large = {"enum": [str(number) for number in range(600)]}
+    for schema, text in ((OPEN, '{"a": 1, "b": null}'), (large, '"599"')):
+        grammar = backend.compile(GrammarSpec.json_schema(schema))
+        assert grammar.backend == "llguidance"
+        assert accepts(grammar, text)
+
+
+def test_what_llguidance_refuses_is_narrowed() -> None:
+    schema = {"type": "object", "properties": {"a": {"const": "\x01"}}}
+    grammar = AutoBackend(BYTES).compile(GrammarSpec.json_schema(schema))
+    assert grammar.backend == "xgrammar"
+    assert accepts(grammar, '{"a": "\\u0001"}')
+
+
+def test_the_same_reason_is_given_once() -> None:
+    with pytest.raises(UnsupportedSchemaError) as caught:
+        AutoBackend(BYTES).compile(GrammarSpec.json_schema(UNIQUE))
+    assert "llguidance" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["auto", "llguidance"])
+def test_unsupported_schemas_may_be_narrowed_or_loosened(name: str) -> None:
+    backend = build_backend(name, BYTES)
+    narrow = backend.compile(GrammarSpec.json_schema(UNIQUE, unsupported="rewrite"))
+    assert accepts(narrow, '{"a": [1]}')
+    assert not accepts(narrow, '{"a": [1, 2]}')
+    with pytest.warns(UserWarning, match=r"/properties/a: uniqueItems: "):
+        loose = backend.compile(GrammarSpec.json_schema(UNIQUE, unsupported="warn"))
+    assert accepts(loose, '{"a": [1, 1]}')
+    assert not accepts(loose, '{"a": 1}')
+    spec = GrammarSpec.json_schema(INTEGER, unsupported="warn")
+    assert not accepts(backend.compile(spec), '"a"')  # no warning: nothing is left out
+    with pytest.raises(UnsupportedSchemaError):  # nothing to narrow a reference to
+        backend.compile(GrammarSpec.json_schema({"$ref": "x.json"}, unsupported="rewrite"))
+
+
+def test_schemas_in_tags_follow_the_same_option() -> None:
+    parameters = {"type": "object", "properties": {"n": {"type": "number", "multipleOf": 0.1}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    spec = GrammarSpec.tools([tool], "required")
+    with pytest.raises(UnsupportedSchemaError):
+        AutoBackend(BYTES).compile(spec)
+    with pytest.warns(UserWarning, match="/properties/n: multipleOf"):
+        grammar = AutoBackend(BYTES).compile(replace(spec, unsupported="warn"))
+    call = '<tool_call>\n{"name": "f", "arguments": {"n": 0.25}}\n</tool_call>'
+    assert accepts(grammar, call)
+
+
 def test_auto_gives_both_reasons() -> None:
-    with pytest.raises(UnsupportedSchemaError, match=r"(?s)anyOf.*llguidance"):
+    with pytest.raises(UnsupportedSchemaError, match=r"(?s)enum.*llguidance"):
         AutoBackend(BYTES).compile(GrammarSpec.json_schema(NEITHER))
 
 

@@ -297,22 +297,31 @@ def test_the_style_matcher_fixes_the_whitespace() -> None:
         (GrammarSpec.json_schema({"type": "strin"}), GrammarCompileError, "/type"),
         (GrammarSpec.json_schema("false"), UnsatisfiableGrammarError, "no value"),
         (GrammarSpec.json_schema({"$ref": "#"}), UnsatisfiableGrammarError, "no text"),
-        (GrammarSpec.json_schema({"items": {"not": {}}}), UnsupportedSchemaError, "/items: not"),
-        (GrammarSpec.json_schema({"format": "nope"}), UnsupportedSchemaError, "nope"),
+        (
+            GrammarSpec.json_schema({"items": {"not": {"multipleOf": 2}}}),
+            UnsupportedSchemaError,
+            "/items: not",
+        ),
         (GrammarSpec.json_schema({"minProperties": 2}), UnsupportedSchemaError, "repeat"),
+        (GrammarSpec.json_schema({"enum": ["\x01"]}), UnsupportedSchemaError, "control"),
         (GrammarSpec.json_schema({"enum": [2**60]}), UnsupportedSchemaError, "rounded"),
         (GrammarSpec.json_schema({"multipleOf": 0.1}), UnsupportedSchemaError, "step"),
         (GrammarSpec.json_schema({"pattern": "(?=a)"}), UnsupportedSchemaError, "lookahead"),
         (GrammarSpec.json_schema({"$ref": "#/x/y"}), UnsupportedSchemaError, "ref"),
         (
-            GrammarSpec.json_schema({"x-guidance": {"lenient": True}, "oneOf": [{}, INTEGER]}),
+            GrammarSpec.json_schema(
+                {
+                    "x-guidance": {"lenient": True},
+                    "patternProperties": {"^a": INTEGER, "b$": STRING},
+                }
+            ),
             UnsupportedSchemaError,
-            "oneOf",
+            "disjoint",
         ),
         (
-            GrammarSpec.json_schema({"patternProperties": {r"\d": {}}}),
+            GrammarSpec.json_schema({"patternProperties": {r"\d": {}, "a": {}}}),
             UnsupportedSchemaError,
-            "plain",
+            "class",
         ),
         (GrammarSpec.regex("(?=a)"), GrammarCompileError, "lookahead"),
         (GrammarSpec.lark("start: missing"), GrammarCompileError, "missing"),
@@ -329,6 +338,32 @@ def test_errors_say_what_is_wrong(spec: GrammarSpec, error: type[Exception], rea
         BACKEND.compile(spec)
     assert type(caught.value) is error
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("any_whitespace", [False, True])
+def test_no_key_is_another_one_spelled_with_an_escape(any_whitespace: bool) -> None:  # noqa: FBT001
+    """An extra key "\\u0061" would be a second "a", of any value."""
+    for schema in (
+        {"type": "object", "properties": {"a": INTEGER}},
+        {"type": "object", "patternProperties": {"^a": INTEGER}},
+        {"type": "object", "properties": {"a": False}},
+    ):
+        grammar = BACKEND.compile(GrammarSpec.json_schema(schema, any_whitespace=any_whitespace))
+        assert accepts(grammar, '{"b": "x", "\\n": 1}')
+        assert not accepts(grammar, '{"\\u0061": "x"}')
+        assert not accepts(grammar, '{"a": "x"}')
+
+
+def test_keys_behind_a_pattern_are_open() -> None:
+    schema = {"type": "object", "patternProperties": {"^[a-c]+$": INTEGER, "^x-": STRING}}
+    grammar = BACKEND.compile(GrammarSpec.json_schema(schema))
+    assert accepts(grammar, '{"ab": 1, "x-a": "b", "d": null}')
+    for text in ('{"ab": "x"}', '{"x-": 1}', '{"a\\n": "x"}'):
+        assert not accepts(grammar, text)
+    closed = {"type": "object", "patternProperties": {r"^\w+$": INTEGER}}
+    grammar = BACKEND.compile(GrammarSpec.json_schema(closed))
+    assert accepts(grammar, '{"ab": 1}')
+    assert not accepts(grammar, '{"é": "x"}')  # Python's \\w has it
 
 
 def test_compiles_and_matchers_run_side_by_side() -> None:

@@ -200,7 +200,7 @@ def test_families_write_their_own_calls() -> None:
 
 @pytest.mark.parametrize("model", [None, "llama", "qwen_3"])
 def test_schemas_in_tools_are_checked(model: str | None) -> None:
-    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {"multipleOf": 2}}}}
     with pytest.raises(UnsupportedSchemaError, match="not"):
         BACKENDS["bytes"].compile(GrammarSpec.tools([tool], model=model))
 

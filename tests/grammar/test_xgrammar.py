@@ -79,7 +79,11 @@ def test_choice_is_exactly_its_options(options: list[str]) -> None:
             "/properties/a/type",
         ),
         (GrammarSpec.json_schema({"pattern": "("}), GrammarCompileError, "pattern"),
-        (GrammarSpec.json_schema({"not": {}}), UnsupportedSchemaError, "not: .*anyOf"),
+        (
+            GrammarSpec.json_schema({"not": {"multipleOf": 2}}),
+            UnsupportedSchemaError,
+            "not: .*anyOf",
+        ),
         (GrammarSpec.json_schema("false"), UnsatisfiableGrammarError, "no value"),
         (GrammarSpec.json_schema({"$ref": "#"}), UnsatisfiableGrammarError, "no value"),
         (GrammarSpec.regex("(?=a)"), GrammarCompileError, "lookahead"),
@@ -103,7 +107,11 @@ def test_errors_say_what_is_wrong(spec: GrammarSpec, error: type[Exception], rea
 
 @pytest.mark.parametrize("kind", ["json_schema", "regex"])
 def test_structural_tags_are_checked_inside(kind: str) -> None:
-    content: dict[str, Any] = {"type": kind, "json_schema": {"not": {}}, "pattern": "a(?=b)"}
+    content: dict[str, Any] = {
+        "type": kind,
+        "json_schema": {"not": {"multipleOf": 2}},
+        "pattern": "a(?=b)",
+    }
     tag = {**TAG, "format": {**TAG["format"], "content": content}}  # type: ignore[dict-item]
     with pytest.raises(GrammarCompileError, match="not|lookahead"):
         BACKEND.compile(GrammarSpec.structural_tag(tag))

@@ -1,0 +1,47 @@
+"""``guided-spec check --unsupported`` says what the text may break."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from guided_spec.cli.main import app
+
+SCHEMA = {"type": "array", "uniqueItems": True}
+
+
+@pytest.mark.parametrize(
+    ("mode", "compiles", "validates", "says"),
+    [
+        ("error", False, False, "UnsupportedSchemaError"),
+        ("rewrite", True, True, "every output will validate"),
+        ("warn", True, False, "outputs may break"),
+    ],
+)
+def test_each_mode(
+    tmp_path: Path,
+    mode: str,
+    compiles: bool,  # noqa: FBT001
+    validates: bool,  # noqa: FBT001
+    says: str,
+) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA))
+    arguments = ["check", str(path), "--unsupported", mode]
+    result = CliRunner().invoke(app, [*arguments, "--json"])
+    report = json.loads(result.stdout)
+    assert (report["compiles"], report["validates"]) == (compiles, validates)
+    assert result.exit_code == (0 if compiles else 1)
+    assert "uniqueItems" in [finding["keyword"] for finding in report["findings"]]
+    assert says in CliRunner().invoke(app, arguments).stdout
+
+
+def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text("{}")
+    result = CliRunner().invoke(app, ["check", str(path), "--unsupported", "ignore"])
+    assert result.exit_code == 1
+    assert "unsupported='ignore'" in " ".join(result.stderr.split())
