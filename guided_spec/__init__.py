@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
     from guided_spec.engine.stats import RequestStats
     from guided_spec.errors import (
+        BudgetTooSmallError,
         ConfigError,
         GrammarCompileError,
         GrammarDeadEndError,
@@ -52,6 +53,7 @@ __all__ = [
     "LLM",
     "PROPOSERS",
     "Accepted",
+    "BudgetTooSmallError",
     "Chunk",
     "Completion",
     "ConfigError",

@@ -7,6 +7,7 @@ GuidedSpecError
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── PromptError                      empty, of the wrong type, or longer than the context
+│   ├── BudgetTooSmallError              max_tokens is below the grammar's shortest text
 │   ├── NoTokenLeftError                 bans, or bans and the grammar, forbid every token
 │   └── RequestCancelledError            the caller cancelled it
 └── GrammarError                         something about one request's grammar
@@ -18,6 +19,7 @@ GuidedSpecError
 """
 
 __all__ = [
+    "BudgetTooSmallError",
     "ConfigError",
     "GrammarCompileError",
     "GrammarDeadEndError",
@@ -71,6 +73,24 @@ class RequestError(GuidedSpecError):
 
 class PromptError(RequestError):
     """The prompt is empty, of the wrong type, or longer than the context."""
+
+
+class BudgetTooSmallError(RequestError):
+    """No text of the grammar is known that is as short as the request wants it.
+
+    max_tokens: what the request may get. least: tokens of the shortest known text, the one that
+    ends it among them; None if no end was found at all.
+    """
+
+    def __init__(self, max_tokens: int, least: int | None) -> None:
+        self.max_tokens = max_tokens
+        self.least = least
+        reason = "no way to end a text of the grammar was found"
+        fix = "pass complete=False"
+        if least is not None:
+            reason = f"the grammar's shortest text takes {least} tokens, with the one that ends it"
+            fix = f"allow at least {least}, or {fix}"
+        super().__init__(f"max_tokens={max_tokens}: {reason}; {fix}")
 
 
 class NoTokenLeftError(RequestError):

@@ -115,6 +115,9 @@ class SamplingParams:
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match; None leaves it free.
+    complete: whether a text with a grammar always ends within ``max_tokens``: as the budget runs
+        out, only tokens are legal behind which it still can. None does so where an end is known, as
+        it is for nearly all grammars; False cuts the text off at ``max_tokens``.
     logit_bias: what to add to the logits of some tokens, at most 1e9 either way; -inf forbids one.
         Kept as a sorted tuple of pairs.
     bad_words: what the text must not come to hold, behind the end of the prompt or across it. A str
@@ -151,6 +154,7 @@ class SamplingParams:
     ignore_eos: bool = False
     n: int = 1
     grammar: GrammarSpec | None = None
+    complete: bool | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     bad_words: Sequence[str | Sequence[int]] = ()
     allowed_token_ids: Sequence[int] | None = None
@@ -184,6 +188,8 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, low=0)
         _require_grammar(self.grammar)
+        if self.complete and self.grammar is None:
+            raise ConfigError("complete", self.complete, "needs a grammar; pass None without one")
         self._read_token_rules()
         if self.draft_policy is not None and self.draft_policy not in DRAFT_POLICIES:
             fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"

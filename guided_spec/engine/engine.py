@@ -13,17 +13,19 @@ import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.engine.acceptance import Outcome
+from guided_spec.engine.draft_length import Brought, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
-from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.logprobs import LogprobsPlan
+from guided_spec.ops.ranges import named_range
 from guided_spec.ops.token_rules import RuleTable
 from guided_spec.ops.warp import Sampling
 from guided_spec.step import Committed, Step, commit, speculative_step
@@ -43,6 +45,7 @@ class Engine:
         self._model = model
         self._config = config
         self._proposer = proposer
+        self._draft_length = build_draft_length(config)
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
         depths = config.num_draft_tokens + config.max_forced_tokens + 1
@@ -77,8 +80,8 @@ class Engine:
             self._wait_for_a_grammar()
             return
         try:
-            self._prefill()
-            self._decode()
+            has_read = self._prefill()
+            self._decode(is_typical=not has_read)
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
             self.fail(self._scheduler.running(), error)
         self._drop_ended()
@@ -102,7 +105,7 @@ class Engine:
         for request in self._scheduler.ready():
             try:
                 if request.job.grammar is not None:
-                    request.constraint = Constraint(request.job.grammar.result())
+                    request.bind(request.job.grammar.result())
             except GuidedSpecError as error:
                 request.fail(error)
                 continue
@@ -131,10 +134,11 @@ class Engine:
         for request in requests:
             request.fail(failure)
 
-    def _prefill(self) -> None:
+    def _prefill(self) -> bool:
         """One forward over prompts, right-padded, at most ``prefill_tokens`` tokens in all.
 
-        The last prompt token is left for the first speculative step.
+        The last prompt token is left for the first speculative step. Returns whether there were any
+        prompts to read: the forward may still run when this returns.
         """
         rows: list[Request] = []
         width = 0
@@ -157,6 +161,7 @@ class Engine:
             if request.num_cached == request.prompt_length - 1:
                 request.state = State.DECODE
                 self._hand_on(request)
+        return width > 0
 
     def _shares_prefill(self, request: Request) -> bool:
         """Whether the request takes its prompt from another sample, now or once that is read."""
@@ -185,22 +190,26 @@ class Engine:
             if request.job.leader is leader and request.num_cached == 0:
                 self._share(leader, request)
 
-    def _decode(self) -> None:
+    def _decode(self, *, is_typical: bool) -> None:
+        """One speculative step. is_typical: False when its time holds more than that."""
         requests = self._scheduler.running(State.DECODE)
         if not requests:
             return
-        batch = self._batch(requests)
+        rooms = [Room(request.acceptance, request.draft_room) for request in requests]
+        batch = self._batch(requests, self._draft_length.begin(rooms))
         step = speculative_step(self._target, self._proposer, batch)
-        committed = commit(batch, step.accepted)
-        self._target.commit(batch, [row.num_accepted for row in committed])
-        self._count(requests, step, [row.num_accepted for row in committed])
+        with named_range("commit"):
+            committed = commit(batch, step.accepted)
+            self._target.commit(batch, [row.num_accepted for row in committed])
+        brought = self._count(requests, step, batch, [row.num_accepted for row in committed])
         logprobs = _logprobs(step, committed)
         for request, row, values in zip(requests, committed, logprobs, strict=True):
             request.append(row.token_ids, values)
             if row.error is not None:
                 request.fail(row.error)
+        self._draft_length.end(brought, is_typical=is_typical)
 
-    def _batch(self, requests: Sequence[Request]) -> DecodeBatch:
+    def _batch(self, requests: Sequence[Request], num_draft_tokens: int) -> DecodeBatch:
         slots = tuple(request.slot for request in requests)
         contexts = tuple(request.tokens for request in requests)
         prompt_lengths = tuple(request.prompt_length for request in requests)
@@ -213,7 +222,7 @@ class Engine:
             limits=tuple(request.draft_room for request in requests),
             sampling=wishes.sampling,
             mask_rows=self._rows,
-            num_draft_tokens=self._config.num_draft_tokens,
+            num_draft_tokens=num_draft_tokens,
             vocab_size=self._model.vocab_size,
             device=self._model.device,
             features=self._target.take_features(slots),
@@ -235,15 +244,26 @@ class Engine:
             self._wishes = (requests, wishes)
         return self._wishes[1]
 
-    def _count(self, requests: Sequence[Request], step: Step, num_accepted: list[int]) -> None:
-        drafted = step.draft.num_tokens.tolist()
-        share = step.lookahead.fill_seconds / len(requests)
-        rows = zip(requests, drafted, num_accepted, step.lookahead.forced, strict=True)
-        for request, num_drafted, accepted, forced in rows:
+    def _count(
+        self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]
+    ) -> Brought:
+        drafted, lookahead = step.draft.num_tokens.tolist(), step.lookahead
+        share = lookahead.fill_seconds / len(requests)
+        outcomes = []
+        rows = zip(
+            requests, drafted, num_accepted, lookahead.forced, lookahead.starved, strict=True
+        )
+        for request, num_drafted, accepted, forced, starved in rows:
             request.stats.count_step(num_drafted, accepted, forced)
+            request.stats.planned += batch.num_draft_tokens
             request.stats.mask_seconds += share
-        for request, starved in zip(requests, step.lookahead.starved, strict=True):
             request.stats.starved += starved
+            offered = min(batch.num_draft_tokens, request.draft_room)
+            chosen = accepted - sum(position < accepted for position in forced)
+            outcomes.append(Outcome(offered, min(chosen, offered)))
+        width = step.draft.token_ids.shape[1]
+        chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
+        return Brought(outcomes, width, max(0, width - chosen))
 
 
 class _Wishes(NamedTuple):

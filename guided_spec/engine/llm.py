@@ -67,6 +67,7 @@ class LLM:
         self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._markers = setup.markers
+        self._endings = setup.endings
         self._grammars = setup.grammars
         self._close = weakref.finalize(self, _close, self._worker, setup.grammars)
 
@@ -198,7 +199,7 @@ class LLM:
             grammar = self._grammars.submit(self._markers.bind(params.grammar, prompt_ids))
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
         job = Job(prompt_ids, params, self.max_model_len, seed, grammar)
-        return job._replace(echo=echo, bad_words=words)
+        return job._replace(echo=echo, bad_words=words, endings=self._endings)
 
     def _prompt_text(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
         text = self._encoder.text(prompt)

@@ -7,10 +7,12 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NamedTuple
 
+from guided_spec.engine.acceptance import OwnAcceptance
 from guided_spec.engine.output_text import OutputText
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.completion import EndingsCache
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -34,6 +36,7 @@ class Job(NamedTuple):
 
     prompt_ids: at least one token. max_length: prompt and output tokens at most.
     seed: of this sample. grammar: the grammar being compiled, None for free text.
+    endings: how texts of grammars end, to end this one in time; None never does.
     prompt_index, sample_index: the request's place in the caller's list.
     leader: the first sample of the same prompt, whose prefill is shared; None for itself.
     echo: what the text begins with.
@@ -47,6 +50,7 @@ class Job(NamedTuple):
     max_length: int
     seed: int = 0
     grammar: Future[CompiledGrammar] | None = None
+    endings: EndingsCache | None = None
     prompt_index: int = 0
     sample_index: int = 0
     leader: Request | None = None
@@ -71,6 +75,7 @@ class Request:
         self.prompt_length = len(job.prompt_ids)
         self.num_cached = 0
         self.is_cancelled = False
+        self.acceptance = OwnAcceptance()
         self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
         self._report = report
         self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
@@ -90,6 +95,17 @@ class Request:
     def draft_room(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self._max_length - len(self.tokens) - 1
+
+    def bind(self, grammar: CompiledGrammar) -> None:
+        """Constrain the text to a grammar.
+
+        Raises BudgetTooSmallError where no text is known that is short enough.
+        """
+        endings, complete = self.job.endings, self.params.complete
+        if endings is not None and complete is not False:
+            budget = self._max_length - self.prompt_length
+            grammar = endings.bound(grammar, budget, is_required=complete is True)
+        self.constraint = Constraint(grammar)
 
     def append(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Commit tokens one by one until something ends the text; the rest is dropped.

@@ -16,6 +16,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.completion import EndingsCache, PreparingBackend
 from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -88,6 +89,7 @@ class Setup:
     vocabulary: Vocabulary
     encoder: PromptEncoder
     markers: Markers
+    endings: EndingsCache
     grammars: GrammarCompileQueue
     engine: Engine
 
@@ -101,8 +103,7 @@ class Setup:
         tokenizer = _tokenizer(model, options.tokenizer)
         config = options.config
         max_model_len = _max_model_len(loaded, config)
-        num_slots = slots_that_fit(loaded, config, max_model_len)
-        target = CausalLM(loaded, num_slots=num_slots, max_length=max_model_len)
+        target = _target(loaded, config, max_model_len)
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
         context = ProposerContext(
@@ -111,15 +112,15 @@ class Setup:
             tokenizer=tokenizer,
             target=loaded,
             config=config,
-            num_slots=num_slots,
+            num_slots=target.num_slots,
             max_model_len=max_model_len,
             device=target.device,
             dtype=target.dtype,
             draft=draft,
         )
         name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
-        engine = Engine(target, build_proposer(name, context), config)
         backend = _grammar_backend(config, vocabulary, tokenizer)
+        endings = EndingsCache(vocabulary)
         return cls(
             model=loaded,
             draft=draft,
@@ -130,9 +131,15 @@ class Setup:
             vocabulary=vocabulary,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
             markers=backend.markers,
-            grammars=_compile_queue(backend, config),
-            engine=engine,
+            endings=endings,
+            grammars=_compile_queue(backend, endings, config),
+            engine=Engine(target, build_proposer(name, context), config),
         )
+
+
+def _target(model: Any, config: EngineConfig, max_length: int) -> CausalLM:
+    num_slots = slots_that_fit(model, config, max_length)
+    return CausalLM(model, num_slots=num_slots, max_length=max_length, kernels=config.kernels)
 
 
 def _grammar_backend(config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> AfterBackend:
@@ -140,8 +147,11 @@ def _grammar_backend(config: EngineConfig, vocabulary: Vocabulary, tokenizer: An
     return AfterBackend.from_tokenizer(backend, tokenizer)
 
 
-def _compile_queue(backend: AfterBackend, config: EngineConfig) -> GrammarCompileQueue:
-    isolated = IsolatedBackend(backend, make=partial(build_backend, config.grammar_backend))
+def _compile_queue(
+    backend: AfterBackend, endings: EndingsCache, config: EngineConfig
+) -> GrammarCompileQueue:
+    prepared = PreparingBackend(backend, endings)
+    isolated = IsolatedBackend(prepared, make=partial(build_backend, config.grammar_backend))
     return GrammarCompileQueue(isolated, max_workers=config.compile_threads)
 
 

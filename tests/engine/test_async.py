@@ -59,7 +59,7 @@ def test_threads_share_an_engine() -> None:
 
 
 def test_astream_gives_what_stream_gives() -> None:
-    params = SamplingParams(max_tokens=20, grammar=LETTERS)
+    params = SamplingParams(max_tokens=20, grammar=LETTERS, complete=False)
 
     async def main(llm: LLM) -> list[str]:
         return [chunk.text async for chunk in llm.astream("A", params)]
@@ -106,7 +106,7 @@ def test_cancelling_a_task_frees_its_slot(spy: Spy) -> None:
 
 def test_the_others_of_a_batch_go_on(spy: Spy) -> None:
     spy.permits = threading.Semaphore(2)
-    params = SamplingParams(max_tokens=30, grammar=LETTERS)
+    params = SamplingParams(max_tokens=30, grammar=LETTERS, complete=False)
 
     async def main(llm: LLM) -> list[int]:
         stays = asyncio.create_task(llm.agenerate("A", params))

@@ -57,7 +57,10 @@ REQUESTS: tuple[tuple[str, SamplingParams], ...] = (
         SamplingParams(grammar=GrammarSpec.choice(["a cat", "a dog", "a caterpillar"])),
     ),
     ("on and on and on and on and on", SamplingParams(max_tokens=17, ignore_eos=True)),
-    ("the end", SamplingParams(max_tokens=9, grammar=GrammarSpec.json_schema(SCHEMA))),
+    (
+        "the end",
+        SamplingParams(max_tokens=9, grammar=GrammarSpec.json_schema(SCHEMA), complete=False),
+    ),
 )
 PROMPTS = [prompt for prompt, _ in REQUESTS]
 PARAMS = [

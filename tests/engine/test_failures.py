@@ -37,7 +37,7 @@ GOOD = SamplingParams(max_tokens=16, grammar=GrammarSpec.regex("[a-f]{3}"))
 BROKEN_GRAMMARS: list[tuple[GrammarSpec, type[GrammarError]]] = [
     (GrammarSpec.json_schema({"type": 5}), GrammarCompileError),
     (GrammarSpec.json_schema("{not json"), GrammarCompileError),
-    (GrammarSpec.json_schema({"not": {"type": "string"}}), UnsupportedSchemaError),
+    (GrammarSpec.json_schema({"not": {"multipleOf": 2}}), UnsupportedSchemaError),
     (GrammarSpec.json_schema("false"), UnsatisfiableGrammarError),
     (GrammarSpec.regex("(ab"), GrammarCompileError),
     (GrammarSpec.regex(r"(a)\1"), GrammarCompileError),

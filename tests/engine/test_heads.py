@@ -102,6 +102,19 @@ def test_in_a_chain(taught: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int) -> None:
+    """Target and head in packed form, alone and behind another proposer; some requests free."""
+    known = taught("eagle3")
+    mixed = [*PARAMS[:3], *FREE[3:]]
+    expected = tokens([*known.guided[:3], *known.free[3:]])
+    for proposer in (f"eagle3:{policy}", f"chain:ngram+eagle3:{policy}"):
+        found = known.generate(proposer, mixed, max_batch_size=batch_size, kernels="packed")
+        assert tokens(found) == expected
+        assert sum(sum(c.stats.accepted) for c in found) > 20
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_text(
     monkeypatch: pytest.MonkeyPatch, taught: Any, method: str, batch_size: int

@@ -53,7 +53,8 @@ def ask(shift: int, *, is_sampled: bool) -> list[SamplingParams]:
     asked = []
     for row, params in enumerate(PARAMS):
         count, mode = ASKED[(row + shift) % len(ASKED)]
-        one = replace(params, logprobs=count, logprobs_mode=mode)
+        # The reference knows of no budget.
+        one = replace(params, logprobs=count, logprobs_mode=mode, complete=False)
         asked.append(replace(one, seed=row, **WARPED[row]) if is_sampled else one)
     return asked
 
@@ -227,6 +228,7 @@ def test_only_the_processed_ones_see_biases_and_penalties(
         logprobs=5,
         logprobs_mode=mode,
         grammar=GrammarSpec.regex("[a-z ]{40}"),
+        complete=False,
     )
     with open_llm("chain:grammar_forced+draft_model", taught) as llm:
         completion = llm.generate("The name", params)[0].completions[0]
@@ -267,7 +269,7 @@ ENDS: Sequence[dict[str, Any]] = (
 @pytest.mark.parametrize("end", ENDS)
 def test_cut_where_the_tokens_are_cut(chain: LLM, end: dict[str, Any]) -> None:
     """Inside accepted blocks; streamed pieces join to the whole."""
-    params = SamplingParams(grammar=FORCED, logprobs=2, **end)
+    params = SamplingParams(grammar=FORCED, complete=False, logprobs=2, **end)
     completion = chain.generate("The name", params)[0].completions[0]
     reference(chain).check("The name", completion, params)
     chunks = list(chain.stream("The name", params))

@@ -120,8 +120,14 @@ def test_the_text_before_the_marker_is_free() -> None:
     assert same >= 4
 
 
-def one(llm: LLM, prompt: object, spec: GrammarSpec, max_tokens: int = 48) -> Completion:
-    params = SamplingParams(max_tokens=max_tokens, grammar=spec)
+def one(
+    llm: LLM,
+    prompt: object,
+    spec: GrammarSpec,
+    max_tokens: int = 48,
+    complete: bool | None = None,  # noqa: FBT001  # as SamplingParams has it
+) -> Completion:
+    params = SamplingParams(max_tokens=max_tokens, grammar=spec, complete=complete)
     return llm.generate(prompt, params)[0].completions[0]  # type: ignore[arg-type]
 
 
@@ -130,7 +136,7 @@ def test_budgets_and_lengths() -> None:
     with make_llm("llama", "chain:grammar_forced+ngram") as llm:
         never = CODE.after("\u4f60\u4f60\u4f60\u4f60")
         for length in (1, 5, 40):
-            completion = one(llm, "A", never, length)
+            completion = one(llm, "A", never, length, complete=False)
             assert completion.finish_reason == "length"
             assert len(completion.token_ids) == length
             assert not set(completion.token_ids) & set(llm.vocabulary.stop_token_ids)

@@ -161,7 +161,9 @@ def test_the_law_of_the_first_two_tokens(proposer: str, draft: str) -> None:
     options = {"max_batch_size": 100, "max_model_len": 24, "num_draft_tokens": 3}
     with make_llm("llama", proposer, drafter, **options) as llm:
         law = exact_law(llm)
-        params = SamplingParams(temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=4)
+        params = SamplingParams(
+            temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=4, complete=False
+        )
         group = llm.generate(LAW_PROMPT, params)[0].completions
     counts = Counter((c.token_ids[0], c.token_ids[1]) for c in group)
     assert set(counts) <= {pair for pair, probability in law.items() if probability > 0}
@@ -180,7 +182,9 @@ def test_the_law_tells_a_wrong_drafter_from_the_target() -> None:
     with make_llm("llama", "none") as llm:
         law = exact_law(llm)
     with make_llm(near_copy("llama", 0.05), "none", **options) as llm:
-        params = SamplingParams(temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=2)
+        params = SamplingParams(
+            temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=2, complete=False
+        )
         group = llm.generate(LAW_PROMPT, params)[0].completions
     counts = Counter((c.token_ids[0], c.token_ids[1]) for c in group)
     observed = torch.tensor([float(counts[pair]) for pair in law])

@@ -1,0 +1,232 @@
+"""Where a text stands in a grammar's rules: places that can be compared, unlike matchers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.completion_endings import EndLostError
+from guided_spec.grammar.completion_rules import read_rules
+from guided_spec.grammar.completion_states import Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.completion_texts import (
+    longest_rest,
+    require_no_left_recursion,
+    rest_of_call,
+    shortest_texts,
+)
+
+__all__ = ["NOWHERE", "Place", "Places"]
+
+NOWHERE = -1
+_MOST_READINGS = 4096
+_MOST_PLACES = 1 << 16
+
+
+class _Frame:
+    """An open call: what follows when the called rule is complete.
+
+    done: how often the rule will have been complete then. text: the shortest way from there to the
+    end of the document. worst: bytes that may be missing at most, some bytes later.
+    """
+
+    __slots__ = ("call", "done", "number", "parent", "text", "worst")
+
+    def __init__(self, call: Call, done: int, parent: _Frame | None, number: int) -> None:
+        self.call, self.done, self.parent, self.number = call, done, parent, number
+        self.text = b""
+        self.worst = 0
+
+
+class Place:
+    """All readings of a text so far. Equal texts, and texts that may go on alike, share a place.
+
+    number: of the place among its grammar's. text: the shortest way to the end of the document, of
+    equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
+    most_missing: no token of the vocabulary leads to a place with a longer way. can_end: whether
+    the document may end here.
+    """
+
+    __slots__ = ("can_end", "items", "most_missing", "number", "text")
+
+    def __init__(
+        self, number: int, items: tuple[tuple[int, _Frame], ...], *, can_end: bool
+    ) -> None:
+        self.number = number
+        self.items = items
+        self.can_end = can_end
+        self.text = b""
+        self.most_missing = 0
+
+
+class Places:
+    """The places of one grammar, made as they are reached. Used by several threads.
+
+    text: the grammar as xgrammar prints it. num_bytes: of the longest token.
+
+    Raises UnreadableGrammarError for a grammar that is not understood.
+    """
+
+    def __init__(self, text: str, num_bytes: int) -> None:
+        self._rules: Rules = read_rules(text)
+        self._texts = shortest_texts(self._rules)
+        require_no_left_recursion(self._rules, self._texts)
+        if self._texts[self._rules.root] is None:
+            raise UnreadableGrammarError("no text matches")
+        self._longest = longest_rest(self._rules, self._texts, num_bytes)
+        self._lock = threading.RLock()
+        self._frames: dict[tuple[Call, int, int], _Frame] = {}
+        self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
+        self._places: list[Place] = []
+        self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
+        self._is_made: list[bool] = []
+        bottom = _Frame(Call(-1, -1), 0, None, 0)
+        start = self._place_of([(self._rules.root, bottom)])
+        assert start != NOWHERE
+        self.start = self._places[start]
+
+    @property
+    def shortest_bytes(self) -> frozenset[int]:
+        """The bytes that any shortest way is made of."""
+        return frozenset(byte for text in self._texts if text is not None for byte in text)
+
+    def __getitem__(self, number: int) -> Place:
+        return self._places[number]
+
+    def rows(self, numbers: Iterable[int]) -> NDArray[np.int32]:
+        """int32 [places, 256]: the place behind each byte, ``NOWHERE`` where it is illegal.
+
+        The rows of ``numbers`` are made; those of other places may not be. Read only.
+        """
+        with self._lock:
+            for number in numbers:
+                if not self._is_made[number]:
+                    self._make_row(number)
+            return self._rows
+
+    def after(self, place: Place, data: bytes) -> Place | None:
+        """The place behind some bytes; None where they are illegal."""
+        number = place.number
+        for byte in data:
+            if not self._is_made[number]:
+                self.rows((number,))
+            number = int(self._rows[number, byte])
+            if number == NOWHERE:
+                return None
+        return self._places[number]
+
+    def _make_row(self, number: int) -> None:
+        edges = [
+            (low, high, (then, frame))
+            for state, frame in self._places[number].items
+            for low, high, then in self._rules.chars[state]
+        ]
+        cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
+        row: NDArray[np.int32] = np.full(256, NOWHERE, dtype=np.int32)
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        for low, above in zip(cuts, cuts[1:], strict=False):
+            items = [item for first, last, item in edges if first <= low and last >= above - 1]
+            key = tuple(sorted((state, frame.number) for state, frame in items))
+            if key not in found:
+                found[key] = self._place_of(items) if items else NOWHERE
+            row[low:above] = found[key]
+        self._rows[number] = row
+        self._is_made[number] = True
+
+    def _place_of(self, items: Sequence[tuple[int, _Frame]]) -> int:
+        """The number of the place with these readings, and whatever they lead to without a byte."""
+        kept, can_end = self._close(items)
+        if not kept and not can_end:
+            return NOWHERE
+        key = (frozenset((state, frame.number) for state, frame in kept), can_end)
+        number = self._known.get(key)
+        if number is None:
+            number = self._add(tuple(kept), can_end=can_end)
+            self._known[key] = number
+        return number
+
+    def _close(self, items: Sequence[tuple[int, _Frame]]) -> tuple[list[tuple[int, _Frame]], bool]:
+        rules, kept, can_end = self._rules, [], False
+        waiting = [item for item in items if self._texts[item[0]] is not None]
+        seen = {(state, frame.number) for state, frame in waiting}
+        while waiting:
+            state, frame = waiting.pop()
+            if rules.chars[state]:
+                kept.append((state, frame))
+            can_end |= rules.ends[state] and frame.parent is None
+            for then, above in self._without_a_byte(state, frame):
+                if self._texts[then] is not None and (then, above.number) not in seen:
+                    seen.add((then, above.number))
+                    waiting.append((then, above))
+            if len(seen) > _MOST_READINGS:
+                raise EndLostError
+        return kept, can_end
+
+    def _without_a_byte(self, state: int, frame: _Frame) -> list[tuple[int, _Frame]]:
+        rules = self._rules
+        nexts = [(then, frame) for then in rules.skips[state]]
+        for call in rules.calls[state]:
+            if self._texts[call.rule] is not None:
+                nexts.append((call.rule, self._enter(call, frame)))
+            if call.least == 0:
+                nexts.append((call.then, frame))
+        if rules.ends[state] and frame.parent is not None:
+            nexts.extend(self._leave(frame, frame.parent))
+        return nexts
+
+    def _enter(self, call: Call, frame: _Frame) -> _Frame:
+        """The frame of a call; of a call that is a rule's last part, the one around it."""
+        if (call.least, call.most) == (1, 1) and self._rules.is_bare_end(call.then):
+            return frame
+        return self._frame(call, 1, frame)
+
+    def _leave(self, frame: _Frame, parent: _Frame) -> list[tuple[int, _Frame]]:
+        call, done = frame.call, frame.done
+        nexts = [(call.then, parent)] if done >= call.least else []
+        if call.most < 0 or done < call.most:
+            # Once it may end, and may go on for ever, it no longer matters how often it was.
+            more = min(done + 1, max(call.least, 1)) if call.most < 0 else done + 1
+            nexts.append((call.rule, self._frame(call, more, parent)))
+        return nexts
+
+    def _frame(self, call: Call, done: int, parent: _Frame) -> _Frame:
+        key = (call, done, parent.number)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = _Frame(call, done, parent, len(self._frames) + 1)
+            rest = rest_of_call(call, self._texts, done) if self._can_end(call) else b""
+            frame.text = rest + parent.text
+            longest = [parent.worst, int(self._longest[call.then]) + len(parent.text)]
+            if (call.least, call.most) != (1, 1):
+                again = rest_of_call(call, self._texts, done + 1)
+                longest.append(int(self._longest[call.rule]) + len(again) + len(parent.text))
+            frame.worst = max(longest)
+            self._frames[key] = frame
+        return frame
+
+    def _can_end(self, call: Call) -> bool:
+        return self._texts[call.rule] is not None and self._texts[call.then] is not None
+
+    def _add(self, items: tuple[tuple[int, _Frame], ...], *, can_end: bool) -> int:
+        number = len(self._places)
+        if number >= _MOST_PLACES:
+            raise EndLostError
+        place = Place(number, items, can_end=can_end)
+        ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
+        place.text = min(ways, key=lambda way: (len(way), way))
+        place.most_missing = max(
+            (max(int(self._longest[s]) + len(f.text), f.worst) for s, f in items), default=0
+        )
+        if number >= len(self._rows):
+            more = np.full_like(self._rows, NOWHERE)
+            self._rows = np.concatenate([self._rows, more])
+        self._places.append(place)
+        self._is_made.append(False)
+        return number
+
+    def _way(self, state: int, frame: _Frame) -> bytes:
+        text = self._texts[state]
+        assert text is not None
+        return text + frame.text
