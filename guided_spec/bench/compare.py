@@ -68,14 +68,18 @@ class Timed(NamedTuple):
     seconds: float
 
 
-def run_items(llm: LLM, items: Sequence[WorkItem], params: SamplingParams) -> Timed:
+def run_items(
+    llm: LLM, items: Sequence[WorkItem], params: SamplingParams, *, rehearse: bool = False
+) -> Timed:
     """Generate for all items, each under its own grammar, and close ``llm``.
 
     Grammars are compiled, and as many requests run as decode together, before the clock starts.
+    rehearse: all run, so that every size of batch has its CUDA graph, as engines that capture them
+        when they start have.
     """
     matched = [replace(params, grammar=item.grammar) for item in items]
     prompts = [item.prompt for item in items]
-    warm_up = max(WARM_UP, llm.config.max_batch_size)
+    warm_up = len(prompts) if rehearse else max(WARM_UP, llm.config.max_batch_size)
     with llm:
         llm.compile(item.grammar for item in items if item.grammar is not None)
         llm.generate(prompts[:warm_up], matched[:warm_up])

@@ -34,6 +34,7 @@ __all__ = [
 
 DOCUMENT_PROPOSERS = ("none", "ngram", "eagle3", "chain:grammar_forced+eagle3")
 FEWEST_REQUESTS = 32
+PREFILL_TOKENS = 8192  # as vLLM reads prompts
 
 
 class DocumentPlan(NamedTuple):
@@ -103,10 +104,11 @@ def _measure(
     depth = 0 if name == "none" else plan.num_draft_tokens
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
-    options |= {"kv_memory_bytes": kv_budget(subject.model), **plan.options}
+    options |= {"kv_memory_bytes": kv_budget(subject.model), "prefill_tokens": PREFILL_TOKENS}
+    options |= plan.options
     try:
         llm = LLM(subject.model, name, depth, draft=subject.eagle3, **options)
-        completions, seconds = run_items(llm, items, params)
+        completions, seconds = run_items(llm, items, params, rehearse=True)
     except (GuidedSpecError, torch.OutOfMemoryError) as error:
         return DocumentRun(name, batch, temperature, problem=str(error))
     if not texts:

@@ -66,7 +66,7 @@ def rotate_and_store(
     Returns the queries [B, Hq, T, D], a view of ``packed``. Computes in float32 and rounds once.
     On CUDA one kernel; never waits for the device.
     """
-    heads = packed.unflatten(2, (shape.queries + 2 * shape.keys, shape.size))
+    heads: Tensor = packed.unflatten(2, (shape.queries + 2 * shape.keys, shape.size))
     if packed.is_cuda:
         from guided_spec.ops import rotary_triton  # imported here: it needs triton
 
@@ -74,9 +74,10 @@ def rotate_and_store(
         return heads[:, :, : shape.queries].transpose(1, 2)
     turned = heads[:, :, : shape.queries + shape.keys]
     turned.copy_(_rotate(turned, rotation, shape, norms))
-    parts = heads.transpose(1, 2).split([shape.queries, shape.keys, shape.keys], 1)
-    store_keys_values(KeyValues(parts[1], parts[2]), buffers, places)
-    return parts[0]
+    query, key, value = heads.transpose(1, 2).split([shape.queries, shape.keys, shape.keys], 1)
+    store_keys_values(KeyValues(key, value), buffers, places)
+    queries: Tensor = query
+    return queries
 
 
 def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorms | None) -> Tensor:
@@ -88,4 +89,5 @@ def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorm
         values = values * torch.cat(weights).float()
     low, high = values.chunk(2, -1)
     cos, sin = (part.float().unflatten(0, heads.shape[:2]).unsqueeze(2) for part in rotation)
-    return values * cos + torch.cat([-high, low], -1) * sin
+    turned: Tensor = values * cos + torch.cat([-high, low], -1) * sin
+    return turned

@@ -8,7 +8,12 @@ import triton
 import triton.language as tl
 
 from guided_spec.ops.noise import Stream
-from guided_spec.ops.verify_tiles_triton import NO_TOKEN, load_points, philox_points
+from guided_spec.ops.verify_tiles_triton import (
+    NO_TOKEN,
+    depth_of,
+    load_points,
+    philox_points,
+)
 
 __all__ = ["ACCEPTED", "DRAW", "FILTERED", "OPEN", "Filters", "assemble_kernel", "decide_kernel"]
 
@@ -38,6 +43,12 @@ def _kth_chunk(depth, k, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.arange(0, chunks)[None, :]
     kth = tl.min(tl.where(at == k - 1, ordered, _INFINITY), 1)
     return tl.where((k > 0) & (k <= chunks), kth, _INFINITY)
+
+
+@triton.jit
+def _maxima_mass(behind, cut):  # type: ignore[no-untyped-def]
+    """[rows]: the mass of the chunks' largest tokens down to ``cut`` [rows]."""
+    return tl.sum(tl.where(behind <= cut[:, None], tl.exp(-behind), 0.0), 1)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -74,13 +85,18 @@ def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         min_p = tl.load(step.min_p + request)
         if min_p > 0:
             cut = tl.minimum(cut, -tl.log(min_p))
-            least = tl.full([rows], 1.0, tl.float32)
+            least = _maxima_mass(behind, cut)
             is_filtered = depth == depth
     if filters.top_k:
         k = tl.load(step.top_k + request)
         if (k > 0) & (k < step.vocab_size):
-            cut = tl.minimum(cut, _kth_chunk(behind, k, chunks))
-            least = tl.full([rows], 1.0, tl.float32)
+            kth = _kth_chunk(behind, k, chunks)
+            # The chunks' largest tokens are different ones: k of them are no more than the top k.
+            is_above = behind < kth[:, None]
+            least = _maxima_mass(tl.where(is_above, behind, _INFINITY), cut)
+            others = tl.maximum(k - tl.sum(is_above.to(tl.int32), 1), 0).to(tl.float32)
+            least += tl.where(kth <= cut, others * tl.exp(-kth), 0.0)
+            cut = tl.minimum(cut, kth)
             is_sure = is_sure & ((depth <= 0) | (share * (k + 1).to(tl.float32) > 1.0001))
             is_filtered = depth == depth
     if filters.top_p:
@@ -90,9 +106,11 @@ def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             # the other filters leave is needed whole: its mass is what top_p is a part of.
             lightest = 0.99 * (1.0 - top_p) * total / (1.0 * step.vocab_size)
             cut = tl.where(is_filtered, cut, -tl.log(lightest))
-            least = tl.where(is_filtered, least, tl.maximum(total * top_p, 1.0))
+            least = least * top_p
             is_sure = is_sure & ((depth <= 0) | (share > 1.0 - top_p + _MARGIN))
             is_filtered = depth == depth
+    # The likeliest token is always kept.
+    least = tl.where(is_filtered, tl.maximum(least, 1.0), least)
     return cut, least, is_sure, is_filtered
 
 
@@ -122,11 +140,11 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     temperature = tl.load(step.temperature + request)
     largest = tl.max(chunk_max, 1)
     has_any = chunk_max > float("-inf")
-    behind = tl.where(has_any, tl.div_rn(largest[:, None] - chunk_max, temperature), _INFINITY)
+    behind = tl.where(has_any, depth_of(chunk_max, largest[:, None], temperature), _INFINITY)
     total = tl.sum(tl.exp(-behind) * chunk_sum, 1)
     is_alive = (total > 0) & (total < _INFINITY)
     score = load_points(step, rules, request, place, drafted, is_drafted)
-    depth = tl.where(score > float("-inf"), tl.div_rn(largest - score, temperature), _INFINITY)
+    depth = tl.where(score > float("-inf"), depth_of(score, largest, temperature), _INFINITY)
     weight = tl.exp(-depth)
     share = tl.where(is_alive, weight / total, 0.0)
     test = _test_number(step, request, place, drafted, is_drafted, rows)
@@ -201,25 +219,59 @@ def decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(work.token + row, token, mask=is_row)
 
 
+@triton.jit
+def _race_winners(work, at, is_read):  # type: ignore[no-untyped-def]
+    """The best of all chunks, for each row: its value and its token."""
+    value = tl.load(work.race_value + at, mask=is_read, other=-1.0)
+    token = tl.load(work.race_token + at, mask=is_read, other=NO_TOKEN)
+    most = tl.max(value, 1)
+    return most, tl.min(tl.where(value == most[:, None], token, NO_TOKEN), 1).to(tl.int64)
+
+
 @triton.jit  # type: ignore[untyped-decorator]
-def assemble_kernel(  # type: ignore[no-untyped-def]
-    step, work, token_ids, num_accepted, coupled: tl.constexpr, rows: tl.constexpr
+def assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    step,
+    work,
+    token_ids,
+    num_accepted,
+    num_chunks,
+    coupled: tl.constexpr,
+    is_split: tl.constexpr,
+    rows: tl.constexpr,
+    chunks: tl.constexpr,
 ):
-    """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B]."""
+    """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
+
+    is_split: whether residual and target have races of their own.
+    """
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
-    place = tl.arange(0, rows)
-    is_row = place <= length
+    place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
+    is_row, is_drafted = place <= length, place < length
     row = (request * (step.num_draft + 1) + place).to(tl.int64)
     token = tl.load(work.token + row, mask=is_row, other=-1).to(tl.int64)
-    is_drafted = place < length
-    drafted = tl.load(step.drafted + request * step.num_draft + place, mask=is_drafted, other=-2)
+    drafted = tl.load(step.drafted + request * step.num_draft + place, mask=is_drafted, other=-1)
+    state = tl.load(work.state + row, mask=is_row, other=0)
+    count = tl.min(tl.where((state & ACCEPTED) != 0, NO_TOKEN, place), 0)
+    if work.race_value is not None:
+        is_raced = (state & DRAW) != 0
+        if not coupled:
+            is_raced = is_raced & (place == count)
+        at = row[:, None] * num_chunks + chunk[None, :]
+        is_read = is_raced[:, None] & (chunk < num_chunks)[None, :]
+        most, winner = _race_winners(work, at, is_read)
+        # Where rounding left nothing of the residual, its target decides; of a target without
+        # one token only that one can be missing.
+        other = tl.where(is_drafted, drafted, -1)
+        if coupled:
+            other = tl.full([rows], -1, tl.int64)
+        if is_split:
+            size = (tl.num_programs(0) * (step.num_draft + 1)).to(tl.int64) * num_chunks
+            second, found = _race_winners(work, at + size, is_read)
+            other = tl.where(second > 0, found, -1)
+        token = tl.where(is_raced, tl.where(most > 0, winner, other), token)
     if coupled:
-        stays = is_drafted & (token == drafted)
-    else:
-        state = tl.load(work.state + row, mask=is_row, other=0)
-        stays = is_drafted & ((state & ACCEPTED) != 0)
-    count = tl.min(tl.where(stays, NO_TOKEN, place), 0)
+        count = tl.min(tl.where(is_drafted & (token == drafted), NO_TOKEN, place), 0)
     emitted = tl.where(place < count, drafted, tl.where(place == count, token, -1))
     tl.store(token_ids + row, emitted, mask=place <= step.num_draft)
     tl.store(num_accepted + request, count.to(tl.int64))

@@ -1,8 +1,8 @@
-"""The exact thresholds of filtered rows, searched among the tokens that may be kept.
+"""What the filters of a row keep, narrowed down: a bracket of its last kept token, and its list.
 
 A token's depth is how far its score is below the largest of its row: 0 for that one. Filters keep
-the tokens down to some depth. The tokens are listed in any order: their masses are added as whole
-numbers, which gives the same sum in every order.
+the tokens down to some depth. A sample of the row says about where that is. All tokens above the
+bracket are kept and need only be added; those inside it are listed, equal ones together.
 """
 
 from __future__ import annotations
@@ -10,125 +10,171 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from guided_spec.ops.verify_tiles_triton import load_tile, tile_tokens
+from guided_spec.ops.verify_decide_triton import DRAW, FILTERED
+from guided_spec.ops.verify_tiles_triton import depth_of, load_groups, load_tile
 
-__all__ = ["candidates", "threshold"]
+__all__ = ["bracket_kernel", "collect_kernel"]
 
-_UNIT = tl.constexpr(2.0**40)  # the whole number that a mass of 1 is
 _INFINITY = tl.constexpr(float("inf"))
-_LARGEST = tl.constexpr(3.4028234663852886e38)
+_BOTH = tl.constexpr(DRAW.value + FILTERED.value)
+_TURNS = tl.constexpr(12)  # halvings of a bracket
+_VALUES = tl.constexpr(8)  # most that are listed together
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def candidates(step, rules, work, capacity, row, block, words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Depths and tokens [words, 32] of a block of the list; depth inf where there is none.
+def _estimate(depth, weight, level, by_number, sampled, sureness: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """How many tokens of the row are down to ``level``, or what mass is below it; and the error.
 
-    A list too long for its memory is made again, a chunk a block.
+    depth, weight: [S, 8] of the sample. sampled: its part of the vocabulary.
+
+    The error is a bound in the manner of Bernstein's inequality: a token weighs ``most`` at most.
     """
-    count = tl.load(work.num_listed + row)
-    token = tile_tokens(block, words)
-    if count <= capacity:
-        inside = token < count
-        depth = tl.load(work.listed_depths + row * capacity + token, mask=inside, other=_INFINITY)
-        token = tl.load(work.listed_tokens + row * capacity + token, mask=inside, other=0)
-    else:
-        request = (row // (step.num_draft + 1)).to(tl.int32)
-        place = (row % (step.num_draft + 1)).to(tl.int32)
-        scores = load_tile(step, rules, request, place, block, words)
-        temperature = tl.load(step.temperature + request)
-        depth = tl.div_rn(tl.load(work.row_max + row) - scores, temperature)
-        depth = tl.where(depth <= tl.load(work.cut + row), depth, _INFINITY)
-    return depth, token
+    inside = tl.where(by_number, depth <= level, depth > level)
+    found = tl.sum(tl.sum(tl.where(inside, weight, 0.0), 1), 0) / sampled
+    most = tl.where(by_number, 1.0, tl.exp(-level)) / sampled
+    error = sureness * (tl.sqrt(found * most) + 1.6 * most)
+    return found, tl.where(sampled < 1.0, error, 0.0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _sweep(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, rules, work, capacity, row, blocks, level, words: tl.constexpr, counts: tl.constexpr
+def _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """Depths below which and above which the last kept token is not; most likely."""
+    deepest = tl.max(tl.max(tl.where(depth < _INFINITY, depth, 0.0), 1), 0)
+    deepest = tl.minimum(deepest, cut)
+    low = deepest * 0.0 - 1.0
+    low_start, low_end = low, deepest
+    high_end, high = deepest * 0.0, deepest
+    is_met = deepest < 0  # false so far
+    for _ in range(_TURNS):
+        level = (low_start + low_end) * 0.5
+        found, error = _estimate(depth, weight, level, by_number, sampled, sureness)
+        above = tl.where(by_number, found + error < wanted, found - error - slack > wanted)
+        low = tl.where(above, level, low)
+        # Far above the error of a mass is large, so nothing is sure there, but is further down.
+        is_early = above | ((by_number == 0) & (found > 2.0 * wanted))
+        low_start = tl.where(is_early, level, low_start)
+        low_end = tl.where(is_early, low_end, level)
+        level = (high_end + high) * 0.5
+        found, error = _estimate(depth, weight, level, by_number, sampled, sureness)
+        below = tl.where(by_number, found - error >= wanted, found + error + slack <= wanted)
+        high, high_end = tl.where(below, level, high), tl.where(below, high_end, level)
+        is_met = is_met | below
+    return low, tl.where(is_met, high, cut)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sample(step, rules, request, place, groups: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits [groups, 8] from all over a row, and their part of the vocabulary."""
+    num_groups = (step.vocab_size + 7) // 8
+    group = tl.arange(0, groups).to(tl.int64)
+    if num_groups > groups:
+        group = group * num_groups // groups
+    scores = load_groups(step, rules, request, place, group)
+    return scores, tl.minimum(groups * 1.0 / num_groups, 1.0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    step, rules, work, filters, groups: tl.constexpr, sureness: tl.constexpr
 ):
-    """Of the candidates down to ``level``: their mass (or number) as int64, and the deepest.
-
-    Third the first one below ``level``.
-    """
-    mass = tl.zeros([words, 32], tl.int64)
-    deepest = tl.full([words, 32], -1.0, tl.float32)
-    following = tl.full([words, 32], _INFINITY, tl.float32)
-    for block in range(blocks):
-        depth, _ = candidates(step, rules, work, capacity, row, block, words)
-        is_in = depth <= level
-        if counts:
-            mass += is_in.to(tl.int64)
-        else:
-            mass += tl.where(is_in, tl.exp(-depth) * _UNIT, 0.0).to(tl.int64)
-        deepest = tl.maximum(deepest, tl.where(is_in, depth, -1.0))
-        following = tl.minimum(following, tl.where(is_in, _INFINITY, depth))
-    return (
-        tl.sum(tl.sum(mass, 1), 0),
-        tl.max(tl.max(deepest, 1), 0),
-        tl.min(tl.min(following, 1), 0),
-    )
+    """``work.low`` and ``work.high`` of filtered rows: grid (N,). The latter is ``cut`` at most."""
+    row = tl.program_id(0).to(tl.int64)
+    request = (row // (step.num_draft + 1)).to(tl.int32)
+    place = (row % (step.num_draft + 1)).to(tl.int32)
+    length = tl.load(step.lengths + request)
+    state = tl.load(work.state + row, mask=place <= length, other=0)
+    if (state & _BOTH) == _BOTH:
+        temperature = tl.load(step.temperature + request)
+        cut = tl.load(work.cut + row)
+        low, high = cut, cut  # min-p alone keeps what is down to its cut
+        total = tl.load(work.total + row)
+        never = temperature < 0
+        has_min, by_number, by_mass = never, never, never
+        wanted, slack = total, total * 3e-6
+        if filters.min_p:
+            has_min = tl.load(step.min_p + request) > 0
+        if filters.top_p:
+            top_p = tl.load(step.top_p + request)
+            by_mass = top_p < 1
+            wanted = (1.0 - top_p) * total
+            slack += wanted * 1e-4
+        if filters.top_k:
+            k = tl.load(step.top_k + request)
+            by_number = (k > 0) & (k < step.vocab_size)
+            wanted = tl.where(by_number, k.to(tl.float32), wanted)
+        if by_number | (by_mass & (has_min == 0)):
+            largest = tl.load(work.row_max + row)
+            scores, sampled = _sample(step, rules, request, place, groups)
+            depth = depth_of(scores, largest, temperature)
+            weight = tl.where(by_number, 1.0, tl.exp(-depth))
+            low, high = _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness)
+        # What top-p takes its part of is not known before the others are done.
+        low = tl.where(by_mass & (by_number | has_min), -1.0, low)
+        tl.store(work.low + row, low)
+        tl.store(work.high + row, high)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _search(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _list(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    work, row, depth, low, high, capacity, few: tl.constexpr, size: tl.constexpr
+):
+    """Append the depths of a chunk, [size], that are between ``low`` and ``high``."""
+    left = tl.sum(((depth > low) & (depth <= high)).to(tl.int32), 0)
+    turn = left * 0
+    while (left > few) & (turn < _VALUES):
+        first = tl.min(tl.where(depth > low, depth, _INFINITY), 0)
+        count = tl.sum((depth == first).to(tl.int32), 0)
+        at = tl.atomic_add(work.num_listed + row, 1)
+        is_stored = at < capacity
+        tl.store(work.listed_depths + row * capacity + at, first, mask=is_stored)
+        tl.store(work.listed_counts + row * capacity + at, count, mask=is_stored)
+        low = first
+        left -= count
+        turn += 1
+    if left > 0:
+        is_in = (depth > low) & (depth <= high)
+        at = tl.atomic_add(work.num_listed + row, left) + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        is_stored = is_in & (at < capacity)
+        ones = tl.full([size], 1, tl.int32)
+        tl.store(work.listed_depths + row * capacity + at, depth, mask=is_stored)
+        tl.store(work.listed_counts + row * capacity + at, ones, mask=is_stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
+    num_chunks,
     capacity,
-    row,
-    blocks,
-    deepest,
-    target,
+    stride,
+    few: tl.constexpr,
     words: tl.constexpr,
-    counts: tl.constexpr,
 ):
-    """The deepest depth such that what is above it, in mass or number, is short of ``target``.
+    """Add up what is above the brackets and list what is inside: grid (B, C, stride).
 
-    Both ends of the interval are depths of candidates, so it closes exactly.
+    A program goes over every ``stride``-th row of its request; most rows need nothing. Up to
+    ``few`` tokens of a chunk are listed one by one, and of more those together that are equal.
     """
-    low, high = deepest * 0.0, deepest
-    while low < high:
-        middle = low + (high - low) * 0.5
-        middle = tl.where(middle < high, middle, low)
-        mass, above, below = _sweep(step, rules, work, capacity, row, blocks, middle, words, counts)
-        is_short = mass.to(tl.float64) < target
-        low = tl.where(is_short, below, low)
-        high = tl.where(is_short, high, above)
-    return low
-
-
-@triton.jit  # type: ignore[untyped-decorator]
-def threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, rules, work, filters, capacity, row, blocks, words: tl.constexpr
-):
-    """The depth of the last kept token, and the mass of all kept ones."""
-    request = row // (step.num_draft + 1)
-    number, level, _ = _sweep(
-        step, rules, work, capacity, row, blocks, _LARGEST, words, counts=True
-    )
-    whole = (tl.load(work.total + row) * _UNIT).to(tl.float64)
-    is_cut = tl.load(step.temperature + request) < 0  # false so far
-    if filters.min_p:
-        is_cut = tl.load(step.min_p + request) > 0
-    if filters.top_k:
-        k = tl.load(step.top_k + request)
-        uses_top_k = (k > 0) & (k < step.vocab_size)
-        if uses_top_k & (number > k):
-            wanted = k.to(tl.float64)
-            level = _search(
-                step, rules, work, capacity, row, blocks, level, wanted, words, counts=True
-            )
-        is_cut = is_cut | uses_top_k
-    if filters.top_p:
-        top_p = tl.load(step.top_p + request)
-        if top_p < 1:
-            if is_cut:
-                mass, _, _ = _sweep(
-                    step, rules, work, capacity, row, blocks, level, words, counts=False
-                )
-                whole = mass.to(tl.float64)
-            wanted = whole * top_p.to(tl.float64)
-            level = _search(
-                step, rules, work, capacity, row, blocks, level, wanted, words, counts=False
-            )
-    mass, _, _ = _sweep(step, rules, work, capacity, row, blocks, level, words, counts=False)
-    return level, mass.to(tl.float32) / _UNIT
+    request, chunk = tl.program_id(0), tl.program_id(1)
+    temperature = tl.load(step.temperature + request)
+    length = tl.load(step.lengths + request)
+    for turn in range(tl.cdiv(step.num_draft + 1, stride)):
+        place = tl.program_id(2) + turn * stride
+        row = (request * (step.num_draft + 1) + place).to(tl.int64)
+        state = tl.load(work.state + row, mask=place <= length, other=0)
+        if (state & _BOTH) == _BOTH:
+            largest = tl.load(work.row_max + row)
+            at = row * num_chunks + chunk
+            behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
+            low, high = tl.load(work.low + row), tl.minimum(tl.load(work.high + row), 3e38)
+            mass, number = 0.0, 0
+            if behind <= high:
+                scores = load_tile(step, rules, request, place, chunk, words)
+                depth = tl.reshape(depth_of(scores, largest, temperature), [words * 32])
+                is_sure = (depth <= low) & (depth < _INFINITY)
+                number = tl.sum(is_sure.to(tl.int32), 0)
+                mass = tl.sum(tl.where(is_sure, tl.exp(-depth), 0.0), 0)
+                _list(work, row, depth, low, high, capacity, few, words * 32)
+            tl.store(work.sure_mass + at, mass)
+            tl.store(work.sure_number + at, number)

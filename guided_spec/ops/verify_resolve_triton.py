@@ -1,111 +1,230 @@
-"""The token of each row that one is drawn from, and the draft tokens that bounds left open."""
+"""The exact thresholds of filtered rows, and the draft tokens that bounds left open.
+
+Masses of listed tokens are added as whole numbers, which gives the same sum in every order. Where
+a row's bracket was wrong or its list too long, the row itself is searched, more slowly.
+"""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-from guided_spec.ops.noise import Stream
 from guided_spec.ops.verify_decide_triton import ACCEPTED, DRAW, FILTERED, OPEN
-from guided_spec.ops.verify_draw_triton import best, residual_of
-from guided_spec.ops.verify_filter_triton import candidates, threshold
-from guided_spec.ops.verify_tiles_triton import NO_TOKEN, exponential, philox_points
+from guided_spec.ops.verify_tiles_triton import depth_of, load_tile
 
-__all__ = ["resolve_kernel"]
+__all__ = ["threshold_kernel"]
 
-_SAMPLE = tl.constexpr(int(Stream.SAMPLE))
+_UNIT = tl.constexpr(2.0**40)  # the whole number that a mass of 1 is
+_INFINITY = tl.constexpr(float("inf"))
+_LARGEST = tl.constexpr(3.4028234663852886e38)
+_BOTH = tl.constexpr(DRAW.value + FILTERED.value)
 
 
 @triton.jit
-def _winner(residual, residual_token, plain, plain_token):  # type: ignore[no-untyped-def]
-    """The residual's winner; the target's where rounding left nothing of it; -1 without any."""
-    best = tl.max(residual, 0)
-    token = tl.min(tl.where(residual == best, residual_token, NO_TOKEN), 0)
-    plain_best = tl.max(plain, 0)
-    other = tl.min(tl.where(plain == plain_best, plain_token, NO_TOKEN), 0)
-    return tl.where(best > 0, token, tl.where(plain_best > 0, other, -1))
+def _uses(step, filters, request):  # type: ignore[no-untyped-def]
+    """min-p is used, top-k is, k, top-p is, and top_p, of a request."""
+    has_min = tl.load(step.temperature + request) < 0  # false so far
+    has_k, has_p = has_min, has_min
+    k = tl.full([], 0, tl.int64)
+    top_p = tl.full([], 1.0, tl.float32)
+    if filters.min_p:
+        has_min = tl.load(step.min_p + request) > 0
+    if filters.top_k:
+        k = tl.load(step.top_k + request)
+        has_k = (k > 0) & (k < step.vocab_size)
+    if filters.top_p:
+        top_p = tl.load(step.top_p + request)
+        has_p = top_p < 1
+    return has_min, has_k, k, has_p, top_p.to(tl.float64)
+
+
+# --- among the listed depths ---
+
+
+@triton.jit
+def _search_list(depth, amount, low, high, target):  # type: ignore[no-untyped-def]
+    """The deepest depth such that the amounts above it are short of ``target``.
+
+    ``high`` is one of the depths, and all are above ``low``, so the interval closes exactly.
+    """
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle < high, middle, low)
+        is_in = depth <= middle
+        found = tl.sum(tl.where(is_in, amount, 0), 0)
+        above = tl.max(tl.where(is_in, depth, -1.0), 0)
+        below = tl.min(tl.where(is_in, _INFINITY, depth), 0)
+        is_short = found.to(tl.float64) < target
+        low = tl.where(is_short, below, low)
+        high = tl.where(is_short, high, above)
+    return low
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _race(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _sure(work, row, num_chunks, chunks: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The number and the mass (as a whole number) of the tokens above the bracket, int64."""
+    chunk = tl.arange(0, chunks)
+    inside = chunk < num_chunks
+    number = tl.load(work.sure_number + row * num_chunks + chunk, mask=inside, other=0)
+    mass = tl.load(work.sure_mass + row * num_chunks + chunk, mask=inside, other=0.0)
+    return tl.sum(number, 0).to(tl.int64), tl.sum((mass * _UNIT).to(tl.int64), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    step,
+    work,
+    filters,
+    num_chunks,
+    capacity,
+    row,
+    chunks: tl.constexpr,
+    listed: tl.constexpr,
+):
+    """The depth of the last kept token, the mass of all kept ones, and whether that is right."""
+    has_min, has_k, k, has_p, top_p = _uses(step, filters, row // (step.num_draft + 1))
+    low = tl.load(work.low + row)
+    is_whole = tl.load(work.high + row) >= tl.load(work.cut + row)
+    sure_number, sure_mass = _sure(work, row, num_chunks, chunks)
+    count = tl.load(work.num_listed + row)
+    entry = tl.arange(0, listed)
+    exists = entry < tl.minimum(count, capacity)
+    depth = tl.load(work.listed_depths + row * capacity + entry, mask=exists, other=_INFINITY)
+    one = tl.load(work.listed_counts + row * capacity + entry, mask=exists, other=0).to(tl.int64)
+    mass = one * (tl.exp(-depth) * _UNIT).to(tl.int64)
+    is_right = count <= capacity
+    start = tl.maximum(low, 0.0)
+    level = tl.maximum(tl.max(tl.where(exists, depth, -1.0), 0), low)
+    if has_k:
+        number = sure_number + tl.sum(one, 0)
+        is_right = is_right & ((sure_number < k) | (number <= k)) & (is_whole | (number >= k))
+        if is_right & (number > k):
+            wanted = (k - sure_number).to(tl.float64)
+            level = _search_list(depth, one, start, level, wanted)
+    if has_p:
+        kept = tl.sum(tl.where(depth <= level, mass, 0), 0)
+        whole = (tl.load(work.total + row) * _UNIT).to(tl.float64)
+        if has_min | has_k:
+            whole = (sure_mass + kept).to(tl.float64)
+        wanted = whole * top_p - sure_mass.to(tl.float64)
+        is_all = is_whole | has_min | has_k
+        is_right = is_right & ((wanted > 0) | (sure_number == 0))
+        is_right = is_right & (is_all | (kept.to(tl.float64) >= wanted))
+        if is_right:
+            level = _search_list(depth, mass, start, level, wanted)
+    kept = sure_mass + tl.sum(tl.where(depth <= level, mass, 0), 0)
+    return level, kept.to(tl.float32) / _UNIT, is_right
+
+
+# --- among all tokens of a row ---
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _sweep(step, rules, work, num_chunks, row, level, words: tl.constexpr, counts: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """Of the tokens down to ``level``: their mass (or number) as int64, and the deepest.
+
+    Third the first one below ``level``. Tokens below the row's cut are none.
+    """
+    request = (row // (step.num_draft + 1)).to(tl.int32)
+    place = (row % (step.num_draft + 1)).to(tl.int32)
+    temperature = tl.load(step.temperature + request)
+    largest, cut = tl.load(work.row_max + row), tl.load(work.cut + row)
+    mass = tl.zeros([words, 32], tl.int64)
+    deepest = tl.full([words, 32], -1.0, tl.float32)
+    following = tl.full([words, 32], _INFINITY, tl.float32)
+    for chunk in range(num_chunks):
+        scores = load_tile(step, rules, request, place, chunk, words)
+        depth = depth_of(scores, largest, temperature)
+        depth = tl.where(depth <= cut, depth, _INFINITY)
+        is_in = depth <= level
+        if counts:
+            mass += is_in.to(tl.int64)
+        else:
+            mass += tl.where(is_in, tl.exp(-depth) * _UNIT, 0.0).to(tl.int64)
+        deepest = tl.maximum(deepest, tl.where(is_in, depth, -1.0))
+        following = tl.minimum(following, tl.where(is_in, _INFINITY, depth))
+    return (
+        tl.sum(tl.sum(mass, 1), 0),
+        tl.max(tl.max(deepest, 1), 0),
+        tl.min(tl.min(following, 1), 0),
+    )
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _search(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
-    capacity,
+    num_chunks,
     row,
-    blocks,
-    level,
-    kept,
-    coupled: tl.constexpr,
+    deepest,
+    target,
     words: tl.constexpr,
+    counts: tl.constexpr,
 ):
-    """The token drawn from a filtered row: after a draft token that of the residual."""
-    request = (row // (step.num_draft + 1)).to(tl.int32)
-    place = (row % (step.num_draft + 1)).to(tl.int32)
-    position = tl.load(step.first + request)
-    is_refusal = place < tl.load(step.lengths + request)
-    if coupled:
-        position += place
-        is_refusal = is_refusal & (position < 0)  # never: all draws are the target's own
-    seed = tl.load(step.seeds + request)
-    plain = tl.zeros([words, 32], tl.float32)
-    plain_token = tl.zeros([words, 32], tl.int32)
-    residual, residual_token = plain, plain_token
-    for block in range(blocks):
-        depth, token = candidates(step, rules, work, capacity, row, block, words)
-        weight = tl.where(depth <= level, tl.exp(-depth), 0.0)
-        where = tl.zeros([words, 32], tl.int64) + position
-        noise = exponential(philox_points(seed, where, _SAMPLE, token))
-        value = tl.div_rn(weight, noise)
-        plain_token = tl.where(value > plain, token, plain_token)
-        plain = tl.maximum(plain, value)
-        if is_refusal:
-            left = residual_of(step, request, place, token, weight / kept, weight > 0)
-            value = tl.div_rn(left, noise)
-            residual_token = tl.where(value > residual, token, residual_token)
-            residual = tl.maximum(residual, value)
-    plain, plain_token = best(plain, plain_token)
-    residual, residual_token = best(residual, residual_token)
-    return tl.where(residual > 0, residual_token, tl.where(plain > 0, plain_token, -1))
+    """As ``_search_list``, among all tokens of the row down to ``deepest``."""
+    low, high = deepest * 0.0, deepest
+    while low < high:
+        middle = low + (high - low) * 0.5
+        middle = tl.where(middle < high, middle, low)
+        found, above, below = _sweep(step, rules, work, num_chunks, row, middle, words, counts)
+        is_short = found.to(tl.float64) < target
+        low = tl.where(is_short, below, low)
+        high = tl.where(is_short, high, above)
+    return low
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def resolve_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _scanned_threshold(step, rules, work, filters, num_chunks, row, words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """The depth of the last kept token, and the mass of all kept ones."""
+    has_min, has_k, k, has_p, top_p = _uses(step, filters, row // (step.num_draft + 1))
+    number, level, _ = _sweep(step, rules, work, num_chunks, row, _LARGEST, words, counts=True)
+    if has_k & (number > k):
+        wanted = k.to(tl.float64)
+        level = _search(step, rules, work, num_chunks, row, level, wanted, words, counts=True)
+    if has_p:
+        whole = (tl.load(work.total + row) * _UNIT).to(tl.float64)
+        if has_min | has_k:
+            mass, _, _ = _sweep(step, rules, work, num_chunks, row, level, words, counts=False)
+            whole = mass.to(tl.float64)
+        wanted = whole * top_p
+        level = _search(step, rules, work, num_chunks, row, level, wanted, words, counts=False)
+    mass, _, _ = _sweep(step, rules, work, num_chunks, row, level, words, counts=False)
+    return level, mass.to(tl.float32) / _UNIT
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
     filters,
     num_chunks,
     capacity,
-    coupled: tl.constexpr,
-    filtered: tl.constexpr,
     words: tl.constexpr,
     chunks: tl.constexpr,
+    listed: tl.constexpr,
 ):
-    """Each marked row's token, and whether its draft token stays where that was open: grid (N,)."""
+    """``work.cut`` and ``work.total`` of filtered rows as they are: grid (N,).
+
+    Also whether the draft token stays where that was open. chunks, listed: powers of two, at least
+    C and ``capacity``.
+    """
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
     place = (row % (step.num_draft + 1)).to(tl.int32)
     length = tl.load(step.lengths + request)
     state = tl.load(work.state + row, mask=place <= length, other=0)
-    if (state & DRAW) != 0:
-        if filtered and ((state & FILTERED) != 0):
-            count = tl.load(work.num_listed + row)
-            blocks = tl.where(count <= capacity, tl.cdiv(count, words * 32), num_chunks)
-            level, kept = threshold(step, rules, work, filters, capacity, row, blocks, words)
-            depth = tl.load(work.depth + row)
-            share = tl.where(depth <= level, tl.exp(-depth) / kept, 0.0)
-            if ((state & OPEN) != 0) & (tl.load(work.test + row) < share):
-                tl.store(work.state + row, ACCEPTED)
-            else:
-                token = _race(step, rules, work, capacity, row, blocks, level, kept, coupled, words)
-                tl.store(work.token + row, token)
-        else:
-            chunk = tl.arange(0, chunks)
-            at = (row * num_chunks + chunk) * 2
-            inside = chunk < num_chunks
-            value = tl.load(work.race_value + at, mask=inside, other=-1.0)
-            token = tl.load(work.race_token + at, mask=inside, other=NO_TOKEN)
-            plain = tl.load(work.race_value + at + 1, mask=inside, other=-1.0)
-            plain_token = tl.load(work.race_token + at + 1, mask=inside, other=NO_TOKEN)
-            tl.store(work.token + row, _winner(value, token, plain, plain_token))
+    if (state & _BOTH) == _BOTH:
+        level, kept, is_right = _listed_threshold(
+            step, work, filters, num_chunks, capacity, row, chunks, listed
+        )
+        if is_right == 0:
+            level, kept = _scanned_threshold(step, rules, work, filters, num_chunks, row, words)
+        tl.debug_barrier()  # all have read what is written here
+        tl.store(work.cut + row, level)
+        tl.store(work.total + row, kept)
+        depth = tl.load(work.depth + row)
+        share = tl.where(depth <= level, tl.exp(-depth) / kept, 0.0)
+        if ((state & OPEN) != 0) & (tl.load(work.test + row) < share):
+            tl.store(work.state + row, ACCEPTED)

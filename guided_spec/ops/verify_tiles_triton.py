@@ -15,7 +15,9 @@ __all__ = [
     "Rules",
     "Step",
     "Work",
+    "depth_of",
     "exponential",
+    "load_groups",
     "load_points",
     "load_tile",
     "philox_points",
@@ -75,12 +77,17 @@ class Work(NamedTuple):
 
     chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass behind it, for greedy requests
         the first token that has it; NaN where a logit is.
-    row_max, total: [N] of the whole row. cut: [N] how far below the largest score a token of a
-        filtered row can stand and be kept. depth, test: [N] the same of the draft token, and u * q.
-    state, token: int32 [N] what is known of a row, and the token drawn from it.
-    num_listed: int32 [N], listed_depths: [N, M], listed_tokens: int32 [N, M]: the tokens within the
-        cut, in any order.
-    race_value, race_token: [N, C, 2] the best of each chunk, by the residual and by the target.
+    row_max, total: [N] of the whole row; total is of the kept tokens once they are known.
+    cut: [N] how far below the largest score a token of a filtered row can stand and be kept; how
+        far it may, once that is known. low, high: [N] what that is probably between: tokens down to
+        low are kept.
+    depth, test: [N] how far below the draft token is, and its u * q.
+    state, token: int32 [N] what is known of a row, and the token of a greedy one.
+    num_listed: int32 [N], listed_depths: [N, M], listed_counts: int32 [N, M]: depths of tokens
+        between low and high, in any order, and of how many tokens each.
+    sure_mass: [N, C], sure_number: int32 [N, C] the tokens of a chunk down to low.
+    race_value, race_token: [2, N, C] the best of each chunk, by the residual and by the target;
+        [1, N, C] where the residual is the target without one token.
     """
 
     chunk_max: Any
@@ -88,13 +95,17 @@ class Work(NamedTuple):
     row_max: Any
     total: Any
     cut: Any
+    low: Any
+    high: Any
     depth: Any
     test: Any
     state: Any
     token: Any
     num_listed: Any
     listed_depths: Any
-    listed_tokens: Any
+    listed_counts: Any
+    sure_mass: Any
+    sure_number: Any
     race_value: Any
     race_token: Any
 
@@ -147,6 +158,26 @@ def load_points(step, rules, request, place, token, is_used):  # type: ignore[no
 
 
 @triton.jit
+def load_groups(step, rules, request, place, group):  # type: ignore[no-untyped-def]
+    """float32 [groups, 8]: the logits of row ``place`` at eight tokens from 8 * ``group`` on."""
+    lane = tl.arange(0, 8)
+    token = group[:, None] * 8 + lane[None, :]
+    inside = token < step.vocab_size
+    start = step.logits + request.to(tl.int64) * step.batch_stride
+    start += place.to(tl.int64) * step.row_stride
+    scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
+    if step.mask is not None:
+        num_words = (step.vocab_size + 31) // 32
+        row = (request * (step.num_draft + 1) + place).to(tl.int64)
+        word = group >> 2
+        bits = tl.load(step.mask + row * num_words + word, mask=word < num_words, other=0)
+        place_in_word = (group & 3).to(tl.int32)[:, None] * 8 + lane[None, :]
+        is_legal = ((bits[:, None] >> place_in_word) & 1) != 0
+        scores = tl.where(is_legal, scores, float("-inf"))
+    return _adjusted(scores, token, step, rules, request, place)
+
+
+@triton.jit
 def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-untyped-def]
     """Bias and penalties, as ``Adjustments.apply`` has them; bans are in the mask by now."""
     if rules.rule_of is not None:
@@ -169,6 +200,12 @@ def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-un
                 scores -= tl.load(rules.frequency + rule) * count
                 scores -= tl.load(rules.presence + rule) * tl.where(count > 0, 1.0, 0.0)
     return scores
+
+
+@triton.jit
+def depth_of(scores, largest, temperature):  # type: ignore[no-untyped-def]
+    """How far ``scores`` are below the largest of their row, at a temperature above 0."""
+    return (largest - scores) * tl.minimum(tl.div_rn(1.0, temperature), 1e30)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -201,8 +238,7 @@ def philox_points(seed, position, stream: tl.constexpr, column):  # type: ignore
 def exponential(bits):  # type: ignore[no-untyped-def]
     """float32 exponential(1) of uint32 bits, as ``exponential_noise`` makes it of them."""
     value = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.999999940395355)
-    # -log(1 - v) by its series in s = v / (2 - v) where the plain logarithm loses the small ones.
-    s = value / (2.0 - value)
-    square = s * s
-    series = 1.0 + square * (1 / 3 + square * (1 / 5 + square * (1 / 7 + square * (1 / 9))))
-    return tl.where(value < 0.25, 2.0 * s * series, -tl.log(1.0 - value))
+    # -log(1 - v) by its series where the plain logarithm loses the small ones.
+    series = 1 / 3 + value * (1 / 4 + value * (1 / 5 + value * (1 / 6)))
+    series = value * (1.0 + value * (0.5 + value * series))
+    return tl.where(value < 0.0625, series, -0.6931471805599453 * tl.log2(1.0 - value))

@@ -1,8 +1,8 @@
-"""The verify decision as kernels: three launches for greedy batches, five for any other.
+"""The verify decision as kernels: three launches for greedy batches, one more for sampled ones.
 
-One pass reads the logits once. After it only the rows that a token is drawn from are read again,
-and of filtered rows those chunks alone that hold a token which may be kept. Grids depend on shapes
-alone and nothing waits for the host, so a CUDA graph can hold all of it.
+One pass reads the logits once. After it only the rows that a token is drawn from are read again;
+where any is filtered, three more launches find what is kept of rows that need it. Grids depend on
+shapes alone and nothing waits for the host, so a CUDA graph can hold all of it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.verify import NoiseKeys, VerifyRows
 from guided_spec.ops.verify_decide_triton import Filters, assemble_kernel, decide_kernel
-from guided_spec.ops.verify_draw_triton import draw_kernel
-from guided_spec.ops.verify_resolve_triton import resolve_kernel
+from guided_spec.ops.verify_draw_triton import race_kernel
+from guided_spec.ops.verify_filter_triton import bracket_kernel, collect_kernel
+from guided_spec.ops.verify_resolve_triton import threshold_kernel
 from guided_spec.ops.verify_stats_triton import ban_kernel, stats_kernel
 from guided_spec.ops.verify_tiles_triton import Rules, Step, Work
 from guided_spec.types import Accepted, Draft
@@ -27,7 +28,10 @@ from guided_spec.types import Accepted, Draft
 __all__ = ["verify"]
 
 MOST_WORDS = 64  # of a tile
-CAPACITY = 32_768  # tokens of a filtered row that are listed; longer lists are made again and again
+CAPACITY = 8192  # depths of a filtered row that are listed; rows of more are searched slowly
+SAMPLED = 8192  # tokens of a filtered row that bracket its threshold
+SURENESS = 5.0  # standard errors between the bracket and its estimate
+FEW = 128  # tokens of a chunk from which on equal ones are listed together
 MANY_PROGRAMS = 8192  # from which on one program serves all rows of a request
 BAN_BLOCK = 64
 
@@ -48,9 +52,8 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
     num_words = num_mask_words(vocab_size)
     # Small vocabularies are cut into a few chunks too.
     words = min(MOST_WORDS, max(1, triton.next_power_of_2(num_words) // 4))
-    shape = _Shape(
-        batch, num_rows, triton.cdiv(num_words, words), words, min(CAPACITY, num_words * 32)
-    )
+    capacity = min(CAPACITY, triton.next_power_of_2(num_words * 32))
+    shape = _Shape(batch, num_rows, triton.cdiv(num_words, words), words, capacity)
     with torch.cuda.device_of(logits):  # Triton launches on the current device
         step = _step(logits, bitmask, draft, rows)
         rules = Rules()
@@ -67,28 +70,46 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: _Shape) -> Accept
         *map(tl.constexpr, (sampling.any_top_k, sampling.any_top_p, sampling.any_min_p))
     )
     filtered = sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
-    work = _work(shape, device, greedy=sampling.all_greedy, filtered=filtered)
-    batch, num_rows, num_chunks, words, capacity = shape
+    batch, num_rows, num_chunks, words, _ = shape
     coupled, total = rows.verifier == "coupled", batch * num_rows
+    is_split = step.probs is not None and not coupled
+    races = 0 if sampling.all_greedy else 1 + is_split
+    work = _work(shape, device, races, filtered=filtered)
     width, chunks = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_chunks)
     stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2)
     decide_kernel[(batch,)](step, rules, work, filters, num_chunks, coupled, width, chunks)
     if not sampling.all_greedy:
-        is_wide = coupled or total * num_chunks <= MANY_PROGRAMS
-        stride = num_rows if is_wide else 1
-        draw_kernel[(batch, num_chunks, stride)](
-            *(step, rules, work, num_chunks, capacity, stride, coupled, filtered, words),
-            num_warps=8,
-            maxnreg=80,  # most of its programs have nothing to do and should not wait for room
-        )
-        resolve_kernel[(total,)](
-            *(step, rules, work, filters, num_chunks, capacity, coupled, filtered, words, chunks),
+        if filtered:
+            _filter(step, rules, work, filters, shape, coupled=coupled)
+        race_kernel[(batch, num_chunks, num_rows if coupled else 1)](
+            *(step, rules, work, num_chunks, coupled, filtered, is_split, words, width),
             num_warps=8,
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    assemble_kernel[(batch,)](step, work, token_ids, num_accepted, coupled, width, num_warps=1)
+    assemble_kernel[(batch,)](
+        *(step, work, token_ids, num_accepted, num_chunks, coupled, is_split, width, chunks),
+        num_warps=4 if races else 1,
+    )
     return Accepted(token_ids, num_accepted)
+
+
+def _filter(
+    step: Step, rules: Rules, work: Work, filters: Filters, shape: _Shape, *, coupled: bool
+) -> None:
+    """Find what the filters keep of every row that needs it."""
+    batch, num_rows, num_chunks, words, capacity = shape
+    total = batch * num_rows
+    groups = min(SAMPLED // 8, triton.next_power_of_2(triton.cdiv(step.vocab_size, 8)))
+    bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=8)
+    stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
+    collect_kernel[(batch, num_chunks, stride)](
+        step, rules, work, num_chunks, capacity, stride, FEW, words, num_warps=8
+    )
+    chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)
+    threshold_kernel[(total,)](
+        step, rules, work, filters, num_chunks, capacity, words, chunks, listed, num_warps=16
+    )
 
 
 def _step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Step:
@@ -162,9 +183,9 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     return step
 
 
-def _work(shape: _Shape, device: torch.device, *, greedy: bool, filtered: bool) -> Work:
+def _work(shape: _Shape, device: torch.device, races: int, *, filtered: bool) -> Work:
     total, chunks = shape.batch * shape.rows, shape.num_chunks
-    is_listed = filtered and not greedy
+    is_listed = filtered and races > 0
 
     def numbers(*size: int) -> Tensor:
         return torch.empty(size, dtype=torch.float32, device=device)
@@ -178,13 +199,17 @@ def _work(shape: _Shape, device: torch.device, *, greedy: bool, filtered: bool) 
         row_max=numbers(total),
         total=numbers(total),
         cut=numbers(total) if is_listed else None,
+        low=numbers(total) if is_listed else None,
+        high=numbers(total) if is_listed else None,
         depth=numbers(total) if is_listed else None,
         test=numbers(total) if is_listed else None,
         state=integers(total),
         token=integers(total),
         num_listed=integers(total) if is_listed else None,
         listed_depths=numbers(total, shape.capacity) if is_listed else None,
-        listed_tokens=integers(total, shape.capacity) if is_listed else None,
-        race_value=None if greedy else numbers(total, chunks, 2),
-        race_token=None if greedy else integers(total, chunks, 2),
+        listed_counts=integers(total, shape.capacity) if is_listed else None,
+        sure_mass=numbers(total, chunks) if is_listed else None,
+        sure_number=integers(total, chunks) if is_listed else None,
+        race_value=numbers(races, total, chunks) if races else None,
+        race_token=integers(races, total, chunks) if races else None,
     )

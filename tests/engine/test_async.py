@@ -165,7 +165,7 @@ def test_a_forgotten_llm_ends_its_thread() -> None:
 
 
 def test_another_proposer_on_the_same_weights() -> None:
-    params = SamplingParams(max_tokens=12, grammar=LETTERS)
+    params = SamplingParams(max_tokens=12, grammar=LETTERS, complete=False)
     with make_llm("llama", "none", near_copy("llama"), num_draft_tokens=3) as plain:
         expected = plain.generate("A", params)[0]
         with plain.with_proposer("draft_model") as llm:

@@ -33,6 +33,8 @@ PARAMS = [
     replace(params, max_tokens=min(params.max_tokens, 24), seed=10 + row, **SETTINGS[row % 2])
     for row, params in enumerate(GREEDY)
 ]
+# Texts that are cut off are as good here, and the shortest ones would be longer.
+PARAMS = [replace(params, complete=None if params.grammar is None else False) for params in PARAMS]
 WITHOUT_HEADS = sorted(set(PROPOSERS) - set(TARGETS) - {"chain"})
 CHAINS = [
     "chain:grammar_forced+ngram",

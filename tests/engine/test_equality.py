@@ -173,7 +173,11 @@ def test_plain_decoding_is_what_transformers_generates(architecture: str) -> Non
         if params.max_tokens == 48
     ]
     with make_llm(architecture, "none") as llm:
-        params = [SamplingParams(max_tokens=48, grammar=item.grammar) for item in items]
+        cut = [None if item.grammar is None else False for item in items]
+        params = [
+            SamplingParams(max_tokens=48, grammar=item.grammar, complete=complete)
+            for item, complete in zip(items, cut, strict=True)
+        ]
         ours = llm.generate([item.prompt for item in items], params)
         prompts = [llm.encode(item.prompt) for item in items]
         theirs = run_transformers(llm.model, llm.vocabulary, prompts, items, max_tokens=48)

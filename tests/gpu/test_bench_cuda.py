@@ -38,7 +38,7 @@ def test_steps_and_documents(tmp_path: Path) -> None:
         eagle3=str(folders.eagle3),
         dtype="float32",
         steps=StepPlan(("none", "eagle3:mask"), (1, 8), (0.0,), 3, 40, 6, 2),
-        documents=DocumentPlan(("none", "chain:grammar_forced+eagle3"), (4,), (0.7,), 3, 24, 6),
+        documents=DocumentPlan(("none", "chain:grammar_forced+eagle3"), (4,), (0.7,), 3, 200, 6),
     )
     sections = {section.name: section.records for section in run_gpu(plan, lambda _: None)}
     rows = sections["steps"]["rows"] + sections["end-to-end"]["rows"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -31,10 +31,10 @@ CUDA = torch.device("cuda")
 # Heads of 16 dimensions at least: what the attention kernel takes.
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral"])
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
-    model: Any = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
+    model = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
     prompts = prompts_of([5, 17, 90, 1, 23, 9, 8], VOCAB, 0)
     expected = [generate_alone(model, prompt, 20) for prompt in prompts]
-    lm = CausalLM(model.to(CUDA), num_slots=8, max_length=130)
+    lm = CausalLM(cast(Any, model).to(CUDA), num_slots=8, max_length=130)
     assert lm.is_packed
     order = [6, 1, 4, 0, 7, 2, 3]
     rows = [Row(s, p, e) for s, p, e in zip(order, prompts, expected, strict=True)]
@@ -47,13 +47,13 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
 
 @torch.inference_mode()
 def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
-    target: Any = build("llama", hidden_size=64, head_dim=16).to(CUDA)
+    target = cast(Any, build("llama", hidden_size=64, head_dim=16)).to(CUDA)
     write_eagle3(tmp_path, target, layout="speculators", num_layers=2)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
     room = SlotRoom(4, 100)
     packed = PackedEagle3.of(head, room.max_length)
     assert packed is not None
-    heads = [
+    heads: list[Any] = [
         SlotHead(head, room, device=CUDA, dtype=torch.float32),
         PackedSlotHead(packed, room, device=CUDA, dtype=torch.float32),
     ]
@@ -74,7 +74,6 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
         for stock, walked in zip(found[:3], found[3:], strict=True):
             torch.testing.assert_close(walked, stock, rtol=1e-3, atol=1e-3)
         stock_head, packed_head = heads
-        assert isinstance(packed_head, PackedSlotHead)
         walk = packed_head.walk_greedily(slots, 3)
         for depth in range(3):
             logits = stock_head.logits(slots)

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.models.slot_attention import attending, using_slot_attention
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
-from tests.models.tiny import build
 
 pytestmark = pytest.mark.gpu
 
@@ -121,34 +119,6 @@ def test_a_captured_graph_follows_the_places() -> None:
         graph.replay()
         expected = slot_attention(*data._replace(places=places), scale=0.1)
         torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")  # a compiler's advice is not a failure
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@torch.inference_mode()
-def test_a_compiled_model_over_slots(name: str) -> None:
-    torch.compiler.reset()
-    model: Any = build(name, num_hidden_layers=2)
-    model.cuda()
-    config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (3, config.num_key_value_heads, 33, width)
-    buffers = [
-        KeyValues(torch.zeros(shape, device=CUDA), torch.zeros(shape, device=CUDA))
-        for _ in range(config.num_hidden_layers)
-    ]
-    texts = torch.randint(1, config.vocab_size, (2, 24), device=CUDA)
-    expected = model(input_ids=texts, use_cache=False).logits
-    places = SlotPlaces(torch.tensor([2, 0], device=CUDA), torch.zeros(2, device=CUDA).long())
-    compiled: Any = torch.compile(model, fullgraph=True, dynamic=False)
-    with using_slot_attention(config), attending(buffers, places):
-        for start in range(0, 24, 6):
-            places.starts.fill_(start)
-            positions = torch.arange(start, start + 6, device=CUDA).expand(2, -1)
-            found = compiled(
-                input_ids=texts[:, start : start + 6], position_ids=positions, use_cache=False
-            ).logits
-            torch.testing.assert_close(found, expected[:, start : start + 6], atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -33,7 +33,11 @@ OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3", "qwen3_5", "qwen3_moe", "gpt
 def make(name: str) -> PreTrainedModel:
     if name == "qwen2":
         mixed = ["full_attention", "sliding_attention"] * 2
-        more = {"use_sliding_window": True, "sliding_window": 8, "layer_types": mixed}
+        more: dict[str, Any] = {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": mixed,
+        }
         return build("qwen2", vocab_size=VOCAB, **more)
     if name == "llama_dynamic":
         rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
@@ -88,7 +92,7 @@ def test_every_kind_of_output_is_that_of_the_stock_forward(
     )
     found: list[SlotOutput] = []
     for kernels in ("stock", "packed"):
-        lm = CausalLM(model, num_slots=3, max_length=100, kernels=kernels)  # type: ignore[arg-type]
+        lm = CausalLM(model, num_slots=3, max_length=100, kernels=kernels)
         found.append(lm.forward(inputs, logits=logits, hidden_layers=layers))  # type: ignore[arg-type]
     for name in ("logits", "hidden_states"):
         stock, packed = (getattr(output, name) for output in found)

@@ -71,15 +71,6 @@ def test_a_text_that_grows(name: str) -> None:
     assert model.config._attn_implementation == implementation
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral"])
-@torch.inference_mode()
-def test_one_graph_holds_the_whole_forward(name: str) -> None:
-    torch.compiler.reset()
-    model = build(name, num_hidden_layers=2)
-    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=False)
-    check_growth(model, compiled, [[4, 0, 4, 4], [4, 0, 4, 4], [4, 0, 4, 4]])
-
-
 @torch.inference_mode()
 def test_rejected_tokens_leave_no_trace() -> None:
     model: Any = build("llama")

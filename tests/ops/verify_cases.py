@@ -215,7 +215,7 @@ def main(max_examples: int) -> None:
     from guided_spec.ops import verify_triton
 
     seen = {"cases": 0, "close": 0}
-    capacity = verify_triton.CAPACITY
+    capacity, sampled = verify_triton.CAPACITY, verify_triton.SAMPLED
 
     @settings(
         max_examples=max_examples,
@@ -225,10 +225,18 @@ def main(max_examples: int) -> None:
         phases=[Phase.generate],  # shrinking takes long in the interpreter
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=cases(), is_short=st.booleans(), is_wide=st.booleans())
-    def compare(case: Case, *, is_short: bool, is_wide: bool) -> None:
-        verify_triton.CAPACITY = 32 if is_short else capacity
+    @given(
+        case=cases(),
+        is_short=st.booleans(),
+        is_wide=st.booleans(),
+        size=st.sampled_from([sampled, 64, 16]),
+        sureness=st.sampled_from([2.0, 0.2, 0.0]),  # of 0 most brackets of a part are wrong
+    )
+    def compare(case: Case, size: int, sureness: float, *, is_short: bool, is_wide: bool) -> None:
+        verify_triton.CAPACITY = 16 if is_short else capacity
         verify_triton.MANY_PROGRAMS = 8192 if is_wide else 0
+        verify_triton.FEW = 3 if is_short else 128
+        verify_triton.SAMPLED, verify_triton.SURENESS = size, sureness
         found = verify_triton.verify(case.logits, case.bitmask, case.draft, case.rows)
         close, wrong = unexplained(case, found)
         assert not wrong, (wrong, found, case.reference(), case)
