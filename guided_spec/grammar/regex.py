@@ -29,7 +29,8 @@ Place = Literal["text", "json_string"]
 
 _parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
 _NEWLINE: Ranges = ((10, 10),)
-_SHORT: Ranges = ((0, 0x7FF),)  # at most two bytes in UTF-8
+# Characters by their bytes in UTF-8: at most two, three, four.
+_LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
 _BEGIN = ("AT_BEGINNING", "AT_BEGINNING_STRING")
 _END = ("AT_END", "AT_END_STRING")
 _REFUSED = {
@@ -130,10 +131,10 @@ class _Writer:
             raise self._refuse("a character class that no character is in", "widen it")
         if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
             return f"\\u{{{ranges[0][0]:x}}}"
-        short, long = intersect(ranges, _SHORT), intersect(ranges, complement(_SHORT))
-        if self.place == "json_string" and short and long:
-            # One class over both would take overlong UTF-8, which decodes to more characters.
-            return f"(?:{_write_class(short)}|{_write_class(long)})"
+        parts = [part for length in _LENGTHS if (part := intersect(ranges, length))]
+        if self.place == "json_string" and len(parts) > 1:
+            # One class over several would take overlong UTF-8, which decodes to more characters.
+            return f"(?:{'|'.join(map(_write_class, parts))})"
         return _write_class(ranges)
 
     def _escaped(self, ranges: Ranges) -> str:

@@ -28,7 +28,7 @@ from guided_spec.errors import ConfigError
 from tests.bench.small_llama import Folders, write_small
 
 STEPS = StepPlan(("none", "eagle3:mask"), (1, 2), (0.0,), 3, 40, 4, 2)
-DOCUMENTS = DocumentPlan(("none", "eagle3"), (2,), (0.0, 0.7), 3, 24, 3)
+DOCUMENTS = DocumentPlan(("none", "eagle3"), (2,), (0.0, 0.7), 3, 200, 3)
 
 # What the script uses of vLLM, with answers known beforehand; vLLM itself needs a GPU.
 STAND_IN = """

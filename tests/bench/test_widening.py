@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,7 +106,7 @@ def test_hidden_states_at_the_layers_of_the_head(pair: Pair) -> None:
 def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float) -> None:
     grammar = GrammarSpec.regex("[a-z ]{30,40}")
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5, ignore_eos=True)
-    constrained = SamplingParams(max_tokens=24, temperature=temperature, seed=6, grammar=grammar)
+    constrained = replace(params, seed=6, ignore_eos=False, grammar=grammar, complete=False)
     found = []
     for target, head in ((pair.target, pair.eagle3), pair.wide):
         options = {"draft": str(head), "device": "cpu", "max_model_len": 128}

@@ -170,3 +170,16 @@ def test_compiles_run_side_by_side() -> None:
         grammars = list(pool.map(BACKEND.compile, map(GrammarSpec.json_schema, schemas * 2)))
     for number, grammar in enumerate(grammars):
         assert accepts(grammar, json.dumps([number % 16, str(number % 16)]))
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "string", "maxLength": 3}, {"type": "string", "pattern": "^.{0,3}$"}]
+)
+def test_only_the_shortest_spelling_in_utf8(schema: dict[str, Any]) -> None:
+    """Overlong bytes would be several broken characters when they are decoded."""
+    compiled = XGrammarBackend(BYTES).compile(GrammarSpec.json_schema(schema))
+    for spelled in (b"\xc0\x80", b"\xe0\x80\x80", b"\xf0\x80\x80\x80", b"\xf4\x90\x80\x80"):
+        matcher = compiled.new_matcher()
+        assert not all(matcher.accept_token(byte) for byte in b'"' + spelled)
+    matcher = compiled.new_matcher()
+    assert all(matcher.accept_token(byte) for byte in '"é東🙂"'.encode())
