@@ -103,7 +103,8 @@ def test_what_fails_and_what_is_cut(
     ]
     path = write(tmp_path / "in.jsonl", records)
     with caplog.at_level(logging.WARNING):
-        result = regenerate([path], tmp_path / "out.jsonl", llm, SamplingParams(max_tokens=20))
+        params = SamplingParams(max_tokens=20, complete=False)
+        result = regenerate([path], tmp_path / "out.jsonl", llm, params)
     assert result == Regenerated(written=1, failed=2, cut=1)
     assert [record["prompt"] for record in read(tmp_path / "out.jsonl")] == ["c"]
     (warning,) = caplog.messages
