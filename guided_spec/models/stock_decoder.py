@@ -47,12 +47,16 @@ class StockDecoder:
             return None
         decoder, stock = cls(model), cast(Any, model)
         ids = torch.tensor([PROBE], device=model.device)
+        expected: Tensor = stock(input_ids=ids, use_cache=False).logits
+        states = stock.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        # By itself, and exactly: half precision would hide what a model does behind its head.
+        if not torch.equal(decoder.logits(states), expected):
+            return None
         start = torch.zeros(1, dtype=torch.int64, device=model.device)
         try:
             found = decoder.logits(decoder.forward(ids, SlotPlaces(start, start), memory).states)
         except (ModelError, IndexError):
             return None
-        expected: Tensor = stock(input_ids=ids, use_cache=False).logits
         error = (found - expected).abs().max() / expected.abs().max()
         return decoder if error <= LARGEST_ERROR.get(model.dtype, HALF_ERROR) else None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -66,6 +66,15 @@ def test_other_models_stay_as_they_are(name: str) -> None:
     before = {key: value.data_ptr() for key, value in model.state_dict().items()}
     assert not CausalLM(model, num_slots=2, max_length=30, kernels="packed").is_packed
     assert {key: value.data_ptr() for key, value in model.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_model_does_behind_its_head_is_not_passed_over(dtype: torch.dtype) -> None:
+    """In half precision a wide cap on the logits is less than what rounding does."""
+    capped = cast(Any, build("gemma3", vocab_size=VOCAB, final_logit_softcapping=100.0)).to(dtype)
+    assert not CausalLM(capped, num_slots=1, max_length=8, kernels="packed").is_packed
+    plain = cast(Any, build("gemma3", vocab_size=VOCAB)).to(dtype)
+    assert CausalLM(plain, num_slots=1, max_length=8, kernels="packed").is_packed
 
 
 def test_stock_is_stock_and_auto_is_stock_on_a_cpu() -> None:
