@@ -1,4 +1,4 @@
-"""A draft head's own, smaller vocabulary, and masks translated into it.
+"""A draft head's own, smaller vocabulary.
 
 EAGLE-3 heads score only the D most frequent of the target's V tokens. Their checkpoints hold
 ``d2t`` int64 [D], offsets: draft id i is target id ``i + d2t[i]`` (SafeAILab/EAGLE, SpecForge and
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.bitmask import translate_bitmask
 
 __all__ = ["DraftVocabulary", "VocabularyTensors"]
 
@@ -77,7 +76,3 @@ class DraftVocabulary:
     def to_target(self, draft_ids: Tensor) -> Tensor:
         """Draft ids int64 [...] to target ids."""
         return self.target_ids[draft_ids]
-
-    def translate(self, bitmask: Tensor | None) -> Tensor | None:
-        """Mask over target tokens, int32 [..., W], to one over draft tokens; None stays None."""
-        return None if bitmask is None else translate_bitmask(bitmask, self.target_ids)

@@ -17,6 +17,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.ops.bitmask import translate_bitmask
 from guided_spec.training.data.dataset import load_examples, write_grammar_text
 from guided_spec.training.data.draft_tokens import (
     count_tokens,
@@ -79,7 +80,7 @@ def test_forced_tokens_of_documents(heldout: Path, tokenizer: Any, vocabulary: V
         assert rows is not None
         full = torch.from_numpy(rows)
         single = torch.tensor([sum(int(w).bit_count() for w in r.view("u4")) == 1 for r in rows])
-        reduced = selected.translate(full)
+        reduced = translate_bitmask(full, selected.target_ids)
         assert reduced is not None
         assert (reduced[single] != 0).any(-1).all()
 
