@@ -31,13 +31,15 @@ class EngineConfig:
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
         fit, requests queue.
     compile_threads: grammars compiled at the same time.
-    grammar_backend: what compiles grammars: "xgrammar", "llguidance" (an extra), or "auto", which
-        is xgrammar, and llguidance for the JSON schemas that xgrammar does not enforce in full.
+    grammar_backend: what compiles grammars: "xgrammar", "llguidance" (an extra), or "auto": for
+        each JSON schema the one that enforces all of it and rejects the least, else xgrammar.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs llama-like models and EAGLE-3 heads on one CUDA device in packed form and
         as CUDA graphs, whose results differ from the stock modules' by rounding; "packed" does so
         on any device; "stock" leaves everything to the stock modules.
+    draft_length: "fixed" drafts ``num_draft_tokens`` at every step, "adaptive" up to as many, by
+        what was accepted and what steps took.
 
     Raises ConfigError for a value out of range.
     """
