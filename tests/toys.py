@@ -8,7 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
@@ -245,3 +246,18 @@ def chi_square_p_value(counts: Tensor, probs: Tensor) -> float:
     freedom = torch.tensor(float(kept.sum()) - 1, dtype=torch.float64)
     p_value = float(torch.special.gammaincc(freedom / 2, statistic / 2))
     return 0.0 if math.isnan(p_value) else p_value
+
+
+class RowWriter:
+    """A matcher that writes one number into all words of a mask row."""
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        np.asarray(bitmask)[index] = self.value
+        return True
+
+
+def row_writer(value: int) -> GrammarMatcher:
+    return cast(GrammarMatcher, RowWriter(value))

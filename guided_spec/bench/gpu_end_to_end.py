@@ -11,6 +11,7 @@ import torch
 
 from guided_spec.bench.compare import run_items
 from guided_spec.bench.gpu_subject import (
+    PREFILL_TOKENS,
     Subject,
     free_memory,
     json_documents,
@@ -34,7 +35,6 @@ __all__ = [
 
 DOCUMENT_PROPOSERS = ("none", "ngram", "eagle3", "chain:grammar_forced+eagle3")
 FEWEST_REQUESTS = 32
-PREFILL_TOKENS = 8192  # as vLLM reads prompts
 
 
 class DocumentPlan(NamedTuple):

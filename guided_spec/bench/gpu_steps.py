@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from guided_spec.bench.gpu_subject import (
+    PREFILL_TOKENS,
     Subject,
     free_memory,
     json_documents,
@@ -31,7 +32,6 @@ from guided_spec.types import SamplingParams
 __all__ = ["STEP_PROPOSERS", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
 
 STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:topk_walk", "eagle3:validate")
-PREFILL_TOKENS = 8192
 FILLER_DOCUMENTS = 32
 FEWEST_ITEMS = 100  # some 2,500 tokens at least, more than any run writes before it is stopped
 

@@ -24,7 +24,14 @@ from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.rotary import Rotation
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["STATIC_ROPE", "PackedDecoder", "PackedOutput", "RotationTable", "has_hooks"]
+__all__ = [
+    "STATIC_ROPE",
+    "PackedDecoder",
+    "PackedOutput",
+    "RotationTable",
+    "has_hooks",
+    "has_whole_static_rope",
+]
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
@@ -131,16 +138,18 @@ def has_hooks(model: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
+def has_whole_static_rope(config: Any) -> bool:
+    """Whether whole heads are rotated, and alike in texts of any length."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    is_static = rope.get("rope_type", "default") in STATIC_ROPE
+    return is_static and rope.get("partial_rotary_factor", 1.0) == 1.0
+
+
 def _is_served(model: PreTrainedModel) -> bool:
     stock: Any = model
     if type(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
         return False
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in STATIC_ROPE:
-        return False
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        return False
-    if has_hooks(model):
+    if not has_whole_static_rope(model.config) or has_hooks(model):
         return False
     layers = stock.get_decoder().layers
     head = stock.get_output_embeddings()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.eagle3 import Eagle3Head
-from guided_spec.models.packed_decoder import STATIC_ROPE, RotationTable
+from guided_spec.models.packed_decoder import RotationTable, has_whole_static_rope
 from guided_spec.models.packed_layer import PackedLayer
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -78,10 +78,7 @@ class PackedEagle3:
 
 
 def _is_served(head: Eagle3Head) -> bool:
-    rope = getattr(head.config, "rope_parameters", None) or {}
-    if rope.get("rope_type", "default") not in STATIC_ROPE:
-        return False
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if not has_whole_static_rope(head.config):
         return False
     layers: list[Any] = list(head.layers)
     if any(getattr(layer.self_attn, "sliding_window", None) for layer in layers):

@@ -2,36 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.grammar.protocol import GrammarMatcher
+from tests.toys import row_writer
 
 pytestmark = pytest.mark.gpu
 
 REQUESTS, DEPTHS, VOCAB_SIZE = 16, 6, 151_936
 WORDS = VOCAB_SIZE // 32
 STEPS = 40
-
-
-class Writer:
-    """Writes one number into a row."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        np.asarray(bitmask)[index] = self.value
-        return True
-
-
-def writer(value: int) -> GrammarMatcher:
-    return cast(GrammarMatcher, Writer(value))
 
 
 def new_rows() -> MaskRows:
@@ -55,7 +37,7 @@ def test_many_steps_without_a_wait() -> None:
         busy()  # the forward; its reader of the masks comes behind it
         for request in range(requests):
             for depth in range(DEPTHS - request % 2):
-                rows.fill(writer(value(step, request, depth)), request, depth)
+                rows.fill(row_writer(value(step, request, depth)), request, depth)
         found.append(rows.first(requests, DEPTHS).sum(-1) // WORDS)
     for step, sums in enumerate(found):
         expected = [
@@ -73,7 +55,7 @@ def test_many_depths_without_a_wait(*, is_even: bool) -> None:
         for depth in range(DEPTHS - 1):
             at = [depth + (0 if is_even else r % 2) for r in range(REQUESTS)]
             for request, row in enumerate(at):
-                rows.fill(writer(value(step, request, row)), request, row)
+                rows.fill(row_writer(value(step, request, row)), request, row)
             busy()
             found.append(rows.at_depths([*at[:-1], at[-1] if is_even else None]).sum(-1) // WORDS)
     for index, sums in enumerate(found):
@@ -90,7 +72,7 @@ def test_rows_stay_where_they_are() -> None:
     addresses = set()
     for step in range(4):
         rows.clear(3)
-        rows.fill(writer(step), 0, 0)
+        rows.fill(row_writer(step), 0, 0)
         first, following = rows.first(3, 4), rows.at_depths([0, 0, None])
         assert first.is_contiguous()
         addresses.add((first.data_ptr(), following.data_ptr()))
@@ -108,7 +90,7 @@ def test_a_graph_reads_the_rows_of_every_step() -> None:
     for step in range(4):
         rows.clear(2)
         for depth in range(3):
-            rows.fill(writer(value(step, 1, depth)), 1, depth)
+            rows.fill(row_writer(value(step, 1, depth)), 1, depth)
         rows.first(2, 3)
         graph.replay()
         assert sums.tolist() == [[-1] * 3, [value(step, 1, depth) for depth in range(3)]]

@@ -2,33 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
-
-import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.grammar.protocol import GrammarMatcher
-from tests.toys import CPU
+from tests.toys import CPU, row_writer
 
 REQUESTS, DEPTHS, VOCAB_SIZE = 3, 4, 70  # three words a row
-
-
-class Writer:
-    """Writes one number into a row."""
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
-        np.asarray(bitmask)[index] = self.value
-        return True
-
-
-def writer(value: int) -> GrammarMatcher:
-    return cast(GrammarMatcher, Writer(value))
 
 
 FILLS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(0, 99)), max_size=8)
@@ -44,7 +25,7 @@ def test_any_steps(steps: list[tuple[int, list[tuple[int, int, int]], list[int |
         model = [[-1] * DEPTHS for _ in range(requests)]
         for request, depth, value in fills:
             if request < requests:
-                rows.fill(writer(value), request, depth)
+                rows.fill(row_writer(value), request, depth)
                 model[request][depth] = value
         at_depths = rows.at_depths(asked[:requests])
         assert at_depths.shape == (requests, 3)
@@ -64,8 +45,8 @@ def test_any_steps(steps: list[tuple[int, list[tuple[int, int, int]], list[int |
 def test_what_was_asked_for_outlives_the_next_fill() -> None:
     rows = MaskRows(2, 2, VOCAB_SIZE, CPU)
     rows.clear()
-    rows.fill(writer(5), 0, 0)
+    rows.fill(row_writer(5), 0, 0)
     before = rows.at_depths([0, 0])
-    rows.fill(writer(6), 1, 0)
+    rows.fill(row_writer(6), 1, 0)
     assert before[:, 0].tolist() == [5, -1]
     torch.testing.assert_close(rows.at_depths([0, 0])[:, 0], torch.tensor([5, 6]).int())
