@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 from torch import Tensor
 from torch.utils._device import _device_constructors
 
@@ -24,6 +26,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # likewise
 )
 settings.load_profile("repeatable")
+# Hypothesis also draws constants out of the modules that happen to be imported when a test starts,
+# which depends on the tests before it: the same test would see other examples in other runs.
+providers._get_local_constants = Constants
 
 
 def pytest_configure() -> None:
