@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier
+
+if TYPE_CHECKING:
+    from guided_spec.grammar.limits import GrammarLimits
 
 __all__ = ["EngineConfig", "GrammarBackendName", "Kernels"]
 
@@ -31,8 +34,13 @@ class EngineConfig:
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
         fit, requests queue.
     compile_threads: grammars compiled at the same time.
-    grammar_backend: what compiles grammars: "xgrammar", "llguidance" (an extra), or "auto": for
-        each JSON schema the one that enforces all of it and rejects the least, else xgrammar.
+    grammar_cache_bytes: what compiled grammars that may be asked for again take together; the least
+        recently used goes first.
+    grammar_backend: what compiles grammars whose spec names no backend: "xgrammar", "llguidance"
+        (an extra), or "auto": for each JSON schema the one that enforces all of it and rejects the
+        least, else xgrammar.
+    grammar_limits: what one grammar may cost at most, a
+        ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs llama-like models and EAGLE-3 heads on one CUDA device in packed form and
@@ -51,7 +59,9 @@ class EngineConfig:
     prefill_tokens: int = 1024
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
+    grammar_cache_bytes: int = 2**30
     grammar_backend: GrammarBackendName = "auto"
+    grammar_limits: GrammarLimits | None = None
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
     draft_length: DraftLengthMode = "fixed"
@@ -64,10 +74,18 @@ class EngineConfig:
         _require("prefill_tokens", self.prefill_tokens, low=1)
         _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
         _require("compile_threads", self.compile_threads, low=1)
+        _require("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
         _require_one_of("grammar_backend", self.grammar_backend, get_args(GrammarBackendName))
+        _require_limits(self.grammar_limits)
         _require_one_of("verifier", self.verifier, get_args(Verifier))
         _require_one_of("draft_length", self.draft_length, get_args(DraftLengthMode))
         _require_one_of("kernels", self.kernels, get_args(Kernels))
+
+
+def _require_limits(limits: object) -> None:
+    if limits is not None and not hasattr(limits, "compile_seconds"):
+        fix = "must be a GrammarLimits, such as GrammarLimits(compile_seconds=5), or None"
+        raise ConfigError("grammar_limits", limits, fix)
 
 
 def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:

@@ -16,11 +16,39 @@ from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.token_rules import RuleTable, TokenRules
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
 from guided_spec.ops.warp import Sampling
-from guided_spec.types import Draft, DraftPolicy, Noise, Verifier
+from guided_spec.types import Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
-__all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput"]
+__all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput", "Wishes"]
+
+
+class Wishes(NamedTuple):
+    """What the requests of a batch ask for, as tensors: the same for as long as they run together.
+
+    rules, logprobs: None when nobody has any.
+    """
+
+    sampling: Sampling
+    rules: RuleTable | None
+    logprobs: LogprobsPlan | None
+
+    @classmethod
+    def stack(
+        cls,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int],
+        rules: Sequence[TokenRules],
+        vocab_size: int,
+        device: torch.device,
+    ) -> Wishes:
+        """Of B requests each, in the order of the batch."""
+        return cls(
+            Sampling.stack(params, seeds, device),
+            RuleTable.stack(rules, vocab_size, device),
+            LogprobsPlan.stack(params, device),
+        )
 
 
 class TargetOutput(NamedTuple):

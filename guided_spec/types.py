@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
-from torch import Tensor
-
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:
+    from torch import Tensor  # specs are read where torch is not loaded
+
     from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = [

@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAYERS = (
     {"errors", "config", "types"},
     {"ops", "grammar", "models"},
-    {"core", "step"},
+    {"core", "guide", "step"},
     {"proposers"},
     {"engine"},
     {"integrations", "training", "server", "bench", "cli"},

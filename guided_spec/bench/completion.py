@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from rich.table import Table
 
 from guided_spec.bench.validity import is_valid
 from guided_spec.bench.workload import WorkItem, load_workload
-from guided_spec.cli.console import failures_as_messages, stdout
+from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.setup import bundled_asset
@@ -33,6 +34,7 @@ __all__ = ["main"]
 
 SHARES = (0.5, 0.75, 1.0, 1.25, 2.0)  # of the tokens of the right answer
 AT_ONCE = 500
+FAR = 400  # tokens: more than any right answer takes
 
 
 class _Limits(NamedTuple):
@@ -88,13 +90,21 @@ def _print_runs(llm: LLM, items: Sequence[WorkItem], limits: Sequence[_Limits], 
             stopped += completion.finish_reason == "stop"
             within += len(completion.token_ids) <= param.max_tokens
             at_the_end += len(completion.token_ids) == param.max_tokens
+        done = first + len(chosen)
+        stderr().print(f"{done} texts: {valid} valid, {within} within their budget")
     table = Table("texts", "valid", "within their budget", "stopped", "with the last token")
     table.add_row(str(runs), *(f"{n / runs:.2%}" for n in (valid, within, stopped, at_the_end)))
     stdout().print(table)
 
 
 def _print_quality(llm: LLM, items: Sequence[WorkItem], limits: Sequence[_Limits]) -> None:
-    table = Table("budget / answer", "valid", "right values", "valid if cut", "right values if cut")
+    """Greedy. A text is the same if it is that of a budget which is nowhere near its end."""
+    far = SamplingParams(max_tokens=FAR)
+    free = _generate(llm, items, [replace(far, grammar=item.grammar) for item in items])
+    table = Table(
+        *("budget / answer", "valid", "right values", "same text"),
+        *("valid if cut", "right values if cut", "same text if cut"),
+    )
     for share in SHARES:
         cells = []
         for complete in (True, False):
@@ -109,8 +119,10 @@ def _print_quality(llm: LLM, items: Sequence[WorkItem], limits: Sequence[_Limits
             found = _generate(llm, items, params)
             valid = [is_valid(c.text, i.grammar) for c, i in zip(found, items, strict=True)]
             right = [_right(c.text, i.answer) for c, i in zip(found, items, strict=True)]
+            same = [c.token_ids == f.token_ids for c, f in zip(found, free, strict=True)]
             goals = sum(goal for _, goal in right)
-            cells += [f"{sum(valid) / len(valid):.1%}", f"{sum(n for n, _ in right) / goals:.1%}"]
+            shares = (sum(valid) / len(items), sum(n for n, _ in right) / goals)
+            cells += [f"{value:.1%}" for value in (*shares, sum(same) / len(items))]
         table.add_row(f"{share}", *cells)
     stdout().print(table)
 

@@ -143,7 +143,7 @@ def _measure_engine(
     except torch.OutOfMemoryError:
         return [StepTime(*case, problem="out of memory") for case in cases]
     finally:
-        setup.grammars.close()
+        setup.grammars.queue.close()
 
 
 def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineConfig:
@@ -203,7 +203,7 @@ def _requests(
 ) -> tuple[list[Request], list[Chunk]]:
     grammar = None
     if case.grammar:
-        grammar = setup.grammars.submit(GrammarSpec.json_schema(endless_schema()))
+        grammar = setup.grammars.queue.submit(GrammarSpec.json_schema(endless_schema()))
         grammar.result()
     ended: list[Chunk] = []
     room = setup.max_model_len - plan.context

@@ -21,6 +21,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.spec import KeyOrder as KeyOrderName
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["Judge", "Outcome", "SchemaVerdict", "random_text"]
@@ -69,17 +70,22 @@ class SchemaVerdict(NamedTuple):
 
 
 class Judge(NamedTuple):
-    """backend: compiles. tokenizer: a Hugging Face tokenizer of its vocabulary."""
+    """backend: compiles. tokenizer: a Hugging Face tokenizer of its vocabulary.
+
+    key_order: of the specs, see ``GrammarSpec``.
+    """
 
     backend: GrammarBackend
     tokenizer: Any
     num_walks: int
+    key_order: KeyOrderName = "schema"
 
     def judge(self, case: SchemaCase) -> SchemaVerdict:
         """Compile the schema, judge its instances, and let it write ``num_walks`` texts."""
         began = time.perf_counter()
         try:
-            grammar = self.backend.compile(GrammarSpec.json_schema(json.dumps(case.schema)))
+            spec = GrammarSpec.json_schema(json.dumps(case.schema), key_order=self.key_order)
+            grammar = self.backend.compile(spec)
         except GrammarCompileError as error:
             seconds = time.perf_counter() - began
             return SchemaVerdict(case.id, case.split, _outcome(error), "", str(error), seconds)

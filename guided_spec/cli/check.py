@@ -21,7 +21,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.protocol import GrammarBackend
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema import Unenforced, find_unenforced
 from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.spec import GrammarSpec
@@ -40,6 +40,9 @@ def check(
     unsupported: Annotated[
         str, typer.Option(help="What is not enforced: error, rewrite (admit less), or warn.")
     ] = "error",
+    key_order: Annotated[
+        str, typer.Option(help="Of objects: schema, as it lists them, or any.")
+    ] = "schema",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
 ) -> None:
     """Compile a schema and say what would be enforced; exit code 1 if it is not all of it."""
@@ -48,14 +51,19 @@ def check(
         vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
         backend = build_backend(grammar_backend, vocabulary)
         started = time.perf_counter()
-        compiled = _compile(text, unsupported, backend)
+        spec = replace(
+            GrammarSpec.json_schema(text),
+            unsupported=unsupported,  # type: ignore[arg-type]
+            key_order=key_order,  # type: ignore[arg-type]
+        )
+        compiled = _compile(spec, backend)
         seconds = time.perf_counter() - started
     error = compiled if isinstance(compiled, GrammarCompileError) else None
     findings = _findings(text, compiled)
     left_out = unsupported == "warn" and any(entry.level == "error" for entry in findings)
     report = {
         "compiles": error is None,
-        "backend": compiled if error is None else None,
+        "backend": None if error is not None else getattr(compiled, "backend", ""),
         "error": None if error is None else f"{type(error).__name__}: {error}",
         "seconds": seconds,
         "validates": error is None and not left_out,
@@ -72,27 +80,27 @@ def _vocabulary(path: str) -> Vocabulary:
     return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
 
 
-def _compile(text: str, unsupported: str, backend: GrammarBackend) -> str | GrammarCompileError:
-    """The name of the backend that took the schema, or why none did."""
-    spec = replace(GrammarSpec.json_schema(text), unsupported=unsupported)  # type: ignore[arg-type]
+def _compile(spec: GrammarSpec, backend: GrammarBackend) -> CompiledGrammar | GrammarCompileError:
+    """The compiled schema, or why no backend took it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the findings say it
-            compiled = backend.compile(spec)
+            return backend.compile(spec)
     except GrammarCompileError as error:
         return error
-    name: str = getattr(compiled, "backend", "")
-    return name
 
 
-def _findings(text: str, compiled: str | GrammarCompileError) -> list[Unenforced]:
+def _findings(text: str, compiled: CompiledGrammar | GrammarCompileError) -> list[Unenforced]:
     """About xgrammar, or all backends, as it was compiled."""
     if isinstance(compiled, GrammarCompileError) and not isinstance(
         compiled, UnsatisfiableGrammarError | UnsupportedSchemaError
     ):
         return []
     schema = json.loads(text)
-    return list(lower(schema).entries) if compiled == "llguidance" else find_unenforced(schema)
+    kept = getattr(compiled, "notes", ())  # the objects whose keys stay in order
+    if getattr(compiled, "backend", "") == "llguidance":
+        return [*lower(schema).entries, *kept]
+    return [*find_unenforced(schema), *kept]
 
 
 def _print(report: dict[str, Any]) -> None:

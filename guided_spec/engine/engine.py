@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from typing import NamedTuple
 
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, Proposer, Wishes
 from guided_spec.engine.acceptance import Outcome
 from guided_spec.engine.draft_length import Brought, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
@@ -24,10 +23,7 @@ from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.ops.ranges import named_range
-from guided_spec.ops.token_rules import RuleTable
-from guided_spec.ops.warp import Sampling
 from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.types import TokenLogprobs
 
@@ -50,12 +46,22 @@ class Engine:
         self._scheduler = Scheduler(model.num_slots)
         depths = config.num_draft_tokens + config.max_forced_tokens + 1
         self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
-        self._wishes: tuple[tuple[Request, ...], _Wishes] | None = None
+        self._wishes: tuple[tuple[Request, ...], Wishes] | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not ended."""
         return bool(self._scheduler)
+
+    @property
+    def num_slots(self) -> int:
+        """Requests that can run at once."""
+        return self._model.num_slots
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots that no request holds."""
+        return self._scheduler.num_free
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended."""
@@ -97,6 +103,7 @@ class Engine:
                 self._proposer.release(slots)
             except Exception as error:  # whose state it then mixes up, nobody knows
                 self.fail(self._scheduler.running(), error)
+            self._wishes = None  # else the last requests would be kept alive
 
     def _admit(self) -> None:
         if is_parallel():
@@ -232,14 +239,14 @@ class Engine:
             logprobs=wishes.logprobs,
         )
 
-    def _wishes_of(self, requests: tuple[Request, ...]) -> _Wishes:
+    def _wishes_of(self, requests: tuple[Request, ...]) -> Wishes:
         if self._wishes is None or self._wishes[0] != requests:
-            device = self._model.device
-            params, seeds = [r.params for r in requests], [r.job.seed for r in requests]
-            wishes = _Wishes(
-                Sampling.stack(params, seeds, device),
-                RuleTable.stack([r.rules for r in requests], self._model.vocab_size, device),
-                LogprobsPlan.stack(params, device),
+            wishes = Wishes.stack(
+                [request.params for request in requests],
+                [request.job.seed for request in requests],
+                [request.rules for request in requests],
+                self._model.vocab_size,
+                self._model.device,
             )
             self._wishes = (requests, wishes)
         return self._wishes[1]
@@ -264,17 +271,6 @@ class Engine:
         width = step.draft.token_ids.shape[1]
         chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
         return Brought(outcomes, width, max(0, width - chosen))
-
-
-class _Wishes(NamedTuple):
-    """What the requests of a batch ask for, as tensors; made once for as long as they run together.
-
-    rules, logprobs: None when nobody has any.
-    """
-
-    sampling: Sampling
-    rules: RuleTable | None
-    logprobs: LogprobsPlan | None
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

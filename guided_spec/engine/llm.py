@@ -16,12 +16,12 @@ from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
-from guided_spec.engine.token_ids import check_token_ids, spell_bad_words
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.token_ids import check_token_ids, spell_bad_words
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM"]
@@ -66,10 +66,8 @@ class LLM:
         self._draft = setup.draft
         self._seeds = SeedSource()
         self._encoder = setup.encoder
-        self._markers = setup.markers
-        self._endings = setup.endings
-        self._grammars = setup.grammars
-        self._close = weakref.finalize(self, _close, self._worker, setup.grammars)
+        self._markers, self._grammars, self._endings = setup.grammars
+        self._close = weakref.finalize(self, _close, self._worker, self._grammars)
 
     def generate(
         self, prompts: Prompt | Sequence[Prompt], params: Params = None
@@ -182,6 +180,7 @@ class LLM:
                 job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
+                error.with_traceback(None)  # its frames hold the other requests
                 for sample in range(param.n):
                     failed = Completion("", [], "error", error, RequestStats())
                     report(Chunk(index, sample, "", failed))

@@ -130,15 +130,21 @@ class Request:
         self._output.finish()
         output_ids = self.tokens[self.prompt_length :]
         self.stats.output_tokens = len(output_ids)
-        self.stats.resyncs = 0 if self.constraint is None else self.constraint.resyncs
+        if self.constraint is not None:
+            self.stats.resyncs = self.constraint.resyncs
+            # A stop string may have dropped what was committed last.
+            self.stats.steered = sum(at < len(output_ids) for at in self.constraint.steered)
         self.stats.stop()
         logprobs = None if self.params.logprobs is None else self._logprobs
         text = self._output.text
         self._send(Completion(text, output_ids, reason, error, self.stats, logprobs))
 
     def fail(self, error: GuidedSpecError) -> None:
-        """End the request with an error; what it wrote so far is kept."""
-        self.finish("error", error)
+        """End the request with an error; what it wrote so far is kept.
+
+        The error's traceback is dropped: its frames would keep other requests alive with it.
+        """
+        self.finish("error", error.with_traceback(None))
 
     def _is_end(self, token_id: int, *, is_last: bool) -> bool:
         if self.constraint is not None and is_last and self.constraint.is_terminated:

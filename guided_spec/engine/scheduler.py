@@ -21,6 +21,11 @@ class Scheduler:
         self._running: dict[int, Request] = {}
         self._free = list(range(num_slots))
 
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._waiting.append(request)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
-from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,7 @@ from guided_spec.engine.engine import Engine
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.after import AfterBackend
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.completion import EndingsCache, PreparingBackend
-from guided_spec.grammar.isolation import IsolatedBackend
-from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
@@ -88,9 +82,7 @@ class Setup:
     max_model_len: int
     vocabulary: Vocabulary
     encoder: PromptEncoder
-    markers: Markers
-    endings: EndingsCache
-    grammars: GrammarCompileQueue
+    grammars: RequestGrammars
     engine: Engine
 
     @classmethod
@@ -119,8 +111,6 @@ class Setup:
             draft=draft,
         )
         name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
-        backend = _grammar_backend(config, vocabulary, tokenizer)
-        endings = EndingsCache(vocabulary)
         return cls(
             model=loaded,
             draft=draft,
@@ -130,9 +120,7 @@ class Setup:
             max_model_len=max_model_len,
             vocabulary=vocabulary,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
-            markers=backend.markers,
-            endings=endings,
-            grammars=_compile_queue(backend, endings, config),
+            grammars=RequestGrammars.build(config, vocabulary, tokenizer),
             engine=Engine(target, build_proposer(name, context), config),
         )
 
@@ -140,19 +128,6 @@ class Setup:
 def _target(model: Any, config: EngineConfig, max_length: int) -> CausalLM:
     num_slots = slots_that_fit(model, config, max_length)
     return CausalLM(model, num_slots=num_slots, max_length=max_length, kernels=config.kernels)
-
-
-def _grammar_backend(config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> AfterBackend:
-    backend = build_backend(config.grammar_backend, vocabulary)
-    return AfterBackend.from_tokenizer(backend, tokenizer)
-
-
-def _compile_queue(
-    backend: AfterBackend, endings: EndingsCache, config: EngineConfig
-) -> GrammarCompileQueue:
-    prepared = PreparingBackend(backend, endings)
-    isolated = IsolatedBackend(prepared, make=partial(build_backend, config.grammar_backend))
-    return GrammarCompileQueue(isolated, max_workers=config.compile_threads)
 
 
 def _tokenizer(model: Any, tokenizer: Any) -> Any:

@@ -19,6 +19,8 @@ class RequestStats:
     forced, forced_accepted: those of them that the grammar left no choice about.
     planned: K of each of its steps, added up; forced tokens come on top of K.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
+    steered: output tokens chosen where the mask lacked tokens behind which the text could no longer
+        have ended within its budget, see ``SamplingParams.complete``.
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
@@ -34,6 +36,7 @@ class RequestStats:
     forced_accepted: int = 0
     planned: int = 0
     starved: int = 0
+    steered: int = 0
     resyncs: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0

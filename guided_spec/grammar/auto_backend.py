@@ -8,8 +8,9 @@ from typing import get_args
 
 from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError, UnsupportedSchemaError
+from guided_spec.grammar.any_order_ebnf import any_order_notes
 from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
-from guided_spec.grammar.protocol import GrammarBackend
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
@@ -18,7 +19,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 
-__all__ = ["AutoBackend", "build_backend"]
+__all__ = ["AutoBackend", "BackendChoice", "build_backend"]
 
 
 class AutoBackend:
@@ -27,7 +28,8 @@ class AutoBackend:
     That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
     further keys, no large counts. It is llguidance for those that xgrammar would narrow or not
     enforce in full, and for large ones, which it compiles far faster. What llguidance refuses too
-    goes to xgrammar, narrowed, or is refused. All other kinds of grammar are xgrammar's.
+    goes to xgrammar, narrowed, or is refused. All other kinds of grammar are xgrammar's. Under
+    ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
 
     The attribute ``backend`` of a compiled grammar names the one that took it. Without the package
     llguidance this is ``XGrammarBackend``.
@@ -70,7 +72,12 @@ def _is_for_xgrammar(spec: GrammarSpec) -> bool:
         schema = json.loads(spec.source)
     except (ValueError, RecursionError):
         return True
-    return not is_large(spec) and not is_narrowed(examine_schema(schema).unenforced)
+    if is_large(spec):
+        return False
+    prepared = examine_schema(schema)
+    if is_narrowed(prepared.unenforced):
+        return False
+    return spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
 
 def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
@@ -79,12 +86,43 @@ def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
     return all(entry.by_backend for entry in entries if entry.level == "error")
 
 
+class BackendChoice:
+    """The backend that a spec names, and for specs that name none the one called ``name``.
+
+    Another one is made when a spec asks for it. Raises ConfigError as ``build_backend`` does.
+    """
+
+    def __init__(self, name: str, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._name = name
+        self._made = {name: _make(name, vocabulary)}
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+
+        Raises ConfigError for a backend that is not installed.
+        """
+        name = spec.backend or self._name
+        backend = self._made.get(name)
+        if backend is None:
+            try:
+                backend = _make(name, self.vocabulary)
+            except ConfigError as error:
+                raise ConfigError("backend", name, error.fix) from None
+            self._made[name] = backend  # two threads may both make one; either will do
+        return backend.compile(spec)
+
+
 def build_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     """The backend of this name for one vocabulary, with its default settings.
 
-    name: "auto", "xgrammar" or "llguidance". Raises ConfigError for any other, and for "llguidance"
-    where that package is not installed.
+    name: "auto", "xgrammar" or "llguidance", for specs that name no ``backend`` themselves. Raises
+    ConfigError for any other, and for "llguidance" where that package is not installed.
     """
+    return BackendChoice(name, vocabulary)
+
+
+def _make(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     match name:
         case "auto":
             return AutoBackend(vocabulary)

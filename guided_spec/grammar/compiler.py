@@ -64,6 +64,17 @@ class GrammarCompileQueue:
         for worker in self._workers:
             worker.start()
 
+    @property
+    def cache_bytes(self) -> int:
+        """What the finished grammars that are remembered may take together."""
+        return self._cache_bytes
+
+    @property
+    def cached_bytes(self) -> int:
+        """What they take."""
+        with self._lock:
+            return sum(self._sizes.values())
+
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The future of ``spec``'s grammar; never blocks.
 
@@ -149,6 +160,8 @@ class GrammarCompileQueue:
         else:
             self._weigh(spec, future, size)
             future.set_result(grammar)
+        with self._lock:
+            self._forget_old()
 
     def _weigh(self, spec: GrammarSpec, future: Future[CompiledGrammar], size: int) -> None:
         with self._lock:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,12 +67,14 @@ class EndingsCache:
         """The endings of a grammar: made when it is first asked for, which takes milliseconds."""
         with self._lock:
             known = self._known.get(id(compiled))
-            if known is not None:
+            # In time: a text that finds no room for its place loses its end, see ``EndLostError``.
+            if known is not None and not known[1].is_filling_up:
                 self._known.move_to_end(id(compiled))
                 return known[1]
         endings = self._make(compiled)
         with self._lock:
             self._known[id(compiled)] = (compiled, endings)
+            self._known.move_to_end(id(compiled))
             if len(self._known) > _KEPT:
                 self._known.popitem(last=False)
         return endings
@@ -177,6 +180,12 @@ class CompletingMatcher:
         self._grammar = grammar
         self._inner = inner
         self._states: list[Any] = [grammar.endings.start]
+        self._steered: set[int] = set()
+
+    @property
+    def steered(self) -> Set[int]:
+        """Positions in the text at which a row was filled that lacks tokens for the budget."""
+        return self._steered
 
     @property
     def remaining(self) -> int:
@@ -217,13 +226,17 @@ class CompletingMatcher:
         if self._is_free:
             return forbids
         row = np.asarray(bitmask)[index]  # a view, also of a tensor
+        own = row.copy()
         row &= self._endings.row(self._states[-1], self.remaining, self._inner)
+        if not np.array_equal(row, own):
+            self._steered.add(len(self._states) - 1)
         return True
 
     def fork(self) -> CompletingMatcher:
         """An independent copy at the same position."""
         copy = CompletingMatcher(self._grammar, self._inner.fork())
         copy._states = self._states.copy()
+        copy._steered = self._steered.copy()
         return copy
 
     def rollback(self, num_tokens: int) -> None:
@@ -231,6 +244,8 @@ class CompletingMatcher:
         self._inner.rollback(num_tokens)
         if num_tokens > 0:
             del self._states[-num_tokens:]
+            # The row of the position that is left now stays as it was.
+            self._steered = {at for at in self._steered if at < len(self._states)}
 
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""

@@ -34,6 +34,11 @@ class AfterEndings:
         self._next: dict[int, NDArray[np.int32]] = {}
 
     @property
+    def is_filling_up(self) -> bool:
+        """As the inner grammar's are."""
+        return self._inner.is_filling_up
+
+    @property
     def start(self) -> Any:
         """Before any token."""
         return _Free(0) if len(self._marker) else self._inner.start

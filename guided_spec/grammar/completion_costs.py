@@ -35,6 +35,11 @@ class RuleEndings:
         self._most: dict[int, int] = {}
 
     @property
+    def is_filling_up(self) -> bool:
+        """Whether further texts should get endings of their own."""
+        return self._places.is_filling_up
+
+    @property
     def start(self) -> Place:
         """The place of the empty text."""
         return self._places.start

@@ -29,6 +29,11 @@ class Endings(Protocol):
     """
 
     @property
+    def is_filling_up(self) -> bool:
+        """Whether new texts should get endings made anew: there is little room for more states."""
+        ...
+
+    @property
     def start(self) -> Any:
         """The state of the empty text."""
         ...

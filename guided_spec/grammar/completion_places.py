@@ -88,6 +88,11 @@ class Places:
         self.start = self._places[start]
 
     @property
+    def is_filling_up(self) -> bool:
+        """Whether half of all places are known: new texts should begin without any."""
+        return len(self._places) > _MOST_PLACES // 2
+
+    @property
     def shortest_bytes(self) -> frozenset[int]:
         """The bytes that any shortest way is made of."""
         return frozenset(byte for text in self._texts if text is not None for byte in text)

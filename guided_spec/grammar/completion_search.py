@@ -45,6 +45,11 @@ class SearchEndings:
         self._start = self._search(compiled.new_matcher())
 
     @property
+    def is_filling_up(self) -> bool:
+        """Nothing is kept between texts."""
+        return False
+
+    @property
     def start(self) -> Way:
         """A way from the start to the end; () if none was found."""
         return self._start

@@ -15,6 +15,8 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 
 __all__ = ["Constraint", "Fork"]
 
+_NOWHERE: frozenset[int] = frozenset()
+
 
 class Fork:
     """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
@@ -62,11 +64,14 @@ class Constraint:
 
     compiled: shared with other requests; this constraint makes its own matchers from it.
     committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
+    steered: indices of those at which a budget took tokens out of the mask, see
+        ``guided_spec.grammar.completion``.
     """
 
     def __init__(self, compiled: CompiledGrammar) -> None:
         self.compiled = compiled
         self.committed: list[int] = []
+        self.steered: list[int] = []
         self.resyncs = 0
         self._original = compiled.new_matcher()
         self._fork = Fork(self._original.fork(), compiled.excluded)
@@ -98,6 +103,10 @@ class Constraint:
             or fork.matcher.is_terminated() != original.is_terminated()
         ):
             taken = self._resync(token_ids)
+        # The fork filled the rows, and still knows those on the way that was committed.
+        steered = getattr(fork.matcher, "steered", _NOWHERE)
+        start = len(self.committed)
+        self.steered.extend(at for at in range(start, start + len(taken)) if at in steered)
         self.committed.extend(taken)
         return taken
 

@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,12 +22,13 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
+from guided_spec.grammar.any_order import any_order_grammar
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_mode import compile_as_asked
-from guided_spec.grammar.schema_report import describe, narrowing
+from guided_spec.grammar.schema_report import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -93,6 +94,30 @@ class LLGuidanceBackend:
         return compile_as_asked(spec, self._compile)
 
     def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+        grammar = self._compile_in_order(spec)
+        return grammar if spec.key_order == "schema" else self._in_any_order(spec, grammar)
+
+    def _in_any_order(self, spec: GrammarSpec, in_order: LLGuidanceGrammar) -> LLGuidanceGrammar:
+        """The same texts with free keys; ``in_order``, with a note, where that does not compile.
+
+        What llguidance refuses, and what nothing matches, has come to light before.
+        """
+        prepared = prepare_for_llguidance(_parse(spec))
+        options = (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,)
+        free = [any_order_grammar(prepared, option) for option in options]
+        notes = free[0].notes
+        if all(part.text is not None for part in free):
+            sources = [in_order.source._replace(text=f"{_OPTIONS}{part.text}") for part in free]
+            style = sources[1] if spec.any_whitespace else None
+            grammar = replace(in_order, source=sources[0], style=style, notes=notes)
+            message = grammar._compiled.get_error()
+            if not message:
+                return grammar
+            fix = "the keys of all objects stay in the schema's order"
+            notes = (Unenforced("", "properties", _reason(message), fix, "note"),)
+        return replace(in_order, notes=notes)
+
+    def _compile_in_order(self, spec: GrammarSpec) -> LLGuidanceGrammar:
         main = _to_lark(spec, any_whitespace=spec.any_whitespace)
         style = _to_lark(spec, any_whitespace=False) if spec.any_whitespace else None
         source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
@@ -136,11 +161,15 @@ class _Tokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LLGuidanceGrammar:
-    """A grammar compiled by llguidance; immutable, shared by requests."""
+    """A grammar compiled by llguidance; immutable, shared by requests.
+
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    """
 
     source: LLGuidanceSource
     style: LLGuidanceSource | None = None
     excluded: frozenset[int] = frozenset()
+    notes: tuple[Unenforced, ...] = ()
     backend: ClassVar[str] = "llguidance"
 
     def new_matcher(self) -> LLGuidanceMatcher:
@@ -162,8 +191,7 @@ def _require_compiled(
 ) -> None:
     message = grammar._compiled.get_error()
     if message:
-        reason = _EXCERPT.sub("", _PREFIX.sub("", message)).strip() or "llguidance gave no reason"
-        reason = reason[:_LONGEST_REASON]
+        reason = _reason(message)
         if "Unsatisfiable schema" in message:
             raise UnsatisfiableGrammarError(f"no value is valid under the JSON schema: {reason}")
         if spec.kind == "json_schema":
@@ -173,6 +201,11 @@ def _require_compiled(
     grammar.new_matcher().fill_next_token_bitmask(bitmask)
     if not bitmask.any():
         raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+
+
+def _reason(message: str) -> str:
+    reason = _EXCERPT.sub("", _PREFIX.sub("", message)).strip() or "llguidance gave no reason"
+    return reason[:_LONGEST_REASON]
 
 
 def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
@@ -190,6 +223,7 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
             options_ = "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
             text = _regex_rule(options_)
         case "lark":
+            _refuse_surrogates(spec.source)
             _refuse_token_names(spec.source)
             text = spec.source
         case _:
@@ -200,6 +234,13 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
 
 def _regex_rule(pattern: str) -> str:
     return f"start: /(?:{pattern})/" if pattern else 'start: ""'
+
+
+def _refuse_surrogates(source: str) -> None:
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarCompileError(f"the lark grammar does not compile: {error}") from error
 
 
 def _refuse_token_names(source: str) -> None:

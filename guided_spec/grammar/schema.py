@@ -22,6 +22,7 @@ from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_merge import keep_valid, merge
 from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
 from guided_spec.grammar.schema_types import rewrite_typed
+from guided_spec.grammar.schema_values import constant
 
 __all__ = ["PreparedSchema", "Unenforced", "find_unenforced", "normalize"]
 
@@ -147,7 +148,7 @@ class _Walk:
             self.report.error(pointer, keyword, reason, "write it as a string")
         # xgrammar writes arrays and objects of an enum without any space.
         plain = [value for value in kept if not isinstance(value, dict | list)]
-        parts = [_constant(value) for value in kept if isinstance(value, dict | list)]
+        parts = [constant(value) for value in kept if isinstance(value, dict | list)]
         parts += [{"enum": plain}] if plain else []
         return any_of(parts)
 
@@ -198,19 +199,6 @@ class _Walk:
             else:
                 return None
         return [target]
-
-
-def _constant(value: Any) -> dict[str, Any]:
-    """A schema for this one value."""
-    if isinstance(value, list):
-        items = [_constant(item) for item in value]
-        schema: dict[str, Any] = {"type": "array", "items": False, "minItems": len(items)}
-        return {**schema, "prefixItems": items} if items else schema
-    if isinstance(value, dict):
-        properties = {name: _constant(part) for name, part in value.items()}
-        schema = {"type": "object", "required": list(value), "additionalProperties": False}
-        return {**schema, "properties": properties} if properties else schema
-    return {"enum": [value]}
 
 
 def _is_inexact(value: Any) -> bool:

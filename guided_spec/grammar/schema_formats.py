@@ -7,7 +7,18 @@ and groups of two levels at most.
 
 from __future__ import annotations
 
-__all__ = ["FORMATS"]
+import importlib
+import re
+from typing import Any
+
+__all__ = ["FORMATS", "fits_length", "format_within"]
+
+_parser: Any = importlib.import_module("re._parser")
+_BOUNDS = (16, 8, 4, 2, 1, 0)
+_REPEAT = re.compile(
+    r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?:"
+    r"|(?P<many>[*+?]|\{(?P<low>\d+)(?P<comma>,)?(?P<high>\d*)\})"
+)
 
 _YEAR = "(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})"
 _FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # two digits, a multiple of 4 but not 00
@@ -96,3 +107,40 @@ FORMATS: dict[str, str] = {
     }.items()
 }
 """Every format that is enforced, with a pattern for the whole string."""
+
+
+def format_within(name: str, low: int, high: int | None) -> str | None:
+    """A pattern for strings of a known format, of ``low`` to ``high`` characters.
+
+    Where lengths bind, repeats are cut down until no string is too long, so that some strings of
+    the format are left out. None where that does not help.
+    """
+    pattern = FORMATS[name]
+    for written in (pattern, *(_with_fewer(pattern, most) for most in _BOUNDS)):
+        if fits_length(written, low, high):
+            return written
+    return None
+
+
+def fits_length(pattern: str, low: int, high: int | None) -> bool:
+    """Whether every string that ``pattern`` covers has ``low`` to ``high`` characters."""
+    try:
+        shortest, longest = _parser.parse(pattern).getwidth()
+    except (re.error, OverflowError, RecursionError):
+        return False
+    unlimited = longest >= int(_parser.MAXREPEAT)
+    return shortest >= low and (high is None or (longest <= high and not unlimited))
+
+
+def _with_fewer(pattern: str, most: int) -> str:
+    """The pattern with no more than ``most`` repeats where it needs fewer."""
+
+    def bound(found: re.Match[str]) -> str:
+        many, low, comma = found["many"], found["low"], found["comma"]
+        if many is None or (low is not None and comma is None):
+            return found[0]
+        least = int(low or many == "+")
+        upper = 1 if many == "?" else int(found["high"] or most)
+        return f"{{{least},{max(least, min(upper, most))}}}"
+
+    return _REPEAT.sub(bound, pattern)

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import math
-import re
 from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema_formats import FORMATS
+from guided_spec.grammar.schema_formats import FORMATS, fits_length, format_within
 from guided_spec.grammar.schema_report import Report
 
 __all__ = ["is_anchored", "rewrite_number", "rewrite_string"]
@@ -29,19 +28,13 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
     pattern = words.get("pattern")
     limited = low > 0 or high is not None
     if "format" in words:
-        known = words["format"] in FORMATS
-        if known and pattern is None and not limited:
-            pattern = FORMATS[words["format"]]
-        else:
-            reason = "an annotation, which the backend does not check here"
-            fix = "use pattern to have it enforced"
-            report.note(pointer, "format", reason, fix)
+        pattern = _of_format(words, pointer, report)
     if pattern is None:
         # minLength and maxLength let raw control characters into the string: a pattern does not.
         return (
             {"type": "string", "pattern": _of_length(low, high)} if limited else {"type": "string"}
         )
-    if limited and not _implies_length(pattern, low, high):
+    if limited and not fits_length(pattern, low, high):
         keyword = "minLength" if high is None else "maxLength"
         fix = "put the length into the pattern, such as [a-z]{1,8}"
         report.error(pointer, keyword, "the backend ignores it beside pattern", fix)
@@ -66,6 +59,25 @@ def is_anchored(pattern: str) -> bool:
     )
 
 
+def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | None:
+    """The pattern of a string's ``format`` within its length, or its own one where it has that."""
+    name, pattern = words["format"], words.get("pattern")
+    if name not in FORMATS:
+        reason = "an annotation, which the backend does not check here"
+        report.note(pointer, "format", reason, "use pattern to have it enforced")
+    elif pattern is not None:
+        fix = "leave one of the two out, or install llguidance"
+        report.error(pointer, "format", "the backend does not check it beside pattern", fix)
+    else:
+        pattern = format_within(name, int(words.get("minLength", 0)), words.get("maxLength"))
+        if pattern is None:
+            fix = "leave out minLength and maxLength, or install llguidance"
+            report.error(pointer, "format", "the backend cannot keep it to this length", fix)
+        elif pattern != FORMATS[name]:
+            report.note(pointer, "format", "only short strings of the format", "drop maxLength")
+    return pattern
+
+
 def _of_length(low: int, high: Any) -> str:
     upper = "" if high is None else min(int(high), _MAX_LENGTH)
     plain = to_fullmatch(r'[^"\\\x00-\x1f]', place="json_string")
@@ -73,15 +85,6 @@ def _of_length(low: int, high: Any) -> str:
         to_fullmatch(char, place="json_string") for char in ('"', r"\\", r"\n", r"\t")
     )
     return f"(?:{plain}|{escapes}){{{low},{upper}}}"
-
-
-def _implies_length(pattern: str, low: int, high: Any) -> bool:
-    try:
-        shortest, longest = _parser.parse(pattern).getwidth()
-    except (re.error, OverflowError, RecursionError):
-        return False
-    unlimited = longest >= int(_parser.MAXREPEAT)
-    return shortest >= low and (high is None or (longest <= high and not unlimited))
 
 
 def rewrite_number(kind: str, words: dict[str, Any], pointer: str, report: Report) -> Any:

@@ -8,7 +8,15 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["ALL_TYPES", "Disjuncts", "other_characters", "others", "type_of", "unique_arrays"]
+__all__ = [
+    "ALL_TYPES",
+    "Disjuncts",
+    "constant",
+    "other_characters",
+    "others",
+    "type_of",
+    "unique_arrays",
+]
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
@@ -113,3 +121,16 @@ def unique_arrays(values: Sequence[Any], low: int, high: int) -> list[list[Any]]
             break
         arrays += map(list, itertools.permutations(values, size))
     return arrays
+
+
+def constant(value: Any) -> dict[str, Any]:
+    """A schema for this one value, an array or an object written out part by part."""
+    if isinstance(value, list):
+        items = [constant(item) for item in value]
+        schema: dict[str, Any] = {"type": "array", "items": False, "minItems": len(items)}
+        return {**schema, "prefixItems": items} if items else schema
+    if isinstance(value, dict):
+        properties = {name: constant(part) for name, part in value.items()}
+        schema = {"type": "object", "required": list(value), "additionalProperties": False}
+        return {**schema, "properties": properties} if properties else schema
+    return {"enum": [value]}

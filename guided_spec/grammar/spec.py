@@ -11,16 +11,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.start import Start
 from guided_spec.grammar.tools import ToolOptions, tool_tag
 
-__all__ = ["GrammarKind", "GrammarSpec", "Unsupported"]
+__all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Unsupported"]
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
 ]
 Unsupported = Literal["error", "rewrite", "warn"]
+KeyOrder = Literal["schema", "any"]
 _JSON_KINDS = ("json_schema", "json_object")
 
 
@@ -41,6 +43,10 @@ class GrammarSpec:
         what to write instead. "rewrite" admits less in place of it, however little is left, such
         as one item in an array of unique ones. "warn" leaves the keyword out, with a Python warning
         that names it: only then may a text be invalid under its schema.
+    key_order: ``json_schema`` only. "schema" writes the keys of each object in the order in which
+        the schema lists them, "any" admits every order. The compiled grammar's ``notes`` name the
+        objects whose keys stay in the schema's order under "any".
+    backend: what compiles it, see ``with_backend``; None leaves that to the engine.
 
     Raises ConfigError for a value of the wrong type.
     """
@@ -51,6 +57,8 @@ class GrammarSpec:
     root: str = "root"
     start: Start | None = None
     unsupported: Unsupported = field(default="error", repr=False)
+    key_order: KeyOrder = field(default="schema", repr=False)
+    backend: GrammarBackendName | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -66,6 +74,14 @@ class GrammarSpec:
         if self.unsupported not in get_args(Unsupported):
             modes = ", ".join(get_args(Unsupported))
             raise ConfigError("unsupported", self.unsupported, f"must be one of {modes}")
+        if self.key_order not in get_args(KeyOrder):
+            orders = ", ".join(get_args(KeyOrder))
+            raise ConfigError("key_order", self.key_order, f"must be one of {orders}")
+        if self.key_order == "any" and self.kind != "json_schema":
+            raise ConfigError("key_order", self.key_order, "only json_schema takes it")
+        if self.backend is not None and self.backend not in get_args(GrammarBackendName):
+            names = ", ".join(get_args(GrammarBackendName))
+            raise ConfigError("backend", self.backend, f"must be one of {names}, or None")
 
     @classmethod
     def json_schema(
@@ -74,11 +90,13 @@ class GrammarSpec:
         *,
         any_whitespace: bool = False,
         unsupported: Unsupported = "error",
+        key_order: KeyOrder = "schema",
     ) -> GrammarSpec:
         """JSON valid under ``schema``: a dict, a bool, JSON text, or a pydantic model class.
 
-        Object properties come out in the order in which the schema lists them. ``unsupported`` is
-        for schemas that cannot be enforced in full; in a tag, set it with ``dataclasses.replace``.
+        Object properties come out in the order in which the schema lists them, or with
+        ``key_order="any"`` in every order. ``unsupported`` is for schemas that cannot be enforced
+        in full; in a tag, set it with ``dataclasses.replace``.
         """
         to_schema = getattr(schema, "model_json_schema", None)  # a pydantic model, not imported
         if callable(to_schema):
@@ -87,7 +105,8 @@ class GrammarSpec:
             fix = "must be a dict, JSON text, or a pydantic model class"
             raise ConfigError("schema", schema, fix)
         source = _canonical("schema", schema)
-        return cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
+        spec = cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
+        return replace(spec, key_order=key_order)
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:
@@ -190,6 +209,15 @@ class GrammarSpec:
         ConfigError for a value of the wrong type.
         """
         return replace(self, start=Start(marker, reasoning_budget))
+
+    def with_backend(self, backend: GrammarBackendName | None) -> GrammarSpec:
+        """The same constraint, compiled by "xgrammar", "llguidance" or "auto".
+
+        None is the engine's ``grammar_backend``. Requests of one batch may differ in it. Where the
+        package is not installed, the request fails with a ConfigError. Raises ConfigError for
+        another name.
+        """
+        return replace(self, backend=backend)
 
 
 def _schema_member(response_format: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -15,10 +15,12 @@ from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
 )
+from guided_spec.grammar.any_order_ebnf import any_order_ebnf
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import prepare_schema
+from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tag import prepare_tag
 from guided_spec.grammar.tag_tokens import with_tokens
@@ -84,11 +86,29 @@ class XGrammarBackend:
     def _compile_strictly(self, spec: GrammarSpec) -> XGrammarGrammar:
         if spec.kind == "structural_tag":
             return self._compile_tag(spec)
+        if spec.key_order == "any":
+            return self._compile_in_any_order(spec)
         source = _prepare(spec)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         self._require_a_first_token(spec, compiled)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
         return XGrammarGrammar(compiled, style, self._without_bytes)
+
+    def _compile_in_any_order(self, spec: GrammarSpec) -> XGrammarGrammar:
+        """As grammars of its own where any object's keys can be freed."""
+        prepared = prepare_schema(_parse(spec))
+        spaces = (True, False) if spec.any_whitespace else (False,)
+        free = [any_order_ebnf(prepared, any_whitespace=space) for space in spaces]
+        texts = [part.text for part in free if part.text is not None]
+        if len(texts) < len(free):
+            in_order = self._compile_strictly(replace(spec, key_order="schema"))
+            return replace(in_order, notes=free[0].notes)
+        compiled = [
+            self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
+        ]
+        self._require_a_first_token(spec, compiled[0])
+        style = compiled[1] if spec.any_whitespace else None
+        return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
 
     def _compile_tag(self, spec: GrammarSpec) -> XGrammarGrammar:
         tag, named = with_tokens(prepare_tag(_parse(spec)), self.vocabulary)
@@ -137,11 +157,15 @@ class XGrammarBackend:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class XGrammarGrammar:
-    """A grammar compiled by xgrammar; immutable, shared by requests."""
+    """A grammar compiled by xgrammar; immutable, shared by requests.
+
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    """
 
     compiled: Any
     style: Any | None = None
     excluded: frozenset[int] = frozenset()
+    notes: tuple[Unenforced, ...] = ()
     backend: ClassVar[str] = "xgrammar"
 
     def new_matcher(self) -> GrammarMatcher:

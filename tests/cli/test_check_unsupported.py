@@ -45,3 +45,14 @@ def test_an_unknown_mode_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(path), "--unsupported", "ignore"])
     assert result.exit_code == 1
     assert "unsupported='ignore'" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize(("keys", "says"), [(2, "every output will validate"), (70, "order")])
+def test_keys_in_any_order(tmp_path: Path, keys: int, says: str) -> None:
+    """Objects of too many keys are named: theirs stay in the schema's order."""
+    properties = {f"k{index}": {"type": "integer"} for index in range(keys)}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    result = CliRunner().invoke(app, ["check", str(tmp_path / "s.json"), "--key-order", "any"])
+    assert result.exit_code == 0, result.output
+    assert says in result.output

@@ -12,6 +12,7 @@ import torch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, ConfigError
+from guided_spec.grammar import completion_places
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -129,6 +130,23 @@ def test_far_budgets_change_nothing() -> None:
             for whole, cut in zip(*found, strict=True):
                 assert cut.finish_reason == "stop"
                 assert whole.completions[0].token_ids == cut.completions[0].token_ids
+
+
+def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of its texts grows with each of them, and begins anew in time."""
+    monkeypatch.setattr(completion_places, "_MOST_PLACES", 160)
+    spec = GrammarSpec.json_object()
+    with make_llm("llama", "ngram", max_batch_size=4) as llm:
+        found = set()
+        for seed in range(0, 24, 4):
+            params = [
+                SamplingParams(max_tokens=40, temperature=1.5, seed=seed + i, grammar=spec)
+                for i in range(4)
+            ]
+            outputs = llm.generate(["A"] * 4, params)
+            assert [output.finish_reason for output in outputs] == ["stop"] * 4
+            found.add(llm._endings.of(llm._grammars.submit(spec).result()))
+    assert len(found) > 1
 
 
 def test_without_it_texts_are_cut() -> None:

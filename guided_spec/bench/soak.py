@@ -1,0 +1,210 @@
+"""Many mixed requests through one engine, and no leaks: ``python -m guided_spec.bench.soak``.
+
+A random toy model serves JSON schemas, regexes, choices and free text under several proposers that
+take turns, with all kinds of settings, broken requests and cancellations. Every request has to end
+as it should, every finished text has to match its grammar (by jsonschema and re), and whenever the
+engine is idle, nothing of the requests may be left. The exit code says whether all of that held.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from guided_spec.bench.soak_census import Census, find_leaks, take_census
+from guided_spec.bench.soak_model import CONTEXT, make_toy
+from guided_spec.bench.soak_proposer import Turns, TurnTaking
+from guided_spec.bench.soak_requests import GRAMMARS, CaseSource
+from guided_spec.bench.soak_run import SoakRun, Tally
+from guided_spec.cli.console import failures_as_messages, stderr, stdout
+from guided_spec.engine.llm import LLM
+from guided_spec.errors import BudgetTooSmallError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.proposers import PROPOSERS, ProposerContext
+from guided_spec.types import SamplingParams
+
+__all__ = ["Plan", "SoakReport", "main", "soak"]
+
+_NAME = "soak"
+_MOST_SHOWN = 20
+_WITNESSES = (
+    SamplingParams(max_tokens=30),
+    SamplingParams(max_tokens=30, temperature=1.0, seed=1),
+    SamplingParams(max_tokens=60, grammar=GRAMMARS["json"][0]),
+    SamplingParams(max_tokens=60, grammar=GRAMMARS["regex"][1], temperature=1.0, seed=2),
+)
+
+
+class Plan(NamedTuple):
+    """How much of what.
+
+    requests, steps: the run goes on until there were as many of both. seed: of all that is drawn.
+    checks: how often the engine is left idle and looked through. in_flight: requests at once;
+    batch: those that decode together. growth: resident bytes that may come on top of what the
+    process takes after the first tenth. cache_bytes: for compiled grammars. turns: of proposers.
+    """
+
+    requests: int = 20_000
+    steps: int = 0
+    seed: int = 0
+    checks: int = 20
+    in_flight: int = 96
+    batch: int = 32
+    growth: int = 96 * 2**20
+    cache_bytes: int = 4 * 2**20
+    turns: Turns = Turns()
+
+
+class SoakReport(NamedTuple):
+    """What was found. censuses: of every check, the first one after the warm-up."""
+
+    tally: Tally
+    steps: int
+    seconds: float
+    censuses: tuple[Census, ...]
+    wrong: tuple[str, ...]
+
+
+def main(
+    requests: Annotated[int, typer.Option(help="Requests at least.")] = 20_000,
+    steps: Annotated[int, typer.Option(help="Engine steps at least.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of everything that is drawn.")] = 0,
+    in_flight: Annotated[int, typer.Option(help="Requests at once.")] = 96,
+    batch: Annotated[int, typer.Option(help="Requests that decode together.")] = 32,
+) -> None:
+    """Mixed requests until there were as many requests, and as many engine steps, as asked for."""
+    with failures_as_messages():
+        report = soak(Plan(requests, steps, seed, in_flight=in_flight, batch=batch))
+    _print(report)
+    if report.wrong:
+        raise typer.Exit(1)
+
+
+def soak(plan: Plan) -> SoakReport:
+    """Run the plan on a toy model of its own."""
+    toy, made = make_toy(), list[TurnTaking]()
+    started = time.perf_counter()
+    with (
+        _registered(plan.turns, made),
+        LLM(
+            toy.model,
+            _NAME,
+            4,
+            draft=toy.draft,
+            tokenizer=toy.tokenizer,
+            max_forced_tokens=8,
+            max_model_len=CONTEXT,
+            max_batch_size=plan.batch,
+            grammar_cache_bytes=plan.cache_bytes,
+        ) as llm,
+    ):
+        proposer = made.pop()
+        before = _witness(plan, llm, proposer)
+        run = SoakRun(llm, CaseSource(plan.seed, _least(llm)), in_flight=plan.in_flight)
+        censuses, wrong = _run_checked(plan, run, llm, proposer)
+        wrong = [*run.tally.wrong, *wrong]
+        if _witness(plan, llm, proposer) != before:
+            wrong.append("a request that came first gives another text at the end")
+        seconds = time.perf_counter() - started
+        return SoakReport(run.tally, proposer.num_steps, seconds, censuses, tuple(wrong))
+
+
+@contextmanager
+def _registered(turns: Turns, made: list[TurnTaking]) -> Iterator[None]:
+    """The proposer of the soak, under its name; what the engine makes of it goes to ``made``."""
+
+    def make(context: ProposerContext) -> TurnTaking:
+        made.append(TurnTaking(context, turns))
+        return made[0]
+
+    PROPOSERS[_NAME] = make
+    try:
+        yield
+    finally:
+        del PROPOSERS[_NAME]
+
+
+class _Checked(NamedTuple):
+    censuses: tuple[Census, ...]
+    wrong: list[str]
+
+
+def _run_checked(plan: Plan, run: SoakRun, llm: LLM, proposer: TurnTaking) -> _Checked:
+    censuses, wrong = list[Census](), list[str]()
+    share = max(1, plan.requests // plan.checks)
+    while run.tally.requests < plan.requests or proposer.num_steps < plan.steps:
+        run.run(share)
+        counts = f"{run.tally.requests} requests, {proposer.num_steps} steps"
+        stderr().print(f"{counts}, {len(run.tally.wrong) + len(wrong)} wrong")
+        if run.tally.requests * 10 < plan.requests:
+            continue  # still warming up
+        censuses.append(take_census(llm, proposer))
+        leaks = find_leaks(censuses[0], censuses[-1], plan.growth)
+        wrong += [f"after {run.tally.requests} requests: {leak}" for leak in leaks]
+    return _Checked(tuple(censuses), wrong)
+
+
+def _least(llm: LLM) -> Mapping[GrammarSpec, int]:
+    """The smallest ``max_tokens`` that is taken for each of the grammars that recur."""
+    found = {}
+    for spec in (spec for specs in GRAMMARS.values() for spec in specs):
+        error = llm.generate("A", SamplingParams(max_tokens=1, grammar=spec))[0].error
+        least = error.least if isinstance(error, BudgetTooSmallError) else None
+        found[spec] = least or 1
+    return found
+
+
+def _witness(plan: Plan, llm: LLM, proposer: TurnTaking) -> list[list[int]]:
+    """The texts of a few requests, each alone, under every proposer."""
+    texts = []
+    for name in plan.turns.names:
+        proposer.chosen = name
+        for params in _WITNESSES:
+            texts.append(llm.generate("The name of the cat", params)[0].token_ids)
+    proposer.chosen = None
+    return texts
+
+
+def _print(report: SoakReport) -> None:
+    tally, console = report.tally, stdout()
+    ends = ("stop", "length", "error", "cancelled")
+    table = Table("kind of request", *ends)
+    for kind in sorted({kind for kind, _ in tally.ends}):
+        table.add_row(kind, *(str(tally.ends[kind, end]) for end in ends))
+    table.add_row("all", *(str(_sum(tally, end)) for end in ends))
+    console.print(table)
+    if report.censuses:
+        console.print(_census_table(report.censuses))
+    console.print(
+        f"{tally.requests} requests, {tally.tokens} tokens, {report.steps} steps, "
+        f"{report.seconds:.0f} s; {len(report.censuses)} checks while idle"
+    )
+    for wrong in report.wrong[:_MOST_SHOWN]:
+        console.print(f"WRONG: {wrong}")
+    console.print(f"{len(report.wrong)} wrong" if report.wrong else "nothing wrong")
+
+
+def _sum(tally: Tally, end: str) -> int:
+    return sum(count for (_, each), count in tally.ends.items() if each == end)
+
+
+def _census_table(censuses: Sequence[Census]) -> Table:
+    """What is alive while the engine is idle: after the warm-up, at most, and at the end."""
+    table = Table("alive while idle", "after the warm-up", "most", "at the end")
+    rows = {name: [c.alive[name] for c in censuses] for name in censuses[0].alive}
+    names = ("busy_slots", "held_slots", "tensors", "threads", "native_threads")
+    rows |= {name.replace("_", " "): [getattr(c, name) for c in censuses] for name in names}
+    for name, label in (("cached_bytes", "cached grammars"), ("resident_bytes", "resident")):
+        rows[f"{label} MiB"] = [getattr(c, name) // 2**20 for c in censuses]
+    for name, counts in rows.items():
+        table.add_row(name, *(str(count) for count in (counts[0], max(counts), counts[-1])))
+    return table
+
+
+if __name__ == "__main__":
+    typer.run(main)
