@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jsonschema
+from jsonschema.validators import validator_for
 
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.outputs import Completion
@@ -52,9 +54,11 @@ def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
             return True
 
 
-def _is_valid_json(text: str, schema: object) -> bool:
+def _is_valid_json(text: str, schema: Any) -> bool:
+    """Under the draft that the schema names, formats included."""
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
     try:
-        jsonschema.validate(json.loads(text), schema)  # type: ignore[arg-type]
-    except (ValueError, jsonschema.ValidationError):
+        value = json.loads(text)
+    except ValueError:
         return False
-    return True
+    return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(value))

@@ -57,7 +57,8 @@ def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
     """
     try:
         parsed = _parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError) as error:
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
         return _Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge())
@@ -73,14 +74,16 @@ class _Edge:
     last: bool = True
 
 
+_INSIDE = _Edge(first=False, last=False)
+
+
 @dataclass(frozen=True, slots=True)
 class _Writer:
     pattern: str
     place: Place
 
     def sequence(self, items: Any, flags: int, edge: _Edge) -> str:
-        if flags & re.IGNORECASE:
-            raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
+        self._check_flags(flags)
         written = []
         nodes = list(items)
         for index, (op, value) in enumerate(nodes):
@@ -113,12 +116,44 @@ class _Writer:
         low, high, inner = value
         if high == 0:
             return ""
+        if high is _parser.MAXREPEAT and (low == 0 or _is_nullable(inner)):
+            parts = dict.fromkeys(part for part in self._looped(inner, flags) if part)
+            return f"(?:{'|'.join(parts)}){{0,}}" if parts else ""
         once = high == 1
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
         if not body:
             return ""
         upper = "" if high is _parser.MAXREPEAT else str(high)
         return f"(?:{body}){{{low},{upper}}}"
+
+    def _looped(self, items: Any, flags: int) -> list[str]:
+        """Parts that can take each other's place: any number of them is any number of ``items``.
+
+        None of them is a loop, or made of nothing but loops: a loop that can go round without a
+        character makes the backend slower with each character, and what it prints unreadable.
+        """
+        self._check_flags(flags)
+        nodes = list(items)
+        if len(nodes) > 1 and not _is_nullable(nodes):
+            return [self.sequence(nodes, flags, _INSIDE)]
+        parts: list[str] = []
+        for op, value in nodes:  # (ab)* is (a|b)*, where a and b can both be empty
+            match str(op):
+                case "SUBPATTERN":
+                    _, added, removed, inner = value
+                    parts += self._looped(inner, (flags | added) & ~removed)
+                case "BRANCH":
+                    for option in value[1]:
+                        parts += self._looped(option, flags)
+                case "MAX_REPEAT" | "MIN_REPEAT" if value[0] <= 1 or _can_be_empty(str(op), value):
+                    parts += self._looped(value[2], flags) if value[1] else []
+                case name:
+                    parts.append(self.item(name, value, flags, _INSIDE))
+        return parts
+
+    def _check_flags(self, flags: int) -> None:
+        if flags & re.IGNORECASE:
+            raise self._refuse("the flag (?i)", "write both cases, such as [aA]")
 
     def _characters(self, ranges: Ranges) -> str:
         ranges = intersect(ranges, ANY_CHARACTER)
@@ -148,6 +183,24 @@ class _Writer:
 
     def _refuse(self, what: str, fix: str) -> GrammarCompileError:
         return GrammarCompileError(f"regex {self.pattern!r}: {what} is not supported; {fix}")
+
+
+def _can_be_empty(op: str, value: Any) -> bool:
+    """Whether one item matches the empty text; True for what is refused anyway."""
+    match op:
+        case "LITERAL" | "NOT_LITERAL" | "ANY" | "IN":
+            return False
+        case "SUBPATTERN":
+            return _is_nullable(value[3])
+        case "BRANCH":
+            return any(map(_is_nullable, value[1]))
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            return value[0] == 0 or _is_nullable(value[2])
+    return True
+
+
+def _is_nullable(items: Any) -> bool:
+    return all(_can_be_empty(str(op), value) for op, value in items)
 
 
 def _is_begin(op: Any, value: Any) -> bool:

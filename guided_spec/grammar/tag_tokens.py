@@ -30,15 +30,19 @@ class TokenTag(NamedTuple):
 def with_tokens(tag: Any, vocabulary: Vocabulary) -> TokenTag:
     """Turn the names of added tokens in the strings of a structural tag into token formats.
 
-    Raises GrammarCompileError for a tag that names a token which ends the text, or one where
-    xgrammar cannot keep it out of free text.
+    Raises GrammarCompileError for a tag that names a token which ends the text, one where xgrammar
+    cannot keep it out of free text, and one that is none.
     """
     writer = _Writer(vocabulary)
-    rewritten = writer.walk(tag)
-    if writer.named:
-        # Which tokens free text must leave out is known only now that all are.
-        writer.is_final = True
+    try:
         rewritten = writer.walk(tag)
+        if writer.named:
+            # Which tokens free text must leave out is known only now that all are.
+            writer.is_final = True
+            rewritten = writer.walk(tag)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"a member is missing or of the wrong type: {error!r}"
+        raise GrammarCompileError(f"not a structural_tag: {reason}") from error
     return TokenTag(rewritten, frozenset(writer.named))
 
 

@@ -5,11 +5,14 @@ import re
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.completion import EndingsCache
+from guided_spec.grammar.completion_costs import RuleEndings
+from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -17,6 +20,12 @@ from tests.grammar.walks import BYTES, accepts, walk
 from tests.strategies import regexes
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
+BACKENDS: dict[str, GrammarBackend] = {"xgrammar": BACKEND}
+if is_installed():
+    BACKENDS["llguidance"] = LLGuidanceBackend(BYTES)
+# Around every change of length in UTF-8, and around the surrogates.
+EDGES = (1, 0x5E, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF)
+CODES = st.sampled_from(EDGES) | st.sampled_from([code + 1 for code in EDGES[:-1]])
 
 
 def compiled(pattern: str) -> CompiledGrammar:
@@ -117,3 +126,81 @@ def test_classes_in_json_leave_out_what_needs_an_escape(value: Any) -> None:
     assert accepts(grammar, json.dumps(value, ensure_ascii=False)) == (
         value.isprintable() and not set(value) & set('"\\')
     )
+
+
+def padded(code: int, size: int) -> bytes:
+    """``code`` in ``size`` bytes as UTF-8 would have it, were it not overlong or no character."""
+    if size == 1:
+        return bytes([code & 0xFF])
+    rest = [0x80 | (code >> 6 * place) & 0x3F for place in reversed(range(size - 1))]
+    return bytes([(0xFF00 >> size) & 0xFF | (code >> 6 * (size - 1)) & (0x7F >> size), *rest])
+
+
+ILL_FORMED = sorted(
+    {
+        padded(code, size)
+        for edge in (0, *EDGES, 0xD800, 0xDFFF, 0x110000, 0x1FFFFF)
+        for code in (edge, edge + 1)
+        for size in (1, 2, 3, 4)
+    }
+)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("repeat", ["", "+", "{1,3}"])
+@pytest.mark.parametrize("negation", ["", "^"])
+@settings(max_examples=12)
+@given(ends=st.tuples(CODES, CODES), around=st.sampled_from(["", "a"]))
+def test_bytes_are_utf8_that_python_matches(
+    name: str, repeat: str, negation: str, ends: tuple[int, int], around: str
+) -> None:
+    low, high = sorted(ends)
+    members = f"{re.escape(chr(low))}-{re.escape(chr(high))}"
+    pattern = f"{around}[{negation}{members}]{repeat}{around}"
+    try:
+        grammar = BACKENDS[name].compile(GrammarSpec.regex(pattern))
+    except GrammarCompileError:
+        assert re.fullmatch("[\0\ud800-\udfff]", chr(low))
+        return
+    for data in ILL_FORMED:
+        text = around.encode() + data + around.encode()
+        try:
+            expected = re.fullmatch(pattern, text.decode()) is not None and 0 not in data
+        except UnicodeDecodeError:
+            expected = False
+        assert accepts(grammar, text) == expected, (pattern, data)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@given(pattern=regexes(), seed=st.integers(0, 2**32))
+def test_every_finished_text_is_utf8(name: str, pattern: str, seed: int) -> None:
+    """From bytes, so that nothing but the grammar makes characters of them."""
+    text = walk(BACKENDS[name].compile(GrammarSpec.regex(pattern)), seed)
+    assert not text.finished or re.fullmatch(pattern, text.data.decode("utf-8", "strict"))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matching", "other"),
+    [
+        ("((a*)*)*b", "aab", "aa"),
+        ("(a?b?)*", "abba", "c"),
+        ("(a|b*)+c", "abc", "ab"),
+        ("((a+)*|(b{0,2}){3,})*", "abbbbbb", "abc"),
+        ("(?:a{2,3})*", "aaaaa", "a"),
+        ("(?:(?:ab)?(?s:.*))*", "\n", None),
+        ("(|)*", "", "a"),
+        ("(a{0}|b)+", "bb", "a"),
+        ("(?:x(?:a*)*){2}", "xaax", "x"),
+    ],
+)
+def test_loops_of_what_can_be_empty(pattern: str, matching: str, other: str | None) -> None:
+    """Written without such loops, which make the backend slower with each character."""
+    grammar = compiled(pattern)
+    assert accepts(grammar, matching)
+    assert other is None or not accepts(grammar, other)
+    assert isinstance(EndingsCache(BYTES).of(grammar), RuleEndings)
+
+
+def test_a_warning_of_re_is_a_refusal_where_it_is_an_error() -> None:
+    with pytest.raises(GrammarCompileError, match="nested set"):
+        to_fullmatch("[[:alpha:]]")
