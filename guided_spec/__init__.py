@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     )
     from guided_spec.grammar.lookahead import Lookahead
     from guided_spec.grammar.spec import GrammarSpec
+    from guided_spec.integrations.transformers import GrammarLogitsProcessor, generate
     from guided_spec.ops.rejection import rejection_sample
     from guided_spec.proposers import PROPOSERS, register_proposer
     from guided_spec.proposers.context import ProposerContext
@@ -63,6 +64,7 @@ __all__ = [
     "GrammarCompileError",
     "GrammarDeadEndError",
     "GrammarError",
+    "GrammarLogitsProcessor",
     "GrammarSpec",
     "GrammarStateError",
     "GuidedSpecError",
@@ -85,6 +87,7 @@ __all__ = [
     "UnsupportedSchemaError",
     "VocabularyMismatchError",
     "commit",
+    "generate",
     "register_proposer",
     "rejection_sample",
     "speculative_step",
@@ -101,6 +104,7 @@ _MODULES = {
     "DecodeBatch": "core",
     "Draft": "types",
     "EngineConfig": "config",
+    "GrammarLogitsProcessor": "integrations.transformers",
     "GrammarSpec": "grammar.spec",
     "Lookahead": "grammar.lookahead",
     "Noise": "types",
@@ -112,6 +116,7 @@ _MODULES = {
     "TokenLogprobs": "types",
     "TopLogprob": "types",
     "commit": "step",
+    "generate": "integrations.transformers",
     "register_proposer": "proposers",
     "rejection_sample": "ops.rejection",
     "speculative_step": "step",

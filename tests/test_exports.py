@@ -28,6 +28,7 @@ PROMISED = {
     *("Draft", "Accepted", "Noise", "rejection_sample"),
     *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext"),
     *("DecodeBatch", "Lookahead", "speculative_step", "commit"),
+    *("generate", "GrammarLogitsProcessor"),
     *errors.__all__,
 }
 

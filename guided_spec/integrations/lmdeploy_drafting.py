@@ -1,0 +1,147 @@
+"""Drafts without a model for LMDeploy: each session's text, and a proposer that goes on from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.errors import ModelError
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.integrations.lmdeploy_manager import GuidedManager
+from guided_spec.integrations.lmdeploy_place import Place
+from guided_spec.ops.warp import Sampling
+from guided_spec.proposers import ProposerContext, build_proposer
+from guided_spec.types import SamplingParams
+
+__all__ = ["Drafting"]
+
+_CPU = torch.device("cpu")
+_PAD = 0  # what stands behind a draft that is too short; verified like any other token
+
+
+@dataclass(slots=True)
+class _Text:
+    """One session's tokens as far as they were seen, and the slot its proposer knows it by."""
+
+    slot: int
+    token_ids: list[int] = field(default_factory=list)
+
+
+class Drafting:
+    """One of our proposers over the sessions of an engine, a request at a time.
+
+    proposer: its name, such as ``ngram``. num_draft: K. Raises ModelError where the manager could
+    not read the tokenizer.
+    """
+
+    def __init__(self, proposer: str, manager: GuidedManager, num_draft: int) -> None:
+        if manager.error is not None:
+            raise ModelError(f"{proposer} needs the tokens of the model") from manager.error
+        self.num_draft = num_draft
+        self._manager = manager
+        self._texts: dict[Any, _Text] = {}
+        self._next_slot = 0
+        self._rows = MaskRows(1, num_draft + 1, manager.vocab_size, _CPU)
+        self._sampling = Sampling.stack([SamplingParams()], [0], _CPU)
+        tokenizer = manager.tokenizer
+        self._proposer: Proposer = build_proposer(
+            proposer,
+            ProposerContext(
+                vocabulary=manager.vocabulary,
+                encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+                tokenizer=tokenizer,
+                target=None,
+                config=EngineConfig(),
+                num_slots=1,
+                max_model_len=1,
+                device=_CPU,
+                dtype=torch.float32,
+            ),
+        )
+
+    def propose(
+        self, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any, helper: Any
+    ) -> Tensor:
+        """int64 [B, K] on LMDeploy's device, behind what each row has just got; one download."""
+        shape = (len(model_inputs.seq_length), self.num_draft)
+        empty: Tensor = model_inputs.input_ids.new_full(shape, _PAD)
+        context = sampling_inputs.session_ctx
+        self.release(sampling_inputs.session_to_cleanup or ())
+        keys = [(row["session_id"], row["seq_id"]) for row in context]
+        is_whole = not model_inputs.is_chunk or model_inputs.is_last_chunk
+        self._read_step(keys, model_inputs, extra_inputs.output_token_ids if is_whole else None)
+        if not is_whole:
+            return empty
+        places = helper.get_processors(context, sampling_inputs.response_formats)
+        drafts = [self.draft(key, places.get(row)) for row, key in enumerate(keys)]
+        return torch.tensor(drafts).to(empty)
+
+    def read(self, key: Any, history: int | None, token_ids: Sequence[int]) -> None:
+        """Append what a session got; ``history`` is where a prompt's tokens begin."""
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = _Text(self._next_slot)
+            self._next_slot += 1
+        if history is not None:
+            # Where an earlier part was never seen, as with a cached prefix, the rest must do.
+            del text.token_ids[history:]
+        text.token_ids += token_ids
+
+    def draft(self, key: Any, place: Place | None) -> list[int]:
+        """K tokens behind a session's text, padded."""
+        constraint, lookahead = None, None
+        if place is not None and not place.is_terminated() and not place.is_broken:
+            constraint, lookahead = place.constraint, place.begin()
+        if lookahead is None:
+            lookahead = Lookahead.fork([None], self._rows, [self.num_draft])
+        text = self._texts[key]
+        self._proposer.propose(self._batch(text, constraint), lookahead)
+        drafted = [*lookahead.drafted[0]]
+        refused = lookahead.refused[0]
+        if refused is not None:
+            # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
+            drafted.append(refused)
+        drafted += [_PAD] * (self.num_draft - len(drafted))
+        if constraint is not None and place is not None:
+            place.end_draft(drafted)
+        return drafted
+
+    def release(self, session_ids: Sequence[Any]) -> None:
+        """Forget sessions that have ended."""
+        ended = [key for key in self._texts if key[0] in session_ids]
+        self._proposer.release([self._texts.pop(key).slot for key in ended])
+
+    def _read_step(self, keys: Sequence[Any], inputs: Any, output: Tensor | None) -> None:
+        """What each session got: its prompt, or a part of it, and what was sampled behind."""
+        new = [[] for _ in keys] if output is None else output.view(len(keys), -1).tolist()
+        sampled = [[token for token in tokens if token >= 0] for tokens in new]
+        if inputs.is_decoding:
+            for key, tokens in zip(keys, sampled, strict=True):
+                self.read(key, None, tokens)
+            return
+        lengths, histories = inputs.seq_length.tolist(), inputs.history_lengths.tolist()
+        prompts = inputs.input_ids.flatten().split(lengths)
+        for key, history, prompt, tokens in zip(keys, histories, prompts, sampled, strict=True):
+            self.read(key, history, [*prompt.tolist(), *tokens])
+
+    def _batch(self, text: _Text, constraint: Constraint | None) -> DecodeBatch:
+        return DecodeBatch(
+            slots=(text.slot,),
+            contexts=(text.token_ids,),
+            prompt_lengths=(0,),
+            constraints=(constraint,),
+            limits=(self.num_draft,),
+            sampling=self._sampling,
+            mask_rows=self._rows,
+            num_draft_tokens=self.num_draft,
+            vocab_size=self._manager.vocab_size,
+            device=_CPU,
+        )

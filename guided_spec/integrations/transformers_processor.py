@@ -1,0 +1,179 @@
+"""A grammar for transformers' own generate, plain or assisted: a logits processor that goes back.
+
+In assisted generation transformers calls the same processor for the assistant and for the model,
+over drafts that are then taken back. xgrammar's own processor follows one text, forward only.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedModel
+
+from guided_spec.config import GrammarBackendName
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.after import AfterBackend
+from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.transformers_texts import Generation
+from guided_spec.models.loading import end_of_text_ids
+from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
+
+__all__ = ["GrammarLogitsProcessor", "Grammars", "list_grammars"]
+
+Grammars = GrammarSpec | Sequence[GrammarSpec | None]
+"""One for all prompts, or one for each, None for free text."""
+
+KEPT_GENERATIONS = 4
+
+_backends: weakref.WeakKeyDictionary[Any, dict[object, GrammarBackend]]
+_backends = weakref.WeakKeyDictionary()  # by tokenizer: to read a large one takes a second
+
+
+class GrammarLogitsProcessor(LogitsProcessor):
+    """Sets the scores of the tokens that a grammar forbids to -inf.
+
+        model.generate(**inputs, logits_processor=[GrammarLogitsProcessor(grammar, tokenizer)])
+
+    For greedy search, sampling and beams, for batches, and for all assisted generation: assistant
+    models, prompt lookup, early exit, MTP layers, DFlash. It is told token ids alone, so it knows a
+    text by its content. It may be used for one call of generate after another, by one thread.
+
+    grammar: for all prompts, or a list with one for each; None there leaves that text free.
+    tokenizer: of the model whose text it is, not of an assistant.
+    model: names the tokens that end a text besides the tokenizer's own. Best given.
+    stop_token_ids: the tokens that end a text, if they are others: what generate gets as
+        ``eos_token_id``.
+    backend: see ``EngineConfig.grammar_backend``.
+
+    What is wrong with a grammar is raised here, before the first token: GrammarCompileError and its
+    kinds. Raises ConfigError and ModelError too.
+    """
+
+    def __init__(
+        self,
+        grammar: Grammars,
+        tokenizer: Any,
+        *,
+        model: PreTrainedModel | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        backend: GrammarBackendName = "auto",
+    ) -> None:
+        if not callable(getattr(tokenizer, "get_vocab", None)):
+            raise ConfigError("tokenizer", tokenizer, "pass the model's tokenizer, loaded")
+        self._specs = list_grammars(grammar)
+        size = max(tokenizer.get_vocab().values()) + 1
+        if model is not None:
+            size = model.config.get_text_config(decoder=True).vocab_size
+        if stop_token_ids is None:
+            stop_token_ids = _end_ids(tokenizer, model)
+        inner = _backend(tokenizer, backend, tuple(stop_token_ids), size)
+        self._vocabulary: Vocabulary = inner.vocabulary
+        self._backend = AfterBackend.from_tokenizer(inner, tokenizer)
+        self._compiled: dict[GrammarSpec | None, CompiledGrammar | None] = {None: None}
+        for spec in self._specs:
+            self._compile(spec)
+        ends = torch.zeros(size, dtype=torch.bool)
+        ends[list(inner.vocabulary.stop_token_ids)] = True
+        self._ends = pack_bitmask(ends)
+        self._generations: list[Generation] = []  # the last one used is the first
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores [R, X] with illegal tokens at -inf, as a new tensor.
+
+        input_ids: int64 [R, T], the prompts and what follows them, on any device.
+        scores: of any width; tokens past the vocabulary are illegal.
+
+        Behind the end of a text only tokens that end it are legal; so, too, behind a token that the
+        grammar refuses, and where the scores are too narrow for any token that it allows.
+
+        Raises GrammarDeadEndError where the grammar allows nothing.
+        """
+        rows = input_ids.tolist()
+        found = self._generation(rows).follow(rows)
+        size, width = self._vocabulary.vocab_size, scores.shape[1]
+        bitmask = torch.stack([self._ends if row is None else row for row in found])
+        legal = unpack_bitmask(bitmask.to(scores.device), size)
+        if width < size:
+            legal = legal[:, :width]
+            # An assistant may have fewer tokens than the model.
+            is_starved = ~legal.any(1, keepdim=True)
+            legal = legal | (is_starved & self._ends_within(width).to(scores.device))
+        else:
+            legal = torch.nn.functional.pad(legal, (0, width - size))
+        is_free = [self._spec(at, len(rows)) is None for at in range(len(rows))]
+        if any(is_free):
+            legal = legal | torch.tensor(is_free, device=scores.device).unsqueeze(1)
+        return scores.masked_fill(~legal, float("-inf"))
+
+    def _generation(self, rows: list[list[int]]) -> Generation:
+        """The one that the rows belong to; else they are the prompts of a new one."""
+        known = (one for one in self._generations if one.holds(rows))
+        generation = next(known, None) or self._start(rows)
+        others = [one for one in self._generations if one is not generation]
+        self._generations = [generation, *others[: KEPT_GENERATIONS - 1]]
+        return generation
+
+    def _start(self, prompts: list[list[int]]) -> Generation:
+        number = len(prompts)
+        if number % len(self._specs):
+            fix = f"pass one, or one for each prompt: {number} rows are to be written"
+            raise ConfigError("grammar", f"{len(self._specs)} of them", fix)
+        grammars = []
+        for at, prompt in enumerate(prompts):
+            spec = self._spec(at, number)
+            bound = None if spec is None else self._backend.markers.bind(spec, prompt)
+            grammars.append(self._compile(bound))
+        return Generation(prompts, grammars, self._vocabulary.vocab_size)
+
+    def _spec(self, row: int, num_rows: int) -> GrammarSpec | None:
+        """The row's: the samples and beams of a prompt are neighbours."""
+        return self._specs[row * len(self._specs) // num_rows]
+
+    def _compile(self, spec: GrammarSpec | None) -> CompiledGrammar | None:
+        if spec is not None and spec not in self._compiled:
+            self._compiled[spec] = self._backend.compile(spec)
+        return self._compiled[spec]
+
+    def _ends_within(self, width: int) -> Tensor:
+        """Bool [width]: the tokens that end a text; where none of these is among them, all."""
+        ends = unpack_bitmask(self._ends, width)
+        return ends if ends.any() else torch.ones_like(ends)
+
+
+def list_grammars(grammar: object) -> list[GrammarSpec | None]:
+    """One grammar or several as a list. Raises ConfigError for anything else."""
+    listed = [grammar] if isinstance(grammar, GrammarSpec) else grammar
+    if not isinstance(listed, list | tuple) or not listed:
+        fix = "pass a GrammarSpec, such as GrammarSpec.json_schema(schema), or a list of them"
+        raise ConfigError("grammar", grammar, fix)
+    for one in listed:
+        if one is not None and not isinstance(one, GrammarSpec):
+            fix = "each must be a GrammarSpec, such as GrammarSpec.json_schema(schema), or None"
+            raise ConfigError("grammar", one, fix)
+    return list(listed)
+
+
+def _end_ids(tokenizer: Any, model: PreTrainedModel | None) -> tuple[int, ...]:
+    if model is not None:
+        return end_of_text_ids(model, tokenizer)
+    own = tokenizer.eos_token_id
+    return () if own is None else (own,)
+
+
+def _backend(
+    tokenizer: Any, name: GrammarBackendName, stop_token_ids: tuple[int, ...], size: int
+) -> GrammarBackend:
+    """Made once for as long as the tokenizer lives."""
+    made = _backends.setdefault(tokenizer, {})
+    key = (name, stop_token_ids, size, len(tokenizer))
+    if key not in made:
+        vocabulary = Vocabulary.from_tokenizer(tokenizer, size, stop_token_ids)
+        made[key] = build_backend(name, vocabulary)
+    return made[key]

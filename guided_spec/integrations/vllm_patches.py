@@ -1,0 +1,103 @@
+"""Functions of vLLM that are wrapped, each only in the versions it was read in.
+
+A wrapper sees the arguments of the function it was written for. Another version, or a function that
+somebody else has changed, is refused before anything is replaced.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NamedTuple
+
+from guided_spec.errors import ConfigError
+
+__all__ = ["VERSIONS", "Patch", "Wrapper", "install", "installed_version"]
+
+VERSIONS = ("0.25.1", "0.33.0")
+_MARK = "__guided_spec_wrapper__"
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Patch(NamedTuple):
+    """One function and what is put around it.
+
+    module, path: where it is defined: ``"vllm.v1.core.sched.scheduler"``, ``"Scheduler.schedule"``.
+    parameters: its parameters' names for each version that has it; others are left alone.
+    wrap: takes the function, returns its replacement.
+    importers: modules that import the function by name. Those that did so already get the
+        replacement too.
+    """
+
+    module: str
+    path: str
+    parameters: Mapping[str, tuple[str, ...]]
+    wrap: Wrapper
+    importers: tuple[str, ...] = ()
+
+
+def installed_version() -> str | None:
+    """The version of vLLM in this environment, without its local part; None where there is none."""
+    try:
+        return version("vllm").partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
+def install(feature: str, patches: Sequence[Patch]) -> None:
+    """Put the wrappers around their functions; doing so again changes nothing.
+
+    feature: what the user asked for, named in errors.
+
+    Raises ConfigError, with nothing replaced, when vLLM is absent, of a version that is not among
+    ``VERSIONS``, or when one of the functions is not the one that this version ships.
+    """
+    found = installed_version()
+    if found not in VERSIONS:
+        fix = f"{feature} is written for vLLM {' and '.join(VERSIONS)}; install one of them"
+        raise ConfigError("vllm", found, f"{fix}, or do not ask for {feature}")
+    wanted = [patch for patch in patches if found in patch.parameters]
+    targets = [_find(patch, feature, found) for patch in wanted]
+    for patch, target in zip(wanted, targets, strict=True):
+        if not hasattr(target.function, _MARK):
+            _replace(patch, target)
+
+
+class _Target(NamedTuple):
+    """Where a function hangs: in a module or in a class."""
+
+    owner: Any
+    name: str
+    function: Callable[..., Any]
+
+
+def _find(patch: Patch, feature: str, found: str) -> _Target:
+    *classes, name = patch.path.split(".")
+    where = f"{patch.module}.{patch.path}"
+    try:
+        owner: Any = importlib.import_module(patch.module)
+        for step in classes:
+            owner = getattr(owner, step)
+        function = getattr(owner, name)
+        parameters = tuple(inspect.signature(function).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        fix = f"{feature} needs it, and vLLM {found} has it; is it another build? ({error})"
+        raise ConfigError(where, None, fix) from error
+    if parameters != patch.parameters[found]:
+        fix = f"{feature} expects the parameters of vLLM {found}; has another plugin changed it?"
+        raise ConfigError(where, parameters, fix)
+    return _Target(owner, name, function)
+
+
+def _replace(patch: Patch, target: _Target) -> None:
+    wrapped = patch.wrap(target.function)
+    setattr(wrapped, _MARK, True)
+    setattr(target.owner, target.name, wrapped)
+    for importer in patch.importers:
+        module = sys.modules.get(importer)
+        if module is not None and getattr(module, target.name, None) is target.function:
+            setattr(module, target.name, wrapped)

@@ -1,0 +1,208 @@
+"""A proposer for vLLM's ``custom_class``: text that the grammar forces, and prompt lookup.
+
+    speculative_config={
+        "method": "custom_class",
+        "model": "guided_spec.integrations.vllm_proposer.GuidedProposer",
+        "num_speculative_tokens": 8,
+    }
+
+vLLM hands a proposer token ids and nothing else. Which requests they belong to, and what grammar
+these asked for, is known to the model runner that calls it; one function of the runner is wrapped
+to say so. vLLM verifies the drafts with its own masks: whatever is drafted, its output is that of
+the same requests without drafts.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.integrations.vllm_grammars import VllmGrammars
+from guided_spec.integrations.vllm_patches import Patch, install
+from guided_spec.integrations.vllm_shadow import ShadowConstraints
+from guided_spec.ops.warp import Sampling
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.types import SamplingParams
+
+__all__ = ["PATCHES", "PROPOSER", "GuidedProposer", "show_requests"]
+
+PROPOSER = "chain:grammar_forced+ngram"
+_CPU = torch.device("cpu")
+
+
+class GuidedProposer:
+    """Drafts on the host, without a model; vLLM makes it by its dotted name.
+
+    vllm_config: vLLM's VllmConfig. ``num_speculative_tokens`` of its speculative config, 1 to 64,
+        is the longest draft.
+
+    Raises ConfigError for another version of vLLM or a longer draft, and ModelError for a tokenizer
+    that cannot be read.
+    """
+
+    def __init__(self, vllm_config: Any) -> None:
+        install("GuidedProposer", PATCHES)
+        self._grammars = VllmGrammars(vllm_config)
+        num_draft = vllm_config.speculative_config.num_speculative_tokens
+        num_requests = vllm_config.scheduler_config.max_num_seqs
+        self._max_len = vllm_config.model_config.max_model_len
+        vocabulary = self._grammars.vocabulary
+        tokenizer = self._grammars.tokenizer
+        context = ProposerContext(
+            vocabulary=vocabulary,
+            encode=lambda text: [*tokenizer.encode(text, add_special_tokens=False)],
+            tokenizer=tokenizer,
+            target=None,
+            config=EngineConfig(num_draft_tokens=num_draft, max_forced_tokens=num_draft),
+            num_slots=num_requests,
+            max_model_len=self._max_len,
+            device=_CPU,
+            dtype=torch.float32,
+        )
+        self._num_draft = num_draft
+        self._proposer = build_proposer(PROPOSER, context)
+        self._rows = MaskRows(num_requests, num_draft + 1, vocabulary.vocab_size, _CPU)
+        self._shadows = ShadowConstraints(GrammarCompileQueue(self._grammars, max_workers=1))
+        self._asked: dict[str, _Asked] = {}
+        self._new_slots = itertools.count()
+        self._names: Sequence[str] = ()
+        self._requests: Mapping[str, Any] = {}
+
+    def see(self, names: Sequence[str], requests: Mapping[str, Any]) -> None:
+        """Take note of the requests of the next ``propose``.
+
+        names: of the batch's requests, in its order. requests: all that the runner knows, by name;
+            what is kept for others is dropped.
+        """
+        self._names, self._requests = names, requests
+        ended = [name for name in self._asked if name not in requests]
+        self._proposer.release([self._asked.pop(name).slot for name in ended])
+        self._shadows.keep({asked.slot for asked in self._asked.values()})
+
+    def propose(
+        self,
+        sampled_token_ids: Sequence[Sequence[int]],
+        num_tokens_no_spec: Any,
+        token_ids_cpu: Any,
+        slot_mappings: Any = None,
+    ) -> list[list[int]]:
+        """Draft behind the tokens that vLLM has just committed.
+
+        sampled_token_ids: [B] the new tokens of each request; empty while its prompt is read.
+        num_tokens_no_spec: [>= B] the length of each request's text.
+        token_ids_cpu: [>= B, max_model_len] the texts.
+        slot_mappings: not used; vLLM passes it to every proposer.
+
+        Returns [B] drafts, each of ``num_speculative_tokens`` at most; empty where there is none.
+        """
+        del slot_mappings
+        drafts: list[list[int]] = [[] for _ in sampled_token_ids]
+        running = [
+            self._look_at(at, token_ids_cpu[at, : int(num_tokens_no_spec[at])].tolist())
+            for at, new in enumerate(sampled_token_ids)
+            if new and at < len(self._names) and int(num_tokens_no_spec[at]) < self._max_len
+        ]
+        if running:
+            running.sort(key=lambda request: request.slot)
+            for request, draft in zip(running, self._draft(running), strict=True):
+                drafts[request.at] = draft
+        return drafts
+
+    def _look_at(self, at: int, text: list[int]) -> _Running:
+        name = self._names[at]
+        request = self._requests[name]
+        params = request.sampling_params
+        asked = self._asked.get(name)
+        if asked is None or asked.params is not params:
+            if asked is not None:  # another request under the same name
+                self._proposer.release([asked.slot])
+            slot, spec = next(self._new_slots), self._grammars.spec_of(params)
+            asked = self._asked[name] = _Asked(slot, params, spec)
+        constraint = None
+        if asked.spec is not None:
+            output = text[request.num_prompt_tokens :]
+            constraint = self._shadows.follow(asked.slot, asked.spec, output)
+        return _Running(at, asked.slot, text, request.num_prompt_tokens, constraint)
+
+    def _draft(self, running: Sequence[_Running]) -> list[list[int]]:
+        greedy = [SamplingParams(temperature=0.0)] * len(running)
+        batch = DecodeBatch(
+            slots=tuple(request.slot for request in running),
+            contexts=tuple(request.text for request in running),
+            prompt_lengths=tuple(request.prompt_length for request in running),
+            constraints=tuple(request.constraint for request in running),
+            limits=tuple(min(self._num_draft, self._max_len - len(r.text)) for r in running),
+            sampling=Sampling.stack(greedy, [0] * len(running), _CPU),
+            mask_rows=self._rows,
+            num_draft_tokens=self._num_draft,
+            vocab_size=self._grammars.vocabulary.vocab_size,
+            device=_CPU,
+        )
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        self._proposer.propose(batch, lookahead)
+        return [list(draft) for draft in lookahead.drafted]
+
+
+class _Asked(NamedTuple):
+    """What is kept of a request while it runs: read off once, since a schema may be long."""
+
+    slot: int
+    params: Any
+    spec: GrammarSpec | None
+
+
+class _Running(NamedTuple):
+    """A request of one step. at: its place in vLLM's batch. text: prompt and output tokens."""
+
+    at: int
+    slot: int
+    text: list[int]
+    prompt_length: int
+    constraint: Constraint | None
+
+
+def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the runner's ``propose_draft_token_ids``: a guided proposer learns who is asking."""
+
+    @functools.wraps(original)
+    def propose_draft_token_ids(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.drafter, GuidedProposer):
+            self.drafter.see(self.input_batch.req_ids, self.requests)
+        return original(self, *args, **kwargs)
+
+    return propose_draft_token_ids
+
+
+_ARGUMENTS = (
+    "self",
+    "scheduler_output",
+    "sampled_token_ids",
+    "sampling_metadata",
+    "hidden_states",
+    "sample_hidden_states",
+    "aux_hidden_states",
+    "spec_decode_metadata",
+    "common_attn_metadata",
+    "slot_mappings",
+)
+
+PATCHES = (
+    Patch(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner.propose_draft_token_ids",
+        {"0.25.1": _ARGUMENTS, "0.33.0": _ARGUMENTS},
+        show_requests,
+    ),
+)

@@ -1,0 +1,76 @@
+"""Shadow constraints: a request's grammar followed where only its committed tokens are known.
+
+Another engine owns the grammar that is enforced. A shadow only draws up drafts, so it may lag
+behind, or be lost: the request is then drafted without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Hashable, Sequence
+from concurrent.futures import Future
+
+from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarSpec
+
+__all__ = ["ShadowConstraints"]
+
+
+class ShadowConstraints:
+    """The constraints of running requests, by any names for these.
+
+    queue: compiles their grammars in the background, once for equal ones.
+    """
+
+    def __init__(self, queue: GrammarCompileQueue) -> None:
+        self._queue = queue
+        self._shadows: dict[Hashable, _Shadow] = {}
+
+    def follow(self, name: Hashable, spec: GrammarSpec, output: Sequence[int]) -> Constraint | None:
+        """The constraint of a request at the end of its committed tokens ``output``.
+
+        None while its grammar compiles, once its text is complete, and after it was lost: when the
+        grammar does not compile or refuses a token. Output that is not a continuation of what came
+        before is followed from its beginning.
+        """
+        shadow = self._shadows.get(name)
+        if shadow is None or shadow.spec != spec:
+            shadow = self._shadows[name] = _Shadow(spec, self._queue.submit(spec))
+        return shadow.follow(output)
+
+    def keep(self, names: Container[Hashable]) -> None:
+        """Forget every request that is not among ``names``."""
+        for name in [name for name in self._shadows if name not in names]:
+            del self._shadows[name]
+
+
+class _Shadow:
+    def __init__(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
+        self.spec = spec
+        self._future = future
+        self._constraint: Constraint | None = None
+        self._is_lost = False
+
+    def follow(self, output: Sequence[int]) -> Constraint | None:
+        if self._is_lost or not self._future.done():
+            return None
+        if self._future.exception() is not None:
+            self._is_lost = True
+            return None
+        constraint = self._constraint
+        if constraint is None or not _continues(constraint.committed, output):
+            constraint = self._constraint = Constraint(self._future.result())
+        try:
+            constraint.commit(output[len(constraint.committed) :])
+        except GrammarStateError:
+            self._is_lost = True
+            return None
+        return None if constraint.is_terminated else constraint
+
+
+def _continues(committed: Sequence[int], output: Sequence[int]) -> bool:
+    """Whether ``output`` may continue ``committed``; looks at the end of it only."""
+    last = len(committed) - 1
+    return len(output) > last and (last < 0 or output[last] == committed[last])
