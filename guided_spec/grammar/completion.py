@@ -32,6 +32,7 @@ from guided_spec.grammar.completion_places import Places
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.completion_spelling import Spelling
 from guided_spec.grammar.completion_states import UnreadableGrammarError
+from guided_spec.grammar.completion_tokens import SearchTokens
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarBackend,
@@ -61,6 +62,7 @@ class EndingsCache:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
         self._spelling: Spelling | None = None
+        self._tokens: SearchTokens | None = None
         self._known: OrderedDict[int, tuple[CompiledGrammar, Endings]] = OrderedDict()
 
     def of(self, compiled: CompiledGrammar) -> Endings:
@@ -100,7 +102,9 @@ class EndingsCache:
             endings = self._by_rules(compiled)
             if endings is not None:
                 return endings
-        return SearchEndings(compiled, self._vocabulary)
+        if self._tokens is None:
+            self._tokens = SearchTokens(self._vocabulary)
+        return SearchEndings(compiled, self._vocabulary, self._tokens)
 
     def _by_rules(self, compiled: XGrammarGrammar) -> RuleEndings | None:
         """None where the printed grammar is not understood, or says something else."""

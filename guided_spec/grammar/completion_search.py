@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion_endings import NEVER, pack_row
+from guided_spec.grammar.completion_tokens import SearchTokens
+from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -18,10 +20,11 @@ MOST_TESTED = 512  # tokens of one row
 _SMALL = 64  # tokens of a vocabulary that are always all tested
 RISE = 64  # that one token is taken to add at most, in a vocabulary too large to test
 _MOST_STEPS = 512  # of a search
-_WIDE = 64  # options of a position at most, in a search for the shortest way
+_MOST_MOVED = 32  # of them, where others can be judged without
+_CLOSING = (b'"', b"]", b"}")  # the ends of a JSON text that cannot go on
+_TRIED = 8  # tokens of one position, in a search straight for the end
 Way = tuple[int, ...]
 """Tokens from some state to the end of a text, the stop token last; () for none."""
-_CLOSING = frozenset(b"\"']})>")
 
 
 class SearchEndings:
@@ -34,13 +37,19 @@ class SearchEndings:
 
     In a vocabulary of more than 64 tokens, rows are free while ``RISE`` tokens are to spare; a
     grammar in which one token adds more than that may then break off. Where fewer are to spare, the
-    way itself and the ``MOST_TESTED`` tokens with the lowest ids may be legal, and no others.
+    way itself and the ``MOST_TESTED`` tokens with the lowest ids may be legal, and no others. In
+    llguidance's JSON, where it costs more to try a token, these are whole characters, and 32 of
+    them at most do other than keep the way (see ``_ways_kept``).
     """
 
-    def __init__(self, compiled: CompiledGrammar, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, vocabulary: Vocabulary, tokens: SearchTokens | None = None
+    ) -> None:
         self._vocabulary = vocabulary
-        self._excluded = compiled.excluded
-        self._stops = frozenset(vocabulary.stop_token_ids)
+        self._tokens = tokens or SearchTokens(vocabulary)
+        self._is_json = bool(getattr(compiled, "writes_json", False))
+        self._excluded = np.array(sorted(compiled.excluded), dtype=np.int64)
+        self._stops = np.array(sorted(vocabulary.stop_token_ids), dtype=np.int64)
         self._is_small = vocabulary.vocab_size <= _SMALL
         self._start = self._search(compiled.new_matcher())
 
@@ -72,15 +81,49 @@ class SearchEndings:
 
     def row(self, state: Way, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
         """int32 [W]: the tokens behind which a way is known that costs less than ``remaining``."""
-        found: NDArray[np.bool_] = np.zeros(self._vocabulary.vocab_size, dtype=np.bool_)
         legal = self._legal(matcher)
-        found[[token for token in legal if token in self._stops]] = True
-        for token in dict.fromkeys([*state[:1], *legal[:MOST_TESTED]]):
-            if token not in self._stops and matcher.accept_token(token):
+        found: NDArray[np.bool_] = np.zeros_like(legal)
+        found[self._stops] = legal[self._stops]
+        keeps_way = self._ways_kept(state, matcher)
+        moves, wanted = MOST_TESTED, legal & ~found
+        if keeps_way is not None:
+            moves, wanted = _MOST_MOVED, wanted & self._tokens.is_whole
+        tested: list[int] = np.flatnonzero(wanted)[:MOST_TESTED].tolist()
+        for token in dict.fromkeys([*state[:1], *tested]):
+            if found[token]:
+                continue
+            if keeps_way is not None and keeps_way(token):
+                found[token] = self.cost(state) < remaining
+            elif moves and matcher.accept_token(token):
+                moves -= 1
                 way = self.after(state, token, matcher)
                 matcher.rollback(1)
                 found[token] = way is not None and self.cost(way) < remaining
         return pack_row(found)
+
+    def _ways_kept(self, state: Way, matcher: GrammarMatcher) -> Callable[[int], bool] | None:
+        """Tells tokens behind which ``state`` surely still is a way; None where nothing can tell.
+
+        In a JSON text a token without quotes, brackets and backslashes opens and closes nothing. So
+        what it stands before is complete where the same text was complete without it; whether the
+        grammar takes it there, llguidance says without moving. Behind a backslash, or where nothing
+        is closed at the end, as of a number, that is not so.
+        """
+        body, data = state[:-1], self._vocabulary.token_bytes
+        if not (self._is_json and body and isinstance(matcher, LLGuidanceMatcher)):
+            return None
+        last = matcher.last_token
+        if data[body[-1]][-1:] not in _CLOSING or (last is not None and data[last][-1:] == b"\\"):
+            return None
+        is_plain, count_legal = self._tokens.is_plain, matcher.count_legal
+
+        def keeps_way(token: int) -> bool:
+            # The way's own first token leads on to its rest, which is shorter.
+            return bool(
+                token != state[0] and is_plain[token] and count_legal((token, *body)) == len(state)
+            )
+
+        return keeps_way
 
     def _takes(self, matcher: GrammarMatcher, way: Way) -> bool:
         count = _follow(matcher, way)
@@ -99,13 +142,14 @@ class SearchEndings:
                 break
             way = waiting.popleft()
             count = _follow(matcher, way)
-            legal = self._legal(matcher) if count == len(way) else []
+            legal = self._legal(matcher) if count == len(way) else None
             if count:
                 matcher.rollback(count)
-            stop = next((token for token in legal if token in self._stops), None)
-            if stop is not None:
-                return (*way, stop)
-            waiting.extend((*way, token) for token in legal)
+            if legal is None:
+                continue
+            if stop := self._stop(legal):
+                return (*way, *stop)
+            waiting.extend((*way, token) for token in np.flatnonzero(legal).tolist())
         return ()
 
     def _straight(self, matcher: GrammarMatcher) -> Way:
@@ -115,11 +159,10 @@ class SearchEndings:
         for _ in range(_MOST_STEPS):
             if len(options) == len(way):
                 legal = self._legal(matcher)
-                stop = next((token for token in legal if token in self._stops), None)
-                if stop is not None:
-                    found = (*way, stop)
+                if stop := self._stop(legal):
+                    found = (*way, *stop)
                     break
-                options.append(iter(self._preferred(legal)))
+                options.append(iter(self._tokens.first(legal, _TRIED)))
             token = next(options[-1], None)
             if token is not None and matcher.accept_token(token):
                 way.append(token)
@@ -133,26 +176,18 @@ class SearchEndings:
             matcher.rollback(len(way))
         return found
 
-    def _preferred(self, legal: list[int]) -> list[int]:
-        """Closing tokens, then the longest of those that are not blank; at most eight."""
-        data = self._vocabulary.token_bytes
+    def _stop(self, legal: NDArray[np.bool_]) -> Way:
+        """A stop token that is legal; () if none is."""
+        return tuple(self._stops[legal[self._stops]][:1].tolist())
 
-        def rank(token: int) -> tuple[bool, bool, bool, bool, int, int]:
-            text = data[token]
-            closes = _CLOSING.issuperset(text)
-            size = -len(text) if closes or few else len(text)
-            quotes = closes and text.startswith(b'"')  # inside a string, brackets close nothing
-            return (not quotes, not closes, text != b"0", text.isspace(), size, token)
-
-        few = len(legal) <= _WIDE
-        return sorted(legal, key=rank)[:8]
-
-    def _legal(self, matcher: GrammarMatcher) -> list[int]:
+    def _legal(self, matcher: GrammarMatcher) -> NDArray[np.bool_]:
+        """bool [V]"""
         row = np.zeros((1, -(-self._vocabulary.vocab_size // 32)), dtype=np.int32)
         matcher.fill_next_token_bitmask(row, 0)
         bits = np.unpackbits(row[0].view(np.uint8), bitorder="little")
-        tokens: list[int] = np.flatnonzero(bits[: self._vocabulary.vocab_size]).tolist()
-        return [token for token in tokens if token not in self._excluded]
+        legal = bits[: self._vocabulary.vocab_size].astype(np.bool_)
+        legal[self._excluded] = False
+        return legal
 
 
 def _follow(matcher: GrammarMatcher, way: Way) -> int:

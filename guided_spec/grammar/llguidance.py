@@ -122,7 +122,10 @@ class LLGuidanceBackend:
         style = _to_lark(spec, any_whitespace=False) if spec.any_whitespace else None
         source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
         grammar = LLGuidanceGrammar(
-            source, None if style is None else source._replace(text=style), self._without_bytes
+            source,
+            None if style is None else source._replace(text=style),
+            self._without_bytes,
+            writes_json=spec.kind in ("json_schema", "json_object"),
         )
         try:
             _require_compiled(spec, source, grammar)
@@ -164,12 +167,14 @@ class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    writes_json: whether every text is JSON.
     """
 
     source: LLGuidanceSource
     style: LLGuidanceSource | None = None
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
+    writes_json: bool = False
     backend: ClassVar[str] = "llguidance"
 
     def new_matcher(self) -> LLGuidanceMatcher:

@@ -154,7 +154,10 @@ def _check_a_few(
         if not plain.is_terminated():
             then = endings.after(state, token, plain)
             fits = then is not None and endings.cost(then) < remaining
-            assert fits == (token in ours)
+            if isinstance(endings, SearchEndings) and endings._is_json:
+                assert fits or token not in ours  # not every token is tried
+            else:
+                assert fits == (token in ours)
         plain.rollback(1)
 
 
