@@ -9,6 +9,7 @@ engine is idle, nothing of the requests may be left. The exit code says whether 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, NamedTuple
@@ -16,7 +17,7 @@ from typing import Annotated, NamedTuple
 import typer
 from rich.table import Table
 
-from guided_spec.bench.soak_census import Census, find_leaks, take_census
+from guided_spec.bench.soak_census import Census, count_alive, find_leaks, take_census
 from guided_spec.bench.soak_model import CONTEXT, make_toy
 from guided_spec.bench.soak_proposer import Turns, TurnTaking
 from guided_spec.bench.soak_requests import GRAMMARS, CaseSource
@@ -87,6 +88,7 @@ def main(
 
 def soak(plan: Plan) -> SoakReport:
     """Run the plan on a toy model of its own."""
+    others = count_alive()
     toy, made = make_toy(), list[TurnTaking]()
     started = time.perf_counter()
     with (
@@ -106,7 +108,7 @@ def soak(plan: Plan) -> SoakReport:
         proposer = made.pop()
         before = _witness(plan, llm, proposer)
         run = SoakRun(llm, CaseSource(plan.seed, _least(llm)), in_flight=plan.in_flight)
-        censuses, wrong = _run_checked(plan, run, llm, proposer)
+        censuses, wrong = _run_checked(plan, run, llm, proposer, others)
         wrong = [*run.tally.wrong, *wrong]
         if _witness(plan, llm, proposer) != before:
             wrong.append("a request that came first gives another text at the end")
@@ -134,7 +136,9 @@ class _Checked(NamedTuple):
     wrong: list[str]
 
 
-def _run_checked(plan: Plan, run: SoakRun, llm: LLM, proposer: TurnTaking) -> _Checked:
+def _run_checked(
+    plan: Plan, run: SoakRun, llm: LLM, proposer: TurnTaking, others: Counter[type]
+) -> _Checked:
     censuses, wrong = list[Census](), list[str]()
     share = max(1, plan.requests // plan.checks)
     while run.tally.requests < plan.requests or proposer.num_steps < plan.steps:
@@ -143,7 +147,7 @@ def _run_checked(plan: Plan, run: SoakRun, llm: LLM, proposer: TurnTaking) -> _C
         stderr().print(f"{counts}, {len(run.tally.wrong) + len(wrong)} wrong")
         if run.tally.requests * 10 < plan.requests:
             continue  # still warming up
-        censuses.append(take_census(llm, proposer))
+        censuses.append(take_census(llm, proposer, others))
         leaks = find_leaks(censuses[0], censuses[-1], plan.growth)
         wrong += [f"after {run.tally.requests} requests: {leak}" for leak in leaks]
     return _Checked(tuple(censuses), wrong)

@@ -23,7 +23,7 @@ from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
 from guided_spec.grammar.lookahead import Lookahead
 
-__all__ = ["Census", "find_leaks", "take_census"]
+__all__ = ["Census", "count_alive", "find_leaks", "take_census"]
 
 _OF_A_REQUEST = {
     Request: "requests",
@@ -64,16 +64,19 @@ class Census(NamedTuple):
     resident_bytes: int
 
 
-def take_census(llm: LLM, proposer: TurnTaking) -> Census:
-    """Wait until the engine has nothing to do, and count."""
+def take_census(llm: LLM, proposer: TurnTaking, others: Counter[type]) -> Census:
+    """Wait until the engine has nothing to do, and count.
+
+    others: what was alive before this engine was made, not counted: the program may have more.
+    """
     engine, queue = llm._worker.setup.engine, llm._grammars
     deadline = time.monotonic() + _PATIENCE
     while engine.has_work and time.monotonic() < deadline:
         time.sleep(0.005)
-    found = _count()
+    found = count_alive() - others
     while any(found[kind] for kind in _OF_A_REQUEST) and time.monotonic() < deadline:
         time.sleep(0.05)  # the engine's thread may be on its way out of its last step
-        found = _count()
+        found = count_alive() - others
     return Census(
         alive={name: found[kind] for kind, name in _OF_A_REQUEST.items()},
         busy_slots=engine.num_slots - engine.num_free_slots,
@@ -105,7 +108,8 @@ def find_leaks(before: Census, after: Census, growth: int) -> list[str]:
     return [f"{count} {name}, at most {most}" for name, count, most in rows if count > most]
 
 
-def _count() -> Counter[type]:
+def count_alive() -> Counter[type]:
+    """Objects of this process, by type: those that a census counts."""
     gc.collect()
     kinds = {*_OF_A_REQUEST, torch.Tensor}
     return Counter(kind for each in gc.get_objects() if (kind := type(each)) in kinds)

@@ -118,6 +118,7 @@ def test_the_same_seed_draws_the_same_cases() -> None:
 
 def test_an_error_keeps_no_other_request_alive(llm: LLM) -> None:
     """What comes back with an error may be kept for ever; its traceback would hold its batch."""
+    before = _requests_alive()
     broken = SamplingParams(grammar=GrammarSpec.regex("("))
     small = SamplingParams(max_tokens=1, grammar=JSON)
     good = SamplingParams(max_tokens=2, grammar=GrammarSpec.regex("[ab]{9}"), complete=False)
@@ -128,9 +129,9 @@ def test_an_error_keeps_no_other_request_alive(llm: LLM) -> None:
     assert kinds == [GrammarCompileError, GrammarCompileError, BudgetTooSmallError, PromptError]
     assert outputs[4].error is None
     deadline = time.monotonic() + PATIENCE
-    while _requests_alive() and time.monotonic() < deadline:
+    while _requests_alive() > before and time.monotonic() < deadline:
         time.sleep(0.02)  # the engine's thread is on its way out of its last step
-    assert _requests_alive() == 0
+    assert _requests_alive() <= before
 
 
 def _requests_alive() -> int:
