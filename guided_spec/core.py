@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from guided_spec.config import EngineConfig
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
@@ -21,34 +22,7 @@ from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
-__all__ = ["DecodeBatch", "Proposer", "TargetModel", "TargetOutput", "Wishes"]
-
-
-class Wishes(NamedTuple):
-    """What the requests of a batch ask for, as tensors: the same for as long as they run together.
-
-    rules, logprobs: None when nobody has any.
-    """
-
-    sampling: Sampling
-    rules: RuleTable | None
-    logprobs: LogprobsPlan | None
-
-    @classmethod
-    def stack(
-        cls,
-        params: Sequence[SamplingParams],
-        seeds: Sequence[int],
-        rules: Sequence[TokenRules],
-        vocab_size: int,
-        device: torch.device,
-    ) -> Wishes:
-        """Of B requests each, in the order of the batch."""
-        return cls(
-            Sampling.stack(params, seeds, device),
-            RuleTable.stack(rules, vocab_size, device),
-            LogprobsPlan.stack(params, device),
-        )
+__all__ = ["Batches", "DecodeBatch", "Proposer", "Running", "TargetModel", "TargetOutput"]
 
 
 class TargetOutput(NamedTuple):
@@ -132,6 +106,104 @@ class DecodeBatch:
     def verify_noise(self, num_draft: int) -> Noise:
         """The noise of one step with a draft of ``num_draft`` tokens."""
         return draw_noise(self.verify_rows(), num_draft, self.vocab_size)
+
+
+class Running(Protocol):
+    """A request that decodes, as ``Batches`` reads it.
+
+    tokens: prompt and output so far. rules: the biases, bans and penalties of ``params``. The
+    others are those of ``DecodeBatch``.
+    """
+
+    @property
+    def slot(self) -> int: ...
+    @property
+    def tokens(self) -> Sequence[int]: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def constraint(self) -> Constraint | None: ...
+    @property
+    def draft_room(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def rules(self) -> TokenRules: ...
+
+
+class _Wishes(NamedTuple):
+    """What the requests of a batch ask for, as tensors: the same for as long as they run together.
+
+    rules, logprobs: None when nobody has any.
+    """
+
+    sampling: Sampling
+    rules: RuleTable | None
+    logprobs: LogprobsPlan | None
+
+
+class Batches:
+    """Makes the batch of each step out of the requests that decode in it.
+
+    config: its draft lengths and its verifier. num_slots: requests of a batch at most.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
+    ) -> None:
+        depths = config.num_draft_tokens + config.max_forced_tokens + 1
+        self._rows = MaskRows(num_slots, depths, vocab_size, device)
+        self._verifier: Verifier = config.verifier
+        self._vocab_size = vocab_size
+        self._device = device
+        self._wishes: tuple[tuple[Running, ...], _Wishes] | None = None
+
+    def make(
+        self,
+        requests: Sequence[Running],
+        num_draft_tokens: int,
+        features: tuple[Tensor | None, ...] = (),
+    ) -> DecodeBatch:
+        """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
+        wishes = self._wishes_of(tuple(requests))
+        contexts = tuple(request.tokens for request in requests)
+        prompt_lengths = tuple(request.prompt_length for request in requests)
+        return DecodeBatch(
+            slots=tuple(request.slot for request in requests),
+            contexts=contexts,
+            prompt_lengths=prompt_lengths,
+            constraints=tuple(request.constraint for request in requests),
+            limits=tuple(request.draft_room for request in requests),
+            sampling=wishes.sampling,
+            mask_rows=self._rows,
+            num_draft_tokens=num_draft_tokens,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            features=features,
+            policies=tuple(request.params.draft_policy for request in requests),
+            verifier=self._verifier,
+            adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
+            logprobs=wishes.logprobs,
+        )
+
+    def forget(self) -> None:
+        """Let go of the requests of the last batch."""
+        self._wishes = None
+
+    def _wishes_of(self, requests: tuple[Running, ...]) -> _Wishes:
+        if self._wishes is None or self._wishes[0] != requests:
+            params = [request.params for request in requests]
+            seeds = [request.seed for request in requests]
+            rules = [request.rules for request in requests]
+            wishes = _Wishes(
+                Sampling.stack(params, seeds, self._device),
+                RuleTable.stack(rules, self._vocab_size, self._device),
+                LogprobsPlan.stack(params, self._device),
+            )
+            self._wishes = (requests, wishes)
+        return self._wishes[1]
 
 
 class Proposer(Protocol):

@@ -18,15 +18,13 @@ import torch
 from transformers import PreTrainedModel
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Wishes
+from guided_spec.core import Batches, DecodeBatch
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
-from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.token_ids import check_token_ids, spell_bad_words
 from guided_spec.ops.token_rules import TokenRules
 from guided_spec.step import Committed
@@ -116,9 +114,7 @@ class Guide:
         self.device = device
         self._tokenizer = tokenizer
         self._grammars = RequestGrammars.build(config, vocabulary, tokenizer)
-        depths = config.num_draft_tokens + config.max_forced_tokens + 1
-        self._rows = MaskRows(config.max_batch_size, depths, vocabulary.vocab_size, device)
-        self._wishes: tuple[tuple[GuidedText, ...], Wishes] | None = None
+        self._batches = Batches(config, config.max_batch_size, vocabulary.vocab_size, device)
 
     @classmethod
     def for_model(
@@ -200,25 +196,9 @@ class Guide:
         slots = tuple(text.slot for text in running)
         if any(one >= other for one, other in pairwise(slots)):
             raise ConfigError("texts", slots, "put them in the order of their slots, each once")
-        wishes = self._wishes_of(running)
-        contexts = tuple(text.tokens for text in running)
-        prompt_lengths = tuple(text.prompt_length for text in running)
         largest = self.config.num_draft_tokens
-        return DecodeBatch(
-            slots=slots,
-            contexts=contexts,
-            prompt_lengths=prompt_lengths,
-            constraints=tuple(text.constraint for text in running),
-            limits=tuple(text.draft_room for text in running),
-            sampling=wishes.sampling,
-            mask_rows=self._rows,
-            num_draft_tokens=largest if num_draft_tokens is None else num_draft_tokens,
-            vocab_size=self._size,
-            device=self.device,
-            policies=tuple(text.params.draft_policy for text in running),
-            verifier=self.config.verifier,
-            adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
-            logprobs=wishes.logprobs,
+        return self._batches.make(
+            running, largest if num_draft_tokens is None else num_draft_tokens
         )
 
     def close(self) -> None:
@@ -233,18 +213,6 @@ class Guide:
         check_token_ids(params, self._size)
         words = spell_bad_words(params, self._tokenizer, self._size)
         return TokenRules(params, words, tuple(sorted(ends)))
-
-    def _wishes_of(self, texts: tuple[GuidedText, ...]) -> Wishes:
-        if self._wishes is None or self._wishes[0] != texts:
-            wishes = Wishes.stack(
-                [text.params for text in texts],
-                [text.seed for text in texts],
-                [text.rules for text in texts],
-                self._size,
-                self.device,
-            )
-            self._wishes = (texts, wishes)
-        return self._wishes[1]
 
     def _constrain(self, text: GuidedText) -> None:
         params = text.params

@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer, Wishes
+from guided_spec.core import Batches, DecodeBatch, Proposer
 from guided_spec.engine.acceptance import Outcome
 from guided_spec.engine.draft_length import Brought, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
@@ -19,10 +19,8 @@ from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
-from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.ranges import named_range
 from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.types import TokenLogprobs
@@ -44,9 +42,7 @@ class Engine:
         self._draft_length = build_draft_length(config)
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
-        depths = config.num_draft_tokens + config.max_forced_tokens + 1
-        self._rows = MaskRows(model.num_slots, depths, model.vocab_size, model.device)
-        self._wishes: tuple[tuple[Request, ...], Wishes] | None = None
+        self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
     def has_work(self) -> bool:
@@ -103,7 +99,7 @@ class Engine:
                 self._proposer.release(slots)
             except Exception as error:  # whose state it then mixes up, nobody knows
                 self.fail(self._scheduler.running(), error)
-            self._wishes = None  # else the last requests would be kept alive
+            self._batches.forget()  # else the last requests would be kept alive
 
     def _admit(self) -> None:
         if is_parallel():
@@ -203,7 +199,9 @@ class Engine:
         if not requests:
             return
         rooms = [Room(request.acceptance, request.draft_room) for request in requests]
-        batch = self._batch(requests, self._draft_length.begin(rooms))
+        num_draft_tokens = self._draft_length.begin(rooms)
+        features = self._target.take_features(tuple(request.slot for request in requests))
+        batch = self._batches.make(requests, num_draft_tokens, features)
         step = speculative_step(self._target, self._proposer, batch)
         with named_range("commit"):
             committed = commit(batch, step.accepted)
@@ -215,41 +213,6 @@ class Engine:
             if row.error is not None:
                 request.fail(row.error)
         self._draft_length.end(brought, is_typical=is_typical)
-
-    def _batch(self, requests: Sequence[Request], num_draft_tokens: int) -> DecodeBatch:
-        slots = tuple(request.slot for request in requests)
-        contexts = tuple(request.tokens for request in requests)
-        prompt_lengths = tuple(request.prompt_length for request in requests)
-        wishes = self._wishes_of(tuple(requests))
-        return DecodeBatch(
-            slots=slots,
-            contexts=contexts,
-            prompt_lengths=prompt_lengths,
-            constraints=tuple(request.constraint for request in requests),
-            limits=tuple(request.draft_room for request in requests),
-            sampling=wishes.sampling,
-            mask_rows=self._rows,
-            num_draft_tokens=num_draft_tokens,
-            vocab_size=self._model.vocab_size,
-            device=self._model.device,
-            features=self._target.take_features(slots),
-            policies=tuple(request.params.draft_policy for request in requests),
-            verifier=self._config.verifier,
-            adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
-            logprobs=wishes.logprobs,
-        )
-
-    def _wishes_of(self, requests: tuple[Request, ...]) -> Wishes:
-        if self._wishes is None or self._wishes[0] != requests:
-            wishes = Wishes.stack(
-                [request.params for request in requests],
-                [request.job.seed for request in requests],
-                [request.rules for request in requests],
-                self._model.vocab_size,
-                self._model.device,
-            )
-            self._wishes = (requests, wishes)
-        return self._wishes[1]
 
     def _count(
         self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]

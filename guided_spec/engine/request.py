@@ -92,6 +92,11 @@ class Request:
         self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
 
     @property
+    def seed(self) -> int:
+        """Of its noise."""
+        return self.job.seed
+
+    @property
     def draft_room(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self._max_length - len(self.tokens) - 1
