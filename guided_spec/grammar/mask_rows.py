@@ -17,7 +17,7 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.xgrammar_batch import XGrammarBatch
 from guided_spec.ops.bitmask import num_mask_words
 
-__all__ = ["MaskRows"]
+__all__ = ["MaskRows", "row_allows"]
 
 
 class MaskRows:
@@ -83,10 +83,7 @@ class MaskRows:
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
-        row = self.words(request, depth)
-        if not 0 <= token_id < len(row) * 32:
-            return False
-        return bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
+        return row_allows(self.words(request, depth), token_id)
 
     def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""
@@ -138,3 +135,8 @@ class MaskRows:
         (depth,) = asked
         others = [self._at(b, depth) for b, at in enumerate(depths) if at is None]
         return None if self._block.is_filled(others) else depth
+
+
+def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
+    """Whether a row, int32 [W] on the host, admits the token; it admits no other ids."""
+    return 0 <= token_id < len(row) * 32 and bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 from guided_spec.errors import GrammarCompileError, GrammarDeadEndError, GuidedSpecError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.mask_rows import MaskRows, row_allows
 from guided_spec.grammar.protocol import CompiledGrammar
 
 __all__ = ["DraftPlace", "Place"]
@@ -102,7 +102,7 @@ class Place:
         if self._ahead is None:
             return token_id
         row = self._ahead.peek(0)
-        if row is not None and not _allows(row, token_id):
+        if row is not None and not row_allows(row, token_id):
             token_id = _only_token(row, token_id)
         self._ahead.extend([[token_id]])
         self._told += 1
@@ -189,10 +189,6 @@ class DraftPlace:
     def draft(self, token_id: int) -> int:
         """See ``Place.draft``."""
         return self._place.draft(token_id)
-
-
-def _allows(row: NDArray[np.int32], token_id: int) -> bool:
-    return 0 <= token_id < len(row) * 32 and bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
 
 
 def _only_token(row: NDArray[np.int32], otherwise: int) -> int:

@@ -20,6 +20,7 @@ from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.completion import without_budget
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.mask_rows import row_allows
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import num_mask_words
@@ -119,7 +120,7 @@ class ForcedSearch:
         stop: tuple[int, ...] = ()
         while len(found) < LONGEST_TEXT:
             row = self._fill(matcher) if row is None else row
-            stops = [token for token in self._stops if (int(row[token >> 5]) >> (token & 31)) & 1]
+            stops = [token for token in self._stops if row_allows(row, token)]
             if stops:
                 stop = tuple(stops) if np.bitwise_count(row.view(np.uint32)).sum() == 1 else ()
                 break

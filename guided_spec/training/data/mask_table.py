@@ -9,8 +9,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.grammar.mask_rows import row_allows
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.ops.bitmask import BITS, num_mask_words
+from guided_spec.ops.bitmask import num_mask_words
 
 __all__ = ["MaskTable"]
 
@@ -52,10 +53,7 @@ class MaskTable:
 
     def allows(self, slot: int, token_id: int) -> bool:
         """Whether a row admits the token; ids outside the vocabulary are never admitted."""
-        row = self._rows[slot]
-        if not 0 <= token_id < len(row) * BITS:
-            return False
-        return bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
+        return row_allows(self._rows[slot], token_id)
 
     def truncate(self, length: int) -> None:
         """Forget the rows from ``length`` on, which is at least 1."""
