@@ -34,8 +34,12 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         VocabularyMismatchError,
     )
+    from guided_spec.grammar.backends import GRAMMAR_BACKENDS, register_grammar_backend
+    from guided_spec.grammar.conformance import check_grammar_backend
     from guided_spec.grammar.lookahead import Lookahead
+    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
     from guided_spec.grammar.spec import GrammarSpec
+    from guided_spec.grammar.vocabulary import Vocabulary
     from guided_spec.integrations.transformers import GrammarLogitsProcessor, generate
     from guided_spec.ops.rejection import rejection_sample
     from guided_spec.proposers import PROPOSERS, register_proposer
@@ -51,20 +55,24 @@ if TYPE_CHECKING:
     )
 
 __all__ = [
+    "GRAMMAR_BACKENDS",
     "LLM",
     "PROPOSERS",
     "Accepted",
     "BudgetTooSmallError",
     "Chunk",
+    "CompiledGrammar",
     "Completion",
     "ConfigError",
     "DecodeBatch",
     "Draft",
     "EngineConfig",
+    "GrammarBackend",
     "GrammarCompileError",
     "GrammarDeadEndError",
     "GrammarError",
     "GrammarLogitsProcessor",
+    "GrammarMatcher",
     "GrammarSpec",
     "GrammarStateError",
     "GuidedSpecError",
@@ -85,9 +93,12 @@ __all__ = [
     "UnknownProposerError",
     "UnsatisfiableGrammarError",
     "UnsupportedSchemaError",
+    "Vocabulary",
     "VocabularyMismatchError",
+    "check_grammar_backend",
     "commit",
     "generate",
+    "register_grammar_backend",
     "register_proposer",
     "rejection_sample",
     "speculative_step",
@@ -96,15 +107,19 @@ __all__ = [
 __version__: str
 
 _MODULES = {
+    "GRAMMAR_BACKENDS": "grammar.backends",
     "LLM": "engine.llm",
     "PROPOSERS": "proposers",
     "Accepted": "types",
     "Chunk": "engine.outputs",
+    "CompiledGrammar": "grammar.protocol",
     "Completion": "engine.outputs",
     "DecodeBatch": "core",
     "Draft": "types",
     "EngineConfig": "config",
+    "GrammarBackend": "grammar.protocol",
     "GrammarLogitsProcessor": "integrations.transformers",
+    "GrammarMatcher": "grammar.protocol",
     "GrammarSpec": "grammar.spec",
     "Lookahead": "grammar.lookahead",
     "Noise": "types",
@@ -115,8 +130,11 @@ _MODULES = {
     "SamplingParams": "types",
     "TokenLogprobs": "types",
     "TopLogprob": "types",
+    "Vocabulary": "grammar.vocabulary",
+    "check_grammar_backend": "grammar.conformance",
     "commit": "step",
     "generate": "integrations.transformers",
+    "register_grammar_backend": "grammar.backends",
     "register_proposer": "proposers",
     "rejection_sample": "ops.rejection",
     "speculative_step": "step",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineConfig", "GrammarBackendName", "Kernels"]
 
 DraftLengthMode = Literal["fixed", "adaptive"]
-GrammarBackendName = Literal["auto", "xgrammar", "llguidance"]
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"] | str  # or a registered one
 Kernels = Literal["auto", "packed", "stock"]
 
 LARGEST_DRAFT = 64
@@ -37,8 +37,9 @@ class EngineConfig:
     grammar_cache_bytes: what compiled grammars that may be asked for again take together; the least
         recently used goes first.
     grammar_backend: what compiles grammars whose spec names no backend: "xgrammar", "llguidance"
-        (an extra), or "auto": for each JSON schema the one that enforces all of it and rejects the
-        least, else xgrammar.
+        (an extra), "auto": for each JSON schema the one of the two that enforces all of it and
+        rejects the least, else xgrammar; or a registered name, which is looked up where the engine
+        is made.
     grammar_limits: what one grammar may cost at most, a
         ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
@@ -75,7 +76,9 @@ class EngineConfig:
         _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
         _require("compile_threads", self.compile_threads, low=1)
         _require("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
-        _require_one_of("grammar_backend", self.grammar_backend, get_args(GrammarBackendName))
+        if not isinstance(self.grammar_backend, str) or not self.grammar_backend:
+            fix = "must be the name of a grammar backend, such as 'auto'"
+            raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
         _require_one_of("verifier", self.verifier, get_args(Verifier))
         _require_one_of("draft_length", self.draft_length, get_args(DraftLengthMode))

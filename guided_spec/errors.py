@@ -14,7 +14,7 @@ GuidedSpecError
     ├── GrammarCompileError              the schema, regex or grammar is broken
     │   ├── UnsupportedSchemaError       valid, but the backend would not enforce all of it
     │   └── UnsatisfiableGrammarError    no text at all can match it
-    ├── GrammarStateError                the matcher refused a token that was already committed
+    ├── GrammarStateError                the matcher failed, or refused a token that is committed
     └── GrammarDeadEndError              no token of the vocabulary can continue the text
 """
 
@@ -122,7 +122,7 @@ class UnsatisfiableGrammarError(GrammarCompileError):
 
 
 class GrammarStateError(GrammarError):
-    """The matcher refused a token that was committed: text and grammar state disagree."""
+    """The matcher failed, or refused a committed token: text and grammar state disagree."""
 
 
 class GrammarDeadEndError(GrammarError):

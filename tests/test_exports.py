@@ -29,6 +29,8 @@ PROMISED = {
     *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext"),
     *("DecodeBatch", "Lookahead", "speculative_step", "commit"),
     *("generate", "GrammarLogitsProcessor"),
+    *("GRAMMAR_BACKENDS", "register_grammar_backend", "check_grammar_backend"),
+    *("GrammarBackend", "CompiledGrammar", "GrammarMatcher", "Vocabulary"),
     *errors.__all__,
 }
 

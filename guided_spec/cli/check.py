@@ -35,7 +35,7 @@ def check(
     schema: Annotated[Path, typer.Argument(help="JSON schema file.")],
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of a model.")] = None,
     grammar_backend: Annotated[
-        str, typer.Option(help="xgrammar, llguidance, or auto: the first that enforces it.")
+        str, typer.Option(help="xgrammar, llguidance, auto (the first that enforces it), or yours.")
     ] = "auto",
     unsupported: Annotated[
         str, typer.Option(help="What is not enforced: error, rewrite (admit less), or warn.")
@@ -59,7 +59,7 @@ def check(
         compiled = _compile(spec, backend)
         seconds = time.perf_counter() - started
     error = compiled if isinstance(compiled, GrammarCompileError) else None
-    findings = _findings(text, compiled)
+    findings = _findings(text, compiled, grammar_backend)
     left_out = unsupported == "warn" and any(entry.level == "error" for entry in findings)
     report = {
         "compiles": error is None,
@@ -90,15 +90,20 @@ def _compile(spec: GrammarSpec, backend: GrammarBackend) -> CompiledGrammar | Gr
         return error
 
 
-def _findings(text: str, compiled: CompiledGrammar | GrammarCompileError) -> list[Unenforced]:
-    """About xgrammar, or all backends, as it was compiled."""
+def _findings(
+    text: str, compiled: CompiledGrammar | GrammarCompileError, asked: str
+) -> list[Unenforced]:
+    """About xgrammar, llguidance or both, as it was compiled; nothing is known about others."""
+    backend = getattr(compiled, "backend", asked)  # an error names none
+    if backend not in ("auto", "llguidance", "xgrammar"):
+        return []
     if isinstance(compiled, GrammarCompileError) and not isinstance(
         compiled, UnsatisfiableGrammarError | UnsupportedSchemaError
     ):
         return []
     schema = json.loads(text)
     kept = getattr(compiled, "notes", ())  # the objects whose keys stay in order
-    if getattr(compiled, "backend", "") == "llguidance":
+    if backend == "llguidance" and not isinstance(compiled, GrammarCompileError):
         return [*lower(schema).entries, *kept]
     return [*find_unenforced(schema), *kept]
 

@@ -12,6 +12,7 @@ from guided_spec.engine.engine import Engine
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.backends import require_grammar_backend
 from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM
@@ -88,6 +89,7 @@ class Setup:
     @classmethod
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
+        require_grammar_backend("grammar_backend", options.config.grammar_backend)
         if model is None:
             model = bundled_asset("target")
             draft = bundled_asset("draft") if draft is None else draft

@@ -92,6 +92,11 @@ class AfterMatcher:
         return self._states[-1] == len(self._marker)
 
     @property
+    def inner(self) -> GrammarMatcher:
+        """The grammar's own matcher."""
+        return self._inner
+
+    @property
     def row_source(self) -> GrammarMatcher:
         """The inner matcher once it rules; this one before. See ``protocol.row_source``."""
         return row_source(self._inner) if self.is_bound else self

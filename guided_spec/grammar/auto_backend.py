@@ -1,14 +1,15 @@
-"""The choice of a grammar backend: one of the two, or for each schema the better one."""
+"""The choice of a grammar backend: one by its name, or for each schema the better of two."""
 
 from __future__ import annotations
 
 import json
 from functools import cached_property
-from typing import get_args
+from typing import NamedTuple
 
-from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError, UnsupportedSchemaError
 from guided_spec.grammar.any_order_ebnf import any_order_notes
+from guided_spec.grammar.backends import GRAMMAR_BACKENDS, BackendFactory, find_grammar_backend
+from guided_spec.grammar.guarded import GuardedBackend
 from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
@@ -89,46 +90,52 @@ def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
 class BackendChoice:
     """The backend that a spec names, and for specs that name none the one called ``name``.
 
-    Another one is made when a spec asks for it. Raises ConfigError as ``build_backend`` does.
+    Another one is made when a spec asks for it, or when its name was registered anew. Raises
+    ConfigError as ``build_backend`` does.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._name = name
-        self._made = {name: _make(name, vocabulary)}
+        self._made = {name: self._make("grammar_backend", name)}
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
 
-        Raises ConfigError for a backend that is not installed.
+        Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
         """
         name = spec.backend or self._name
-        backend = self._made.get(name)
-        if backend is None:
+        made = self._made.get(name)
+        if made is None or made.entry != GRAMMAR_BACKENDS.get(name, made.entry):
             try:
-                backend = _make(name, self.vocabulary)
+                made = self._make("backend", name)
             except ConfigError as error:
-                raise ConfigError("backend", name, error.fix) from None
-            self._made[name] = backend  # two threads may both make one; either will do
-        return backend.compile(spec)
+                if error.argument != "grammar_backend":
+                    raise
+                raise ConfigError("backend", name, error.fix) from error.__cause__
+            self._made[name] = made  # two threads may both make one; either will do
+        return made.backend.compile(spec)
+
+    def _make(self, argument: str, name: str) -> _Made:
+        entry = GRAMMAR_BACKENDS.get(name)
+        factory = find_grammar_backend(argument, name)
+        if factory in (AutoBackend, LLGuidanceBackend, XGrammarBackend):
+            return _Made(entry, factory(self.vocabulary))
+        return _Made(entry, GuardedBackend(name, factory, self.vocabulary))
+
+
+class _Made(NamedTuple):
+    """A backend, and what the registry held when it was made: None for an entry point's."""
+
+    entry: str | BackendFactory | None
+    backend: GrammarBackend
 
 
 def build_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
     """The backend of this name for one vocabulary, with its default settings.
 
-    name: "auto", "xgrammar" or "llguidance", for specs that name no ``backend`` themselves. Raises
-    ConfigError for any other, and for "llguidance" where that package is not installed.
+    name: "auto", "xgrammar", "llguidance" or a registered one, for specs that name no ``backend``
+    themselves. Raises ConfigError for any other, for "llguidance" where that package is not
+    installed, and for one that cannot be made.
     """
     return BackendChoice(name, vocabulary)
-
-
-def _make(name: str, vocabulary: Vocabulary) -> GrammarBackend:
-    match name:
-        case "auto":
-            return AutoBackend(vocabulary)
-        case "xgrammar":
-            return XGrammarBackend(vocabulary)
-        case "llguidance":
-            return LLGuidanceBackend(vocabulary)
-    names = ", ".join(get_args(GrammarBackendName))
-    raise ConfigError("grammar_backend", name, f"must be one of {names}")

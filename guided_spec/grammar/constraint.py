@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of
 
 __all__ = ["Constraint", "Fork"]
 
@@ -91,10 +91,11 @@ class Constraint:
 
         Where a matcher refuses a token, both are rebuilt once from the committed tokens and asked
         again. Raises GrammarStateError when the new one refuses a token too: the text is then no
-        longer inside the grammar, and the request cannot go on.
+        longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
         """
         original, fork = self._original, self._fork
         taken = list(token_ids[: _advance(original, token_ids)])
+        _require_working(original, fork.matcher)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
             is_refused
@@ -115,6 +116,7 @@ class Constraint:
         text = [*self.committed, *token_ids]
         matcher = self.compiled.new_matcher()
         end = _advance(matcher, text)
+        _require_working(matcher)
         has_ended = matcher.is_terminated() and end >= len(self.committed)
         if end < len(text) and not has_ended:
             reason = f"the grammar refuses token {text[end]} at output position {end}"
@@ -123,6 +125,13 @@ class Constraint:
         self._fork = Fork(matcher.fork(), self.compiled.excluded)
         self.resyncs += 1
         return text[len(self.committed) : end]
+
+
+def _require_working(*matchers: GrammarMatcher) -> None:
+    for matcher in matchers:
+        fault = fault_of(matcher)
+        if fault is not None:
+            raise GrammarStateError(fault)
 
 
 def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:

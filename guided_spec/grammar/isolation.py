@@ -9,13 +9,18 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from guided_spec.errors import GrammarCompileError, GrammarError
+from guided_spec.grammar.backends import (
+    GRAMMAR_BACKENDS,
+    BackendFactory,
+    import_path,
+    importable_backends,
+)
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -23,9 +28,7 @@ if TYPE_CHECKING:  # a worker starts by importing this module, and these two loa
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["BackendFactory", "IsolatedBackend", "serve"]
-
-BackendFactory: TypeAlias = "Callable[[Vocabulary], GrammarBackend]"
+__all__ = ["IsolatedBackend", "serve"]
 
 START_SECONDS = 120.0
 _GRACE_SECONDS = 5
@@ -47,6 +50,9 @@ class IsolatedBackend:
     make: what builds the backend in the worker, a function or class that can be imported; None
         takes the backend's class. It never sees a ``start``: around an ``AfterBackend`` this is
         the class of the backend inside.
+    name: of the registered backend that compiles specs which name none; None where ``make`` builds
+        whatever that is. A worker knows registered backends by their import path. One that has
+        none, such as a class in a notebook, compiles here alone: then only the source is checked.
 
     A worker starts when the first large grammar comes, within seconds, and stays. Each takes the
     memory of the imports and of the backend. There are no more of them than threads that compile
@@ -60,11 +66,13 @@ class IsolatedBackend:
         limits: GrammarLimits | None = None,
         *,
         make: BackendFactory | None = None,
+        name: str | None = None,
     ) -> None:
         self.vocabulary = backend.vocabulary
         self.limits = limits or GrammarLimits()
         self._backend = backend
         self._make: BackendFactory = type(backend) if make is None else make
+        self._name = name
         self._lock = threading.Lock()
         self._workers: set[_Worker] = set()
         self._idle: list[_Worker] = []
@@ -77,7 +85,7 @@ class IsolatedBackend:
         """
         size = check_limits(spec, self.limits)
         try:
-            if size.large and os.name == "posix":
+            if size.large and os.name == "posix" and self._is_importable(spec):
                 self._try_out(spec)
             return self._backend.compile(spec)
         except GrammarError as error:
@@ -93,6 +101,10 @@ class IsolatedBackend:
                 worker.process.kill()
         for worker in idle:
             self._end(worker)
+
+    def _is_importable(self, spec: GrammarSpec) -> bool:
+        name = spec.backend or self._name
+        return name is None or import_path(name) is not None
 
     def _try_out(self, spec: GrammarSpec) -> None:
         worker = self._take()
@@ -131,7 +143,7 @@ class _Worker:
     """One process with a backend in it; used by one thread at a time, killed by any."""
 
     def __init__(self, make: BackendFactory, vocabulary: Vocabulary) -> None:
-        self._first_message: Any = (make, vocabulary)
+        self._first_message: Any = (make, vocabulary, importable_backends())
         self._connection, theirs = Pipe()
         # A fresh interpreter: a fork would copy locks and CUDA's state, and multiprocessing's
         # spawn would run the user's main module once more.
@@ -166,7 +178,7 @@ class _Worker:
     def compile(self, spec: GrammarSpec, limits: GrammarLimits) -> GrammarError | None:
         """What the backend found wrong, or None. Raises GrammarCompileError beyond the limits."""
         try:
-            self._connection.send((spec, limits))
+            self._connection.send((spec, limits, importable_backends()))
             if not self._connection.poll(limits.compile_seconds):
                 raise _refuse(spec, f"compile_seconds={limits.compile_seconds:g}")
             reply = self._connection.recv()
@@ -182,11 +194,13 @@ class _Worker:
 def serve() -> None:
     """A worker's main program: a backend, then specs to compile, until the parent goes away."""
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
-        make, vocabulary = connection.recv()
+        make, vocabulary, registered = connection.recv()
+        GRAMMAR_BACKENDS.update(registered)
         backend = make(vocabulary)
         connection.send(_READY)
         while True:
-            spec, limits = connection.recv()
+            spec, limits, registered = connection.recv()
+            GRAMMAR_BACKENDS.update(registered)
             connection.send(_attempt(backend, spec, limits))
 
 

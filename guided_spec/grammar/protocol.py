@@ -7,7 +7,7 @@ from typing import Any, Protocol
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "row_source"]
+__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "fault_of", "row_source"]
 
 
 class GrammarMatcher(Protocol):
@@ -53,6 +53,17 @@ def row_source(matcher: GrammarMatcher) -> GrammarMatcher:
     return source
 
 
+def fault_of(matcher: GrammarMatcher) -> str | None:
+    """Why no more can be expected of a matcher, or of one ``inner`` to it; None while it works."""
+    at: Any = matcher
+    while at is not None:
+        fault: str | None = getattr(at, "fault", None)
+        if fault is not None:
+            return fault
+        at = getattr(at, "inner", None)
+    return None
+
+
 class CompiledGrammar(Protocol):
     """A grammar compiled for one vocabulary: immutable, shared by requests.
 
@@ -76,7 +87,10 @@ class CompiledGrammar(Protocol):
 
 
 class GrammarBackend(Protocol):
-    """Compiles grammars for one vocabulary. ``compile`` may be called from several threads."""
+    """Compiles grammars for one vocabulary. ``compile`` may be called from several threads.
+
+    docs/add_a_grammar_backend.md has the whole contract; ``register_grammar_backend`` adds one.
+    """
 
     vocabulary: Vocabulary
 

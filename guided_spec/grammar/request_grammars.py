@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from guided_spec.config import EngineConfig
 from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.backends import import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion import EndingsCache, PreparingBackend
 from guided_spec.grammar.isolation import IsolatedBackend
@@ -33,13 +34,17 @@ class RequestGrammars(NamedTuple):
     def build(cls, config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> RequestGrammars:
         """As ``config`` says: its ``grammar_*`` fields and ``compile_threads``.
 
-        Raises ConfigError for a backend that is not installed.
+        Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
         """
-        make = partial(build_backend, config.grammar_backend)
-        backend = AfterBackend.from_tokenizer(make(vocabulary), tokenizer)
+        name = config.grammar_backend
+        backend = AfterBackend.from_tokenizer(build_backend(name, vocabulary), tokenizer)
         endings = EndingsCache(vocabulary)
         isolated = IsolatedBackend(
-            PreparingBackend(backend, endings), config.grammar_limits, make=make
+            PreparingBackend(backend, endings),
+            config.grammar_limits,
+            # Where no other process can import it, that one is for specs which name another.
+            make=partial(build_backend, name if import_path(name) else "auto"),
+            name=name,
         )
         queue = GrammarCompileQueue(
             isolated, max_workers=config.compile_threads, cache_bytes=config.grammar_cache_bytes

@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 
 from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
+from guided_spec.grammar.backends import require_grammar_backend
 from guided_spec.grammar.start import Start
 from guided_spec.grammar.tools import ToolOptions, tool_tag
 
@@ -79,9 +80,8 @@ class GrammarSpec:
             raise ConfigError("key_order", self.key_order, f"must be one of {orders}")
         if self.key_order == "any" and self.kind != "json_schema":
             raise ConfigError("key_order", self.key_order, "only json_schema takes it")
-        if self.backend is not None and self.backend not in get_args(GrammarBackendName):
-            names = ", ".join(get_args(GrammarBackendName))
-            raise ConfigError("backend", self.backend, f"must be one of {names}, or None")
+        if self.backend is not None:
+            _require_str("backend", self.backend)
 
     @classmethod
     def json_schema(
@@ -211,12 +211,14 @@ class GrammarSpec:
         return replace(self, start=Start(marker, reasoning_budget))
 
     def with_backend(self, backend: GrammarBackendName | None) -> GrammarSpec:
-        """The same constraint, compiled by "xgrammar", "llguidance" or "auto".
+        """The same constraint, compiled by "xgrammar", "llguidance", "auto" or a registered one.
 
         None is the engine's ``grammar_backend``. Requests of one batch may differ in it. Where the
-        package is not installed, the request fails with a ConfigError. Raises ConfigError for
-        another name.
+        package is not installed, the request fails with a ConfigError. Raises ConfigError for a
+        name that is not registered.
         """
+        if backend is not None:
+            require_grammar_backend("backend", backend)
         return replace(self, backend=backend)
 
 

@@ -10,6 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
+from guided_spec.errors import UnsupportedSchemaError
+from guided_spec.grammar.backends import GRAMMAR_BACKENDS
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarSpec
+from tests.grammar.own_backends import Listed
 
 TWO_PATTERNS = {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}
 NEEDS_LLGUIDANCE = pytest.mark.skipif(
@@ -39,6 +44,30 @@ def test_check_names_the_backend(
     printed = CliRunner().invoke(app, arguments)
     assert printed.exit_code == (0 if took else 1)
     assert took is None or f"compiles with {took} in" in printed.stdout
+
+
+@pytest.mark.parametrize("makes", ["a grammar", "an error"])
+def test_check_asks_a_registered_backend(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str
+) -> None:
+    class Own(Listed):
+        def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+            assert spec.kind == "json_schema"
+            if makes == "an error":
+                raise UnsupportedSchemaError("no table for it")
+            return super().compile(GrammarSpec.choice(["1", "22"]))
+
+    monkeypatch.setitem(GRAMMAR_BACKENDS, "own", Own)
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(TWO_PATTERNS))
+    arguments = ["check", str(path), "--grammar-backend", "own"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert report["findings"] == []  # nothing is said about xgrammar
+    if makes == "a grammar":
+        assert (report["compiles"], report["backend"], report["error"]) == (True, "own", None)
+    else:
+        assert report["error"] == "UnsupportedSchemaError: no table for it"
+        assert CliRunner().invoke(app, arguments).exit_code == 1
 
 
 def test_check_refuses_an_unknown_backend(tmp_path: Path) -> None:

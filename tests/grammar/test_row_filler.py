@@ -16,6 +16,7 @@ from torch import Tensor
 from guided_spec.grammar import row_filler
 from guided_spec.grammar.after import AfterGrammar
 from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.guarded import GuardedBackend
 from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.marker import Marker
@@ -28,6 +29,7 @@ from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.grammar.xgrammar_batch import XGrammarBatch
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.types import Draft
+from tests.grammar.own_backends import Listed
 from tests.grammar.walks import BYTES, EOS
 from tests.toys import CPU, ToyCompiled, ToyMatcher, hashed_rule
 
@@ -54,6 +56,7 @@ def _grammars() -> list[CompiledGrammar | None]:
         AfterGrammar(other[1], marker),
         *other,
         ToyCompiled(hashed_rule(3, longest=6), BYTES),
+        GuardedBackend("listed", Listed, BYTES).compile(GrammarSpec.choice(["abc", "abd", "b"])),
         None,
     ]
 
@@ -169,7 +172,7 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
     sources = [XGrammarBatch.takes(row_source(w.fork.matcher)) for w in walks if w.fork]
-    assert sources == [True, True, True, False, False, False, False]
+    assert sources == [True, True, True, False, False, False, False, False]
 
 
 def _lookahead(count: int, make: Callable[[int], CompiledGrammar]) -> Lookahead:
