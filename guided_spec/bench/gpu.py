@@ -19,15 +19,16 @@ from rich.table import Table
 from guided_spec.bench.gpu_end_to_end import DocumentPlan, DocumentRun, measure_documents
 from guided_spec.bench.gpu_kernels import measure_kernels
 from guided_spec.bench.gpu_peers import VllmEnvironment, measure_transformers, measure_vllm
-from guided_spec.bench.gpu_report import document_table, step_table
+from guided_spec.bench.gpu_plugins import PluginRun, load_outline, measure_plugins
+from guided_spec.bench.gpu_report import document_table, plugin_table, step_table
 from guided_spec.bench.gpu_steps import StepPlan, measure_steps
-from guided_spec.bench.gpu_subject import free_memory, load_subject, without_weights
+from guided_spec.bench.gpu_subject import Subject, free_memory, load_subject, without_weights
 from guided_spec.bench.widening import write_wide
 from guided_spec.errors import ConfigError
 
 __all__ = ["SECTIONS", "GpuPlan", "Section", "run_gpu"]
 
-SECTIONS = ("kernels", "steps", "end-to-end", "peers")
+SECTIONS = ("kernels", "steps", "end-to-end", "peers", "plugins")
 PACKAGES = ("guided-spec", "torch", "transformers", "triton", "xgrammar")
 
 
@@ -63,8 +64,10 @@ class Section(NamedTuple):
 def run_gpu(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[Section]:
     """Measure section by section; the first one, "machine", says where.
 
-    ``report`` is told what is measured next. Raises ConfigError for an unknown section, ModelError
-    for a model that cannot be loaded. What fails inside a section is a record with its problem.
+    "plugins" comes again after each of its configurations, with all records so far, and its table
+    the last time. ``report`` is told what is measured next. Raises ConfigError for an unknown
+    section or configuration, ModelError for a model that cannot be loaded. What fails inside a
+    section is a record with its problem.
     """
     unknown = [name for name in plan.sections if name not in SECTIONS]
     if unknown or not plan.sections:
@@ -75,28 +78,53 @@ def run_gpu(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[Section]:
         yield Section("kernels", dict(texts), dict(texts))
     if set(plan.sections) == {"kernels"}:
         return
-    with _folders(plan, report) as (model, eagle3):
-        subject = load_subject(model, eagle3, device=plan.device, dtype=plan.dtype)
-        if "steps" in plan.sections:
-            times = measure_steps(subject, plan.steps, report)
-            records = {"rows": [time.as_dict() for time in times]}
-            yield Section("steps", records, {"Engine steps": step_table(times)})
-        if "end-to-end" in plan.sections:
-            runs = measure_documents(subject, plan.documents, report)
-            yield _document_section("end-to-end", "Whole documents", runs)
+    with _folders(plan, report) as folders:
+        if set(plan.sections) <= {"kernels", "plugins"}:
+            yield from _measure_plugins(load_outline(*folders), plan, report)
+            return
+        subject = load_subject(*folders, device=plan.device, dtype=plan.dtype)
+        yield from _measure_here(subject, plan, report)
+        runs: list[DocumentRun] = []
         if "peers" in plan.sections:
-            runs = measure_transformers(subject, plan.documents, report)
-            if plan.vllm.is_there:
-                # It is a process of its own, and wants the memory that the weights take here.
-                subject = without_weights(subject)
-                free_memory(torch.device(plan.device))
+            runs += measure_transformers(subject, plan.documents, report)
+        # Other processes want the memory that the weights take here.
+        subject = without_weights(subject)
+        free_memory(torch.device(plan.device))
+        if "peers" in plan.sections:
             runs += measure_vllm(subject, plan.documents, plan.vllm, report)
             yield _document_section("peers", "Other engines", runs)
+        if "plugins" in plan.sections:
+            yield from _measure_plugins(subject, plan, report)
+
+
+def _measure_here(
+    subject: Subject, plan: GpuPlan, report: Callable[[str], None]
+) -> Iterator[Section]:
+    if "steps" in plan.sections:
+        times = measure_steps(subject, plan.steps, report)
+        records = {"rows": [time.as_dict() for time in times]}
+        yield Section("steps", records, {"Engine steps": step_table(times)})
+    if "end-to-end" in plan.sections:
+        runs = measure_documents(subject, plan.documents, report)
+        yield _document_section("end-to-end", "Whole documents", runs)
+
+
+def _measure_plugins(
+    subject: Subject, plan: GpuPlan, report: Callable[[str], None]
+) -> Iterator[Section]:
+    runs: list[PluginRun] = []
+    for more in measure_plugins(subject, plan.documents, plan.vllm, report):
+        runs += more
+        yield Section("plugins", _records(runs), {})
+    yield Section("plugins", _records(runs), {"vLLM, plugin off and on": plugin_table(runs)})
 
 
 def _document_section(name: str, heading: str, runs: Sequence[DocumentRun]) -> Section:
-    records = {"rows": [run.as_dict() for run in runs]}
-    return Section(name, records, {heading: document_table(runs)})
+    return Section(name, _records(runs), {heading: document_table(runs)})
+
+
+def _records(runs: Sequence[DocumentRun] | Sequence[PluginRun]) -> dict[str, Any]:
+    return {"rows": [run.as_dict() for run in runs]}
 
 
 @contextmanager

@@ -24,10 +24,17 @@ from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
 
-__all__ = ["VLLM_METHODS", "VllmEnvironment", "measure_transformers", "measure_vllm"]
+__all__ = [
+    "VLLM_METHODS",
+    "VllmEnvironment",
+    "measure_transformers",
+    "measure_vllm",
+    "start_vllm",
+    "vllm_measurement",
+    "vllm_plan",
+]
 
 VLLM_METHODS = ("none", "ngram", "eagle3")
-TIMEOUT = 540.0  # seconds for one engine, start-up included
 TAIL = 600  # characters of a failed engine's log that are reported
 LOOKUP_PROBLEM = (
     "prompt lookup asks the processor about several positions of a draft and takes them back; "
@@ -51,13 +58,18 @@ class VllmEnvironment(NamedTuple):
 
     python: an interpreter that can import it; None is this one. site: a folder that is put in front
     of that interpreter's path; None for none. memory_share: of the device, for vLLM to fill.
-    logs: a folder that vLLM's output goes to; None is a temporary one.
+    logs: a folder that vLLM's output goes to, and what is known of a run that is cut off; None is a
+    temporary one. methods: what to run with it, of ``VLLM_METHODS`` (peers) or as
+    ``gpu_plugins.Configuration`` writes it (plugins); empty is everything. limit: seconds that one
+    of them may take, start-up included.
     """
 
     python: str | None = None
     site: str | None = None
     memory_share: float = 0.75
     logs: Path | None = None
+    methods: Sequence[str] = ()
+    limit: float = 540.0
 
     @property
     def is_there(self) -> bool:
@@ -92,7 +104,8 @@ def measure_vllm(
     It loads the subject's folder, and needs the memory of the device that the caller holds: free
     that before. An engine that does not start is reported with the end of its log.
     """
-    methods = [m for m in VLLM_METHODS if m != "eagle3" or subject.eagle3 is not None]
+    chosen = [m for m in VLLM_METHODS if not where.methods or m in where.methods]
+    methods = [m for m in chosen if m != "eagle3" or subject.eagle3 is not None]
     cells = [(batch, t) for batch in plan.batches for t in plan.temperatures]
     if not where.is_there:
         problem = "vllm cannot be imported: pass --vllm-python or --vllm-site"
@@ -100,11 +113,11 @@ def measure_vllm(
     runs: list[DocumentRun] = []
     for method in methods:
         report(f"peers: vllm {method}")
-        result = _start(_vllm_plan(subject, plan, method, where), where, method)
+        result = start_vllm(vllm_plan(subject, plan, method, where), where, method)
         done: Sequence[dict[str, Any]] = result.get("cells", ())
         for (batch, temperature), cell in zip(cells, done, strict=False):
             items = json_documents(num_documents(plan, batch))
-            found = _vllm_measurement(method, items, cell)
+            found = vllm_measurement(f"vllm {method}", items, cell)
             refused = f"{len(cell['refused'])} refused" if cell["refused"] else None
             runs.append(DocumentRun(f"vllm {method}", batch, temperature, found, refused))
         problem = result.get("problem", "not reached")
@@ -122,9 +135,10 @@ def _prompts(subject: Subject, items: Sequence[WorkItem]) -> tuple[Vocabulary, l
     return vocabulary, [encoder.encode(item.prompt) for item in items]
 
 
-def _vllm_plan(
+def vllm_plan(
     subject: Subject, plan: DocumentPlan, method: str, where: VllmEnvironment
 ) -> dict[str, Any]:
+    """What ``vllm_peer`` is to do: cells in the order of ``plan``'s batches and temperatures."""
     cells = []
     for batch in plan.batches:
         items = json_documents(num_documents(plan, batch))
@@ -156,15 +170,27 @@ def _grammar(item: WorkItem) -> dict[str, str]:
     return {names[item.grammar.kind]: item.grammar.source}
 
 
-def _start(plan: Mapping[str, Any], where: VllmEnvironment, method: str) -> dict[str, Any]:
-    """The script's result, or what there is of one, with its ``problem``."""
-    environment = {**os.environ, **ENVIRONMENT}
-    if where.site is not None:
-        environment["PYTHONPATH"] = where.site
+def start_vllm(
+    plan: Mapping[str, Any],
+    where: VllmEnvironment,
+    name: str,
+    variables: Mapping[str, str] | None = None,
+    path: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Run ``vllm_peer``: its result, or what there is of one, with its ``problem``.
+
+    name: of the log ``vllm_NAME.log`` and of the result beside it. variables: further ones of the
+    environment. path: folders in front of ``where``'s site.
+    """
+    environment = {**os.environ, **ENVIRONMENT, **(variables or {})}
+    site = where.site if where.site is not None else os.environ.get("PYTHONPATH")
+    environment["PYTHONPATH"] = os.pathsep.join([*path, *([site] if site else [])])
     with tempfile.TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        log = (where.logs or folder) / f"vllm_{method}.log"
-        asked, answer = folder / "plan.json", folder / "result.json"
+        asked = Path(scratch) / "plan.json"
+        folder = where.logs or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        log, answer = folder / f"vllm_{name}.log", folder / f"vllm_{name}.json"
+        answer.unlink(missing_ok=True)  # of an earlier run
         asked.write_text(json.dumps(plan), encoding="utf-8")
         # -P: the modules beside the script must not hide those that vLLM imports.
         script = [where.python or sys.executable, "-P", str(vllm_peer.__file__)]
@@ -176,7 +202,7 @@ def _start(plan: Mapping[str, Any], where: VllmEnvironment, method: str) -> dict
                 env=environment,
                 start_new_session=True,  # so that its own processes can be ended with it
             )
-            code = _wait(process)
+            code = _wait(process, where.limit)
         text = answer.read_text(encoding="utf-8") if answer.is_file() else "{}"
         result: dict[str, Any] = json.loads(text)
         if code != 0:
@@ -185,27 +211,39 @@ def _start(plan: Mapping[str, Any], where: VllmEnvironment, method: str) -> dict
     return result
 
 
-def _wait(process: subprocess.Popen[bytes]) -> int:
+def _wait(process: subprocess.Popen[bytes], limit: float) -> int:
+    """Its exit status. Whatever ends the waiting ends the process and those that it started."""
     try:
-        return process.wait(TIMEOUT)
+        return process.wait(limit)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        return process.wait()
+        return _kill(process)
+    except BaseException:  # Ctrl-C does not reach another session
+        _kill(process)
+        raise
 
 
-def _vllm_measurement(method: str, items: Sequence[WorkItem], cell: dict[str, Any]) -> Measurement:
-    """A forward writes one token of a request beside those it accepts: so forwards are counted."""
+def _kill(process: subprocess.Popen[bytes]) -> int:
+    os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
+
+
+def vllm_measurement(name: str, items: Sequence[WorkItem], cell: Mapping[str, Any]) -> Measurement:
+    """One cell of ``vllm_peer``'s result.
+
+    A forward writes one token of a request beside those it accepts: so forwards are counted.
+    """
     answered = sum(text is not None for text in cell["texts"])
     accepted, tokens = cell["accepted"], cell["tokens"]
     counts = {
         "tokens": tokens,
         "seconds": cell["seconds"],
         "forwards": tokens - accepted,
+        "drafted": cell["drafted"],
         "accepted": accepted,
         "failed": len(items) - answered,
     }
     texts = _whole(cell["texts"], cell["finished"])
-    return _measurement(f"vllm {method}", items, texts, counts)
+    return _measurement(name, items, texts, counts)
 
 
 def _whole(texts: Sequence[str | None], ended: Sequence[bool]) -> list[str | None]:

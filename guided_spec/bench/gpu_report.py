@@ -7,9 +7,10 @@ from collections.abc import Iterable, Sequence
 from rich.table import Column, Table
 
 from guided_spec.bench.gpu_end_to_end import DocumentRun
+from guided_spec.bench.gpu_plugins import PluginRun
 from guided_spec.bench.gpu_steps import StepTime
 
-__all__ = ["document_table", "step_table"]
+__all__ = ["document_table", "plugin_table", "step_table"]
 
 
 def step_table(times: Sequence[StepTime]) -> Table:
@@ -49,6 +50,29 @@ def document_table(runs: Sequence[DocumentRun]) -> Table:
             )
         place = (run.engine, str(run.batch), f"{run.temperature:g}")
         table.add_row(*place, *figures, run.problem or "")
+    return table
+
+
+def plugin_table(runs: Sequence[PluginRun]) -> Table:
+    """One configuration and workload a row."""
+    heads = ("tokens/s", "tokens/forward", "drafts", "drafted", "accepted", "a draft", "valid")
+    table = Table(Column("engine", no_wrap=True), "requests", "T", *heads, "finished", "problem")
+    for run in runs:
+        m, length = run.run.measurement, run.mean_draft_length
+        figures: Iterable[str] = [""] * (len(heads) + 1)
+        if m is not None:
+            figures = (
+                f"{m.tokens_per_second:.0f}",
+                f"{m.acceptance_length:.2f}",
+                str(run.drafts),
+                str(m.drafted),
+                str(m.accepted),
+                "" if length is None else f"{length:.2f}",
+                f"{m.valid:.0%}",
+                f"{run.finished} of {m.requests}",
+            )
+        place = (run.run.engine, str(run.run.batch), f"{run.run.temperature:g}")
+        table.add_row(*place, *figures, run.run.problem or "")
     return table
 
 

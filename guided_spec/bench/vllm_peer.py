@@ -3,15 +3,19 @@
 ``python -P vllm_peer.py PLAN.json RESULT.json`` in an environment that has vLLM (0.25.1 was used).
 ``guided_spec.bench.gpu_peers`` writes the plan, starts the script and reads the result.
 
-A plan holds: model, eagle3 (folders); method: "none", "ngram" or "eagle3"; num_draft_tokens;
-max_model_len; memory_share; cells: a list of {batch, temperature, requests}, each request a
-{prompt_ids, schema or regex, max_tokens}. The result: {load_seconds, version, cells}, one for one,
-each {seconds, tokens, texts, finished, refused, drafts, accepted}.
+A plan holds: model, eagle3 (folders); method: "none", "ngram", "eagle3" or "guided";
+num_draft_tokens; max_model_len; memory_share; cells: a list of {batch, temperature, requests}, each
+request a {prompt_ids, schema or regex, max_tokens}; and, where they are needed, engine and
+speculative: further arguments of vLLM's LLM and of its speculative_config. The result:
+{load_seconds, version, packages, plugin, cells}, one for one, each {seconds, tokens, texts,
+finished, refused, drafts, drafted, accepted}. plugin: what a ``worker_extension_cls`` among the
+engine's arguments says of itself, see ``gpu_plugins_worker``; None without one.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import json
 import sys
 import time
@@ -23,8 +27,13 @@ __all__ = ["engine_arguments", "main"]
 
 WARM_UP_TOKENS = 8
 NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
-DRAFTS = "vllm:spec_decode_num_drafts"
-ACCEPTED = "vllm:spec_decode_num_accepted_tokens"
+GUIDED = "guided_spec.integrations.vllm_proposer.GuidedProposer"
+PACKAGES = ("vllm", "torch", "transformers", "xgrammar")
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "drafts",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
 
 
 def main(plan_path: Path, result_path: Path) -> None:
@@ -33,29 +42,29 @@ def main(plan_path: Path, result_path: Path) -> None:
     vllm: Any = importlib.import_module("vllm")
     started = time.perf_counter()
     llm = vllm.LLM(**engine_arguments(plan))
-    load_seconds = time.perf_counter() - started
-    cells: list[dict[str, Any]] = []
+    result: dict[str, Any] = {
+        "load_seconds": time.perf_counter() - started,
+        "version": vllm.__version__,
+        "packages": {name: _version(name) for name in PACKAGES},
+        "plugin": _plugin(llm, plan),
+        "cells": [],
+    }
+    result_path.write_text(json.dumps(result), encoding="utf-8")
     for cell in plan["cells"]:
         # Grammars are compiled here, and nothing runs for the first time with the clock on.
         shorter = [{**request, "max_tokens": WARM_UP_TOKENS} for request in cell["requests"]]
         _run(llm, {**cell, "requests": shorter})
         llm.reset_prefix_cache()
-        cells.append(_run(llm, cell))
-        result = {"load_seconds": load_seconds, "version": vllm.__version__, "cells": cells}
+        result["cells"].append(_run(llm, cell))
         result_path.write_text(json.dumps(result), encoding="utf-8")
     llm.llm_engine.engine_core.shutdown()
 
 
 def engine_arguments(plan: Mapping[str, Any]) -> dict[str, Any]:
     """Keyword arguments of ``vllm.LLM`` for a plan."""
-    depth, method = plan["num_draft_tokens"], plan["method"]
-    speculative: dict[str, Any] | None = None
-    if method == "ngram":
-        speculative = {"method": "ngram", "num_speculative_tokens": depth, **NGRAM}
-    elif method == "eagle3":
-        speculative = {"method": "eagle3", "model": plan["eagle3"], "num_speculative_tokens": depth}
+    speculative = _speculative(plan)
     batches = [cell["batch"] for cell in plan["cells"]]
-    width = 1 if speculative is None else depth + 1
+    width = 1 if speculative is None else plan["num_draft_tokens"] + 1
     sizes = {2**power for power in range(10)} | {batch * width for batch in batches}
     return {
         "model": plan["model"],
@@ -69,7 +78,39 @@ def engine_arguments(plan: Mapping[str, Any]) -> dict[str, Any]:
         "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         "disable_log_stats": False,  # the counters of accepted drafts are among them
         "seed": 0,
+        **plan.get("engine", {}),
     }
+
+
+def _speculative(plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    if plan["method"] == "none":
+        return None
+    own = {
+        "ngram": {"method": "ngram", **NGRAM},
+        "eagle3": {"method": "eagle3", "model": plan["eagle3"]},
+        "guided": {"method": "custom_class", "model": GUIDED},
+    }[plan["method"]]
+    depth = plan["num_draft_tokens"]
+    return {**own, "num_speculative_tokens": depth, **plan.get("speculative", {})}
+
+
+def _plugin(llm: Any, plan: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What of guided_spec works in the engine's process, and in this one; in the log too."""
+    extension = plan.get("engine", {}).get("worker_extension_cls")
+    if extension is None:
+        return None
+    module = importlib.import_module(extension.rpartition(".")[0])
+    found: dict[str, Any] = dict(llm.collective_rpc("describe_guided_spec")[0])
+    found["replaced_here"] = module.replaced_functions()
+    sys.stdout.write(f"guided_spec: {json.dumps(found)}\n")
+    return found
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _run(llm: Any, cell: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,13 +165,11 @@ def _add(engine: Any, name: str, request: Mapping[str, Any], temperature: float)
 
 
 def _counters(llm: Any) -> dict[str, int]:
-    """Drafts so far, and draft tokens accepted so far; zeros without speculation."""
-    found = {"drafts": 0, "accepted": 0}
+    """Drafts, their tokens, and those of them accepted, so far; zeros without speculation."""
+    found = dict.fromkeys(COUNTERS.values(), 0)
     for metric in llm.get_metrics():
-        if metric.name == DRAFTS:
-            found["drafts"] += metric.value
-        elif metric.name == ACCEPTED:
-            found["accepted"] += metric.value
+        if metric.name in COUNTERS:
+            found[COUNTERS[metric.name]] += metric.value
     return found
 
 

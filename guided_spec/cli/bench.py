@@ -106,6 +106,8 @@ def gpu(
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
     vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
     vllm_logs: Annotated[Path | None, typer.Option(help="Folder for vLLM's output.")] = None,
+    vllm_methods: Annotated[str | None, typer.Option(help="Such as eagle3+exact.")] = None,
+    vllm_limit: Annotated[float, typer.Option(help="Seconds for each of them.")] = 540.0,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     output: Annotated[Path | None, typer.Option(help="Write the JSON here, as it grows.")] = None,
@@ -120,7 +122,8 @@ def gpu(
         shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
         timed = StepPlan(**shared, context=prompt_length, steps=steps, warm_up=warm_up)
         whole = DocumentPlan(**shared, max_tokens=max_tokens, requests=requests)
-        place = VllmEnvironment(vllm_python, vllm_site, logs=vllm_logs)
+        place = VllmEnvironment(vllm_python, vllm_site, logs=vllm_logs, limit=vllm_limit)
+        place = place._replace(methods=_split("vllm_methods", vllm_methods, str))
         plan = GpuPlan(sections.split(","), model, eagle3, work, device, dtype)
         plan = plan._replace(steps=timed, documents=whole, vllm=place)
         _run_gpu(plan, output)

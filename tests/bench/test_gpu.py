@@ -26,55 +26,10 @@ from guided_spec.bench.gpu_subject import (
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
 from tests.bench.small_llama import Folders, write_small
+from tests.bench.vllm_stand_in import write_stand_in
 
 STEPS = StepPlan(("none", "eagle3:mask"), (1, 2), (0.0,), 3, 40, 4, 2)
 DOCUMENTS = DocumentPlan(("none", "eagle3"), (2,), (0.0, 0.7), 3, 200, 3)
-
-# What the script uses of vLLM, with answers known beforehand; vLLM itself needs a GPU.
-STAND_IN = """
-import itertools
-from types import SimpleNamespace as Names
-
-__version__ = "stand-in"
-SAMPLING = '''
-class _Record:
-    def __init__(self, **fields):
-        self.__dict__.update(fields)
-class SamplingParams(_Record): pass
-class StructuredOutputsParams(_Record): pass
-class RequestOutputKind:
-    FINAL_ONLY = 2
-'''
-
-class LLM:
-    def __init__(self, **arguments):
-        if (arguments["speculative_config"] or {}).get("method") == "ngram":
-            raise RuntimeError("no such thing as ngram")
-        self.is_speculative = arguments["speculative_config"] is not None
-        self.largest, self.running, self.tokens = arguments["max_num_seqs"], [], 0
-        self.llm_engine = self
-        self.engine_core = Names(shutdown=lambda: None)
-    def add_request(self, name, prompt, params):
-        if len(self.running) == self.largest:
-            raise RuntimeError("too many at once")
-        if "minItems" in params.structured_outputs.json and prompt["prompt_token_ids"]:
-            raise ValueError("minItems is not enforced")
-        self.running.append((name, params.max_tokens))
-    def step(self):
-        name, room = self.running.pop()
-        self.tokens += room
-        answer = Names(text="{}", token_ids=[1] * room, finish_reason="stop")
-        return [Names(request_id=name, finished=True, outputs=[answer])]
-    def reset_prefix_cache(self):
-        return True
-    def get_metrics(self):
-        if not self.is_speculative:
-            return []
-        return [
-            Names(name="vllm:spec_decode_num_drafts", value=self.tokens // 4),
-            Names(name="vllm:spec_decode_num_accepted_tokens", value=self.tokens // 4 * 3),
-        ]
-"""
 
 
 @pytest.fixture(scope="module")
@@ -193,10 +148,7 @@ def test_without_a_head(subject: Subject) -> None:
 
 def test_the_script_for_vllm(subject: Subject, tmp_path: Path) -> None:
     """It keeps the batch, counts, and reports what it refuses and what does not start."""
-    package = tmp_path / "vllm"
-    package.mkdir()
-    (package / "__init__.py").write_text(STAND_IN)
-    (package / "sampling_params.py").write_text("from vllm import SAMPLING\nexec(SAMPLING)\n")
+    write_stand_in(tmp_path)
     place = VllmEnvironment(site=str(tmp_path), logs=tmp_path)
     subject = without_weights(subject)  # which it is not to need
     plan = DOCUMENTS._replace(temperatures=(0.0,), requests=4)
@@ -259,7 +211,7 @@ def test_a_wrong_option(arguments: tuple[str, ...], message: str) -> None:
 
 
 def test_every_section_has_a_name() -> None:
-    assert SECTIONS == ("kernels", "steps", "end-to-end", "peers")
+    assert SECTIONS == ("kernels", "steps", "end-to-end", "peers", "plugins")
     with pytest.raises(ConfigError, match="sections"):
         next(iter(run_gpu(GpuPlan(sections=()), nobody)))
 

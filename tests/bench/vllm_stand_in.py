@@ -1,0 +1,79 @@
+"""What the benchmark's script uses of vLLM, with answers known beforehand; vLLM needs a GPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+__all__ = ["write_stand_in"]
+
+_SOURCE = """
+import os
+from importlib import import_module
+from importlib.metadata import entry_points
+from types import SimpleNamespace as Names
+
+__version__ = "stand-in"
+SAMPLING = '''
+class _Record:
+    def __init__(self, **fields):
+        self.__dict__.update(fields)
+class SamplingParams(_Record): pass
+class StructuredOutputsParams(_Record): pass
+class RequestOutputKind:
+    FINAL_ONLY = 2
+'''
+
+class LLM:
+    def __init__(self, **arguments):
+        for plugin in entry_points(group="vllm.general_plugins"):
+            plugin.load()()
+        if (arguments["speculative_config"] or {}).get("method") == "ngram":
+            raise RuntimeError("no such thing as ngram")
+        self.extension = None
+        if "worker_extension_cls" in arguments:
+            module, name = arguments["worker_extension_cls"].rsplit(".", 1)
+            self.extension = getattr(import_module(module), name)()
+            asynchronous = arguments.get("async_scheduling", True)
+            self.extension.vllm_config = Names(
+                use_v2_model_runner=os.environ.get("VLLM_USE_V2_MODEL_RUNNER") != "0",
+                scheduler_config=Names(async_scheduling=asynchronous),
+            )
+        self.is_speculative = arguments["speculative_config"] is not None
+        self.largest, self.running, self.tokens = arguments["max_num_seqs"], [], 0
+        self.llm_engine = self
+        self.engine_core = Names(shutdown=lambda: None)
+    def add_request(self, name, prompt, params):
+        if len(self.running) == self.largest:
+            raise RuntimeError("too many at once")
+        if "minItems" in params.structured_outputs.json and prompt["prompt_token_ids"]:
+            raise ValueError("minItems is not enforced")
+        self.running.append((name, params.max_tokens))
+    def step(self):
+        name, room = self.running.pop()
+        self.tokens += room
+        answer = Names(text="{}", token_ids=[1] * room, finish_reason="stop")
+        return [Names(request_id=name, finished=True, outputs=[answer])]
+    def collective_rpc(self, name):
+        return [getattr(self.extension, name)()]
+    def reset_prefix_cache(self):
+        return True
+    def get_metrics(self):
+        if not self.is_speculative:
+            return []
+        return [
+            Names(name="vllm:spec_decode_num_drafts", value=self.tokens // 4),
+            Names(name="vllm:spec_decode_num_draft_tokens", value=self.tokens // 4 * 5),
+            Names(name="vllm:spec_decode_num_accepted_tokens", value=self.tokens // 4 * 3),
+        ]
+"""
+
+
+def write_stand_in(folder: Path) -> None:
+    """A package ``vllm`` below ``folder``: every draft of five has three accepted tokens.
+
+    It loads plugins and worker extensions as vLLM does, and cannot draft with n-grams.
+    """
+    package = folder / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text(_SOURCE)
+    (package / "sampling_params.py").write_text("from vllm import SAMPLING\nexec(SAMPLING)\n")
