@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -22,7 +22,16 @@ from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
-__all__ = ["Batches", "DecodeBatch", "Proposer", "Running", "TargetModel", "TargetOutput"]
+__all__ = [
+    "Batches",
+    "DecodeBatch",
+    "EarlyProposer",
+    "PendingDraft",
+    "Proposer",
+    "Running",
+    "TargetModel",
+    "TargetOutput",
+]
 
 
 class TargetOutput(NamedTuple):
@@ -226,9 +235,35 @@ class Proposer(Protocol):
         ...
 
 
+class PendingDraft(NamedTuple):
+    """A draft whose tokens the device knows and the host does not yet.
+
+    draft: its ``token_ids`` are final, its ``num_tokens`` [B] the most that a row may hold, its
+        ``probs`` None.
+    finish: waits for the tokens, walks them through the grammars, and returns the draft with the
+        same ``token_ids``. To be called once, before ``Lookahead.finish``.
+    """
+
+    draft: Draft
+    finish: Callable[[], Draft]
+
+
+@runtime_checkable
+class EarlyProposer(Protocol):
+    """A proposer that can hand its draft to the target before the host has seen it."""
+
+    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+        """``propose`` in two halves: the target's forward is launched between them."""
+        ...
+
+
 class TargetModel(Protocol):
     """The model whose distribution the output has."""
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
-        """One forward over each request's last token and draft; may return before it is done."""
+        """One forward over each request's last token and draft; may return before it is done.
+
+        ``draft.num_tokens`` are the most tokens that the rows may hold; what turns out to be beyond
+        a row's end is never looked at.
+        """
         ...

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from guided_spec.core import DecodeBatch, Proposer, TargetModel
+from guided_spec.core import DecodeBatch, EarlyProposer, PendingDraft, Proposer, TargetModel
 from guided_spec.errors import (
     GrammarDeadEndError,
     GrammarStateError,
@@ -53,10 +53,11 @@ def speculative_step(
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     with named_range("draft"):
-        # The rows still missing are filled beside the forward.
-        draft = lookahead.start(proposer.propose(batch, lookahead))
+        pending = _begin(proposer, batch, lookahead)
     with named_range("verify"):
-        output = target.verify(batch, draft)
+        output = target.verify(batch, pending.draft)
+    # From here on the host works beside the forward.
+    draft = pending.finish()
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
@@ -66,6 +67,13 @@ def speculative_step(
     scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
     found = gather_logprobs(scores, step.accepted.token_ids, batch.logprobs)
     return step._replace(logprobs=found)
+
+
+def _begin(proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+    if isinstance(proposer, EarlyProposer):
+        return proposer.begin(batch, lookahead)
+    draft = lookahead.start(proposer.propose(batch, lookahead))
+    return PendingDraft(draft, lambda: draft)
 
 
 def commit(batch: DecodeBatch, accepted: Accepted) -> list[Committed]:

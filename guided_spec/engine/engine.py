@@ -233,7 +233,7 @@ class Engine:
             outcomes.append(Outcome(offered, min(chosen, offered)))
         width = step.draft.token_ids.shape[1]
         chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
-        return Brought(outcomes, width, max(0, width - chosen))
+        return Brought(outcomes, width, max(0, max(drafted) - chosen))
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

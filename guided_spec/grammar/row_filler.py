@@ -19,6 +19,8 @@ __all__ = ["RowFiller", "cores"]
 # Rows that are worth a thread of their own: fewer cost less than waking it
 # (``python -m guided_spec.bench.masks``; docs/performance.md, "Where masks are filled").
 ROWS_A_THREAD = 64
+# Walks that are worth a call of xgrammar's for the rows of one depth together.
+WALKS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
 # interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
 # wait for its turn holds up all the others, and that costs far more than the threads gain.
@@ -49,11 +51,13 @@ class RowFiller:
             if threads is None:
                 worth = sum(count for _, count in missing) // ROWS_A_THREAD
                 threads = min(worth, MOST_THREADS, cores() // 2, len(walks))
-            if threads < 2:
+            if threads > 1:
+                self._fill_apart(walks, threads)
+            elif len(walks) >= WALKS_TOGETHER:
+                self._fill_together(walks)
+            else:
                 for walk in walks:
                     self._fill_alone(walk)
-            else:
-                self._fill_apart(walks, threads)
 
     def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
         """Deal the walks out; this thread takes its share too."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed_eagle3 import PackedEagle3
@@ -167,7 +167,7 @@ class PackedSlotHead:
         is_wide = width > WIDEST_GRAPH
         size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
         ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in tokens])
-        padded = pad_sequence(states, batch_first=True)  # [R, width, X]
+        padded = _pad(states, width)
         starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
         inputs = {
             "token_ids": pad_to(ids, (size, length)),
@@ -226,3 +226,20 @@ class PackedSlotHead:
         if self._indexed is None or self._indexed[0] != key:
             self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
         return self._indexed[1]
+
+
+def _pad(states: Sequence[Tensor], width: int) -> Tensor:
+    """[R, width, X] of R tensors [n, X], n at most ``width``; what is behind a row's end is any.
+
+    As many launches for many rows as for one.
+    """
+    if len(states) == 1:
+        return states[0].unsqueeze(0)
+    counts = [len(state) for state in states]
+    ends = itertools.accumulate(counts)
+    rows = [
+        [end - count + min(column, count - 1) for column in range(width)]
+        for end, count in zip(ends, counts, strict=True)
+    ]
+    flat = torch.cat(list(states))
+    return flat[torch.tensor(rows).to(flat.device, non_blocking=True)]

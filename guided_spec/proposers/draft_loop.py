@@ -23,32 +23,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch
-from guided_spec.errors import ConfigError
+from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.packed_slot_head import GreedyWalk
 from guided_spec.ops.download import Download
-from guided_spec.ops.draft_choice import choose_draft
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
+from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.drafting import host_draft
-from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
+from guided_spec.types import Draft, DraftPolicy
 
-__all__ = ["draft_autoregressively", "draft_best", "drafts_best", "read_policy"]
+__all__ = ["DraftLoop", "draft_autoregressively"]
 
 TOP = 8  # tokens of a depth that a walk may choose from
-
-
-def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
-    """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
-
-    Raises ConfigError for another word.
-    """
-    for policy in (default, *DRAFT_POLICIES):
-        if argument in ("", policy):
-            return policy  # type: ignore[return-value]
-    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
 
 
 def draft_autoregressively(
@@ -73,52 +61,8 @@ def draft_autoregressively(
     under ``topk_walk``). Where no legal token is in the draft vocabulary, the only legal token is
     drafted if there is just one, and the request's draft ends otherwise.
     """
-    loop = _Loop(batch, lookahead, policy, vocabulary)
-    logits = first_logits
-    with lookahead.holding(loop.is_later):
-        for depth in range(batch.num_draft_tokens):
-            if not loop.goes_on(depth):
-                break
-            loop.draw(logits, depth)
-            if depth + 1 < batch.num_draft_tokens and loop.may_go_on(depth + 1):
-                logits = forward(loop.places[-1].tokens.clamp_min(0))
-            loop.settle()
-    return loop.finish()
-
-
-def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
-    """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
-
-    policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
-    to ``draft_best``.
-    """
-    asked = batch.policies or (None,) * len(batch)
-    if batch.adjustments is not None:
-        return False
-    for own, constraint in zip(asked, batch.constraints, strict=True):
-        used = own or policy
-        is_walking = used == "topk_walk" and constraint is not None
-        if (used == "mask" and constraint is not None) or not (
-            is_walking or batch.sampling.all_greedy
-        ):
-            return False
-    return True
-
-
-def draft_best(
-    walk: GreedyWalk,
-    batch: DecodeBatch,
-    lookahead: Lookahead,
-    policy: DraftPolicy,
-    vocabulary: DraftVocabulary | None,
-) -> Draft:
-    """``draft_autoregressively`` where ``drafts_best``, from all K positions at once.
-
-    walk: a row for each request of the batch, behind its draft so far.
-    """
-    loop = _Loop(batch, lookahead, policy, vocabulary)
-    with lookahead.holding(loop.is_later):
-        loop.take(walk)
+    loop = DraftLoop(batch, lookahead, policy, vocabulary)
+    loop.run(first_logits, forward)
     return loop.finish()
 
 
@@ -138,10 +82,12 @@ class _Place(NamedTuple):
     rescued: Tensor | None
 
 
-class _Loop:
-    """What is drafted in one call, and how each request keeps to its grammar.
+class DraftLoop:
+    """What is drafted in one step, and how each request keeps to its grammar.
 
-    is_later: [B] requests whose tokens the host walks at the end.
+    ``run`` or ``take`` once, then ``finish`` or ``pending`` once. The arguments are those of
+    ``draft_autoregressively``.
+    chooser: kept by the drafter from step to step; None makes one.
     """
 
     def __init__(
@@ -150,7 +96,9 @@ class _Loop:
         lookahead: Lookahead,
         policy: DraftPolicy,
         vocabulary: DraftVocabulary | None,
+        chooser: DraftChooser | None = None,
     ) -> None:
+        self._chooser = chooser or DraftChooser(batch.device)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         asked = batch.policies or (None,) * len(batch)
         policies = [one or policy for one in asked]
@@ -162,7 +110,7 @@ class _Loop:
         )
         self._starts = [len(drafted) for drafted in lookahead.drafted]
         self._was_open = lookahead.is_open
-        self.is_later = [not (is_waiting and one) for one in masked]
+        self._is_later = [not (is_waiting and one) for one in masked]
         self._walks = [
             one == "topk_walk" and constraint is not None
             for one, constraint in zip(policies, batch.constraints, strict=True)
@@ -170,23 +118,64 @@ class _Loop:
         self._rooms = [
             limit - start if is_open and later else 0
             for limit, start, is_open, later in zip(
-                batch.limits, self._starts, self._was_open, self.is_later, strict=True
+                batch.limits, self._starts, self._was_open, self._is_later, strict=True
             )
         ]
         lengths = [len(c) + start for c, start in zip(batch.contexts, self._starts, strict=True)]
         self._first = torch.tensor(lengths).to(batch.device, non_blocking=True)
         self._is_walking = torch.tensor(self._walks).to(batch.device, non_blocking=True)
         self._sampling = self._with_greedy_walks(batch.sampling)
-        self.places: list[_Place] = []
+        self._places: list[_Place] = []
         self._drawn: Download | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
 
-    def goes_on(self, depth: int) -> bool:
+    def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+        """Draw token after token; the last may still be on its way to the host."""
+        logits = first_logits
+        with self._lookahead.holding(self._is_later):
+            for depth in range(self._batch.num_draft_tokens):
+                self._settle()
+                if not self._goes_on(depth):
+                    break
+                self._draw(logits, depth)
+                if depth + 1 == self._batch.num_draft_tokens or not self._may_go_on(depth + 1):
+                    break
+                logits = forward(self._places[-1].tokens.clamp_min(0))
+
+    def take(self, walk: GreedyWalk) -> None:
+        """Every request's best tokens, all positions at once."""
+        top = self._top(walk.logits)
+        for depth, tokens in enumerate(walk.tokens.unbind(1)):
+            self._places.append(_Place(tokens, None, None if top is None else top[:, depth], None))
+
+    def finish(self) -> Draft:
+        """The draft, once the host has walked it."""
+        rows = self._walk(self._download())
+        draft = host_draft(self._batch, rows)
+        return draft._replace(probs=self._probs(draft))
+
+    def pending(self) -> PendingDraft:
+        """The draft as the target may read it at once; finished where a walk picks its tokens."""
+        if not self._places or any(self._walks):
+            draft = self.finish()
+            return PendingDraft(draft, lambda: draft)
+        ids = torch.stack([place.tokens for place in self._places], 1).clamp_min(0)
+        most = torch.full_like(ids[:, 0], ids.shape[1])
+        walked = self._download()
+
+        def finish() -> Draft:
+            lengths = torch.tensor([len(row) for row in self._walk(walked)], dtype=torch.int64)
+            draft = Draft(ids, lengths.to(ids.device, non_blocking=True))
+            return draft._replace(probs=self._probs(draft))
+
+        return PendingDraft(Draft(ids, most), finish)
+
+    def _goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
         return any(self._lookahead.is_open) or depth < max(self._rooms)
 
-    def may_go_on(self, depth: int) -> bool:
-        """``goes_on`` as far as it can be told before ``settle``."""
+    def _may_go_on(self, depth: int) -> bool:
+        """``_goes_on`` as far as it can be told before ``_settle``."""
         ahead = (
             limit - len(drafted) > 1
             for limit, drafted, is_open in zip(
@@ -196,42 +185,45 @@ class _Loop:
         )
         return any(ahead) or depth < max(self._rooms)
 
-    def draw(self, logits: Tensor, depth: int) -> None:
-        """One token for each request from logits [B, D]; ``settle`` follows."""
+    def _draw(self, logits: Tensor, depth: int) -> None:
+        """One token for each request from logits [B, D]; ``_settle`` follows."""
         logits = self._adjustments.apply(logits)
-        mask = None if all(self.is_later) else self._lookahead.next_mask()
+        mask = None if all(self._is_later) else self._lookahead.next_mask()
         target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
         noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
-        choice = choose_draft(logits, mask, target_ids, self._sampling, noise)
-        place = _Place(choice.tokens, choice.probs, self._top(logits), choice.rescued)
-        self.places.append(place)
-        self._adjustments.append(choice.tokens)
-        if not all(self.is_later):
-            starved = choice.starved
-            flags = torch.zeros_like(choice.tokens) if starved is None else starved.long()
-            self._drawn = Download(torch.stack([choice.tokens, flags]))
+        chosen = self._chooser.choose(logits, mask, target_ids, self._sampling, noise)
+        place = _Place(chosen.tokens, chosen.probs, self._top(logits), chosen.rescued)
+        self._places.append(place)
+        self._adjustments.append(chosen.tokens)
+        if not all(self._is_later):
+            self._drawn = Download(chosen.report)
 
-    def settle(self) -> None:
+    def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
         if self._drawn is not None:
             tokens, starved = self._drawn.wait().unbind(0)
             self._lookahead.accept(tokens, starved)
             self._drawn = None
 
-    def take(self, walk: GreedyWalk) -> None:
-        """Every request's best tokens, all positions at once."""
-        top = self._top(walk.logits)
-        for depth, tokens in enumerate(walk.tokens.unbind(1)):
-            self.places.append(_Place(tokens, None, None if top is None else top[:, depth], None))
+    def _download(self) -> Download | None:
+        """What the host has to see of the tokens that it walks later."""
+        return Download(self._columns()) if any(self._rooms) and self._places else None
 
-    def finish(self) -> Draft:
-        """The draft, once the tokens that wait for it are walked."""
-        if any(self._rooms) and self.places:
-            self._lookahead.extend_best(self._options())
-        rows = [self._row(request) for request in range(len(self._batch))]
-        draft = host_draft(self._batch, rows)
-        is_sampled = not self._sampling.all_greedy
-        return draft._replace(probs=self._probs(draft)) if is_sampled and self.places else draft
+    def _walk(self, later: Download | None) -> list[list[int]]:
+        """Walk what the host has not seen yet; returns every request's own tokens."""
+        with self._lookahead.holding(self._is_later):
+            self._settle()
+        if later is not None:
+            self._lookahead.extend_best(self._options(later.wait().tolist()))
+        drafted, refused = self._lookahead.drafted, self._lookahead.refused
+        rows = []
+        for request, start in enumerate(self._starts):
+            row = drafted[request][start:]
+            found = refused[request] if self._was_open[request] else None
+            # Dropping an illegal token that was sampled would bias the text: the verifier has to
+            # refuse it. One that a walk ended at was never drawn.
+            rows.append(row if found is None or self._walks[request] else [*row, found])
+        return rows
 
     def _with_greedy_walks(self, sampling: Sampling) -> Sampling:
         """The drafts' own parameters: a request that walks drafts its best token."""
@@ -240,23 +232,20 @@ class _Loop:
         temperature = sampling.temperature.masked_fill(self._is_walking, 0.0)
         return replace(sampling, temperature=temperature, all_greedy=all(self._walks))
 
-    def _row(self, request: int) -> list[int]:
-        row = self._lookahead.drafted[request][self._starts[request] :]
-        refused = self._lookahead.refused[request] if self._was_open[request] else None
-        # Dropping an illegal token that was sampled would bias the text: the verifier has to refuse
-        # it. One that a walk ended at was never drawn.
-        return row if refused is None or self._walks[request] else [*row, refused]
-
-    def _options(self) -> list[list[list[int]]]:
-        """[B] lists of what each position offers to the requests that are walked now."""
+    def _columns(self) -> Tensor:
+        """int64 [B, K, 1 or 1 + TOP]: each position's token, and the best there if any walks."""
         columns = [
             place.tokens.unsqueeze(1)
             if place.top is None
             else torch.cat([place.tokens.unsqueeze(1), place.top], 1)
-            for place in self.places
+            for place in self._places
         ]
+        return torch.stack(columns, 1)
+
+    def _options(self, columns: list[list[list[int]]]) -> list[list[list[int]]]:
+        """[B] lists of what each position offers to the requests that are walked now."""
         options: list[list[list[int]]] = []
-        for request, positions in enumerate(torch.stack(columns, 1).tolist()):
+        for request, positions in enumerate(columns):
             walks, found = self._walks[request], []
             for first, *top in positions if self._rooms[request] else ():
                 if first < 0:
@@ -265,15 +254,17 @@ class _Loop:
             options.append(found)
         return options
 
-    def _probs(self, draft: Draft) -> Tensor:
-        """[B, K, V] what the tokens of the draft were drawn from."""
+    def _probs(self, draft: Draft) -> Tensor | None:
+        """[B, K, V] what the tokens of the draft were drawn from; None where all are certain."""
+        if self._sampling.all_greedy or not self._places:
+            return None
         width = draft.token_ids.shape[1]
-        drawn_from = [place.probs for place in self.places if place.probs is not None]
+        drawn_from = [place.probs for place in self._places if place.probs is not None]
         probs = torch.stack(drawn_from, 1)[:, :width]
         if self._vocabulary is not None:
             full = probs.new_zeros(*probs.shape[:2], self._vocabulary.target_size)
             probs = full.index_copy_(2, self._vocabulary.target_ids, probs)
-            rescued = torch.stack([p.rescued for p in self.places if p.rescued is not None], 1)
+            rescued = torch.stack([p.rescued for p in self._places if p.rescued is not None], 1)
             index = rescued[:, :width].unsqueeze(-1)
             probs.scatter_add_(2, index.clamp_min(0), (index >= 0).to(probs.dtype))
         if any(self._walks):

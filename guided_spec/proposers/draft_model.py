@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.draft_loop import draft_autoregressively, read_policy
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.draft_policy import read_policy
 from guided_spec.types import Draft
 
 __all__ = ["DraftModel"]
@@ -51,14 +52,34 @@ class DraftModel:
         )
         _check_width(self._model.vocab_size, context)
         self._chunk = context.config.prefill_tokens
+        self._chooser = DraftChooser(context.device)
         self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """Up to K tokens a request: masked, and sampled where the request's temperature says so."""
-        rows = [row for row in range(len(batch)) if self._fits(batch, lookahead, row)]
+        return self._draft(batch, lookahead).finish()
+
+    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+        """See ``EarlyProposer``."""
+        return self._draft(batch, lookahead).pending()
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots' caches start anew with their next requests."""
+        for slot in slots:
+            self._lengths[slot] = 0
+
+    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
+        """The loop behind its run."""
+        loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser)
+        drafts, is_open = lookahead.drafted, lookahead.is_open
+        rows = [
+            row
+            for row, context in enumerate(batch.contexts)
+            if is_open[row] and self._fits(batch, len(context) + len(drafts[row]))
+        ]
         if not rows:
-            return host_draft(batch, [[] for _ in lookahead.drafted])
-        drafted = [list(lookahead.drafted[row]) for row in rows]
+            return loop
+        drafted = [list(drafts[row]) for row in rows]
         self._catch_up(batch, rows)
         feeder = _Feeder(self._model, batch, rows)
         pending = [batch.contexts[row][self._lengths[batch.slots[row]] :] for row in rows]
@@ -70,25 +91,17 @@ class DraftModel:
             feeder.feed(pending, starts)
             saved = self._model.save_states(feeder.slots)
             feeder.feed(drafted, feeder.ends)
-            draft = self._draft(feeder, batch, lookahead)
+            loop.run(feeder.logits, feeder.next)
             self._model.load_states(feeder.slots, saved)
-            return draft
+            return loop
         feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
-        return self._draft(feeder, batch, lookahead)
+        loop.run(feeder.logits, feeder.next)
+        return loop
 
-    def release(self, slots: Sequence[int]) -> None:
-        """The slots' caches start anew with their next requests."""
-        for slot in slots:
-            self._lengths[slot] = 0
-
-    def _draft(self, feeder: _Feeder, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        return draft_autoregressively(feeder.logits, feeder.next, batch, lookahead, self._policy)
-
-    def _fits(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
-        """Whether the request may draft, and the draft model's context has room for it."""
-        length = len(batch.contexts[row]) + len(lookahead.drafted[row]) + batch.num_draft_tokens
-        has_room = length <= self._model.max_length and batch.num_draft_tokens > 0
-        return lookahead.is_open[row] and has_room
+    def _fits(self, batch: DecodeBatch, length: int) -> bool:
+        """Whether the draft model's context has room for a draft behind ``length`` tokens."""
+        has_room = length + batch.num_draft_tokens <= self._model.max_length
+        return has_room and batch.num_draft_tokens > 0
 
     def _catch_up(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
         """Feed long stretches of committed tokens (a new prompt) in chunks, except the last one."""

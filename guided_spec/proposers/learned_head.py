@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.errors import ModelError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_head import DraftHead
@@ -15,13 +15,9 @@ from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.models.slot_head import SlotHead, SlotRoom
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.draft_loop import (
-    draft_autoregressively,
-    draft_best,
-    drafts_best,
-    read_policy,
-)
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_loop import DraftLoop
+from guided_spec.proposers.draft_policy import drafts_best, read_policy
 from guided_spec.types import Draft, DraftPolicy
 
 __all__ = ["LearnedHead"]
@@ -45,17 +41,37 @@ class LearnedHead:
         room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
+        self._chooser = DraftChooser(context.device)
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
+        return self._draft(batch, lookahead).finish()
+
+    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+        """See ``EarlyProposer``."""
+        return self._draft(batch, lookahead).pending()
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots start anew with their next requests."""
+        self._head.release(slots)
+
+    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
+        """The loop behind its run."""
         self._read(batch)
-        rows = [row for row in range(len(batch)) if self._may_draft(batch, lookahead, row)]
+        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser)
+        drafted, is_open = lookahead.drafted, lookahead.is_open
+        rows = [
+            row
+            for row, slot in enumerate(batch.slots)
+            if is_open[row] and self._may_draft(batch, slot, batch.contexts[row], drafted[row])
+        ]
         if not rows:
-            return host_draft(batch, [[] for _ in lookahead.drafted])
+            return loop
         slots = [batch.slots[row] for row in rows]
-        self._follow(slots, [lookahead.drafted[row] for row in rows], batch.device)
+        self._follow(slots, [drafted[row] for row in rows], batch.device)
         if len(rows) == len(batch):
-            return self._draft_all(batch, lookahead, slots)
+            self._draft_all(loop, batch, slots)
+            return loop
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits() -> Tensor:
@@ -67,34 +83,29 @@ class LearnedHead:
             self._head.walk(slots, token_ids[index])
             return logits()
 
-        return draft_autoregressively(
-            logits(), forward, batch, lookahead, self._policy, self._vocabulary
-        )
+        loop.run(logits(), forward)
+        return loop
 
-    def _draft_all(self, batch: DecodeBatch, lookahead: Lookahead, slots: list[int]) -> Draft:
+    def _draft_all(self, loop: DraftLoop, batch: DecodeBatch, slots: list[int]) -> None:
         """The same where every request drafts: nothing has to be picked or spread."""
         head = self._head
         if isinstance(head, PackedSlotHead) and drafts_best(batch, self._policy):
-            walk = head.walk_greedily(slots, batch.num_draft_tokens)
-            return draft_best(walk, batch, lookahead, self._policy, self._vocabulary)
+            loop.take(head.walk_greedily(slots, batch.num_draft_tokens))
+            return
 
         def forward(token_ids: Tensor) -> Tensor:
             head.walk(slots, token_ids)
             return head.logits(slots)
 
-        return draft_autoregressively(
-            head.logits(slots), forward, batch, lookahead, self._policy, self._vocabulary
-        )
+        loop.run(head.logits(slots), forward)
 
-    def release(self, slots: Sequence[int]) -> None:
-        """The slots start anew with their next requests."""
-        self._head.release(slots)
-
-    def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
-        """Whether the request may draft, has been read, and its slot has room for the draft."""
-        length = len(batch.contexts[row]) + len(lookahead.drafted[row]) + batch.num_draft_tokens
+    def _may_draft(
+        self, batch: DecodeBatch, slot: int, context: Sequence[int], drafted: Sequence[int]
+    ) -> bool:
+        """Whether the slot has been read, and has room for a draft behind what is there."""
+        length = len(context) + len(drafted) + batch.num_draft_tokens
         has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
-        return lookahead.is_open[row] and has_room and self._head.length(batch.slots[row]) > 0
+        return has_room and self._head.length(slot) > 0
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified since the last step, once a step."""

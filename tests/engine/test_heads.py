@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.constraint import Constraint
@@ -24,7 +24,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.head_loading import load_head
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.types import DraftPolicy, SamplingParams
+from guided_spec.types import Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
 from tests.models.tiny import build
@@ -122,26 +122,31 @@ def test_sampled_text(
     """Valid; each mask row is filled once a step, and the originals never see a draft."""
     known = taught(method)
     fills: Counter[tuple[int, int]] = Counter()
-    fill, propose, seen = MaskRows.fill, LearnedHead.propose, list[int]()
+    fill, begin, seen = MaskRows.fill, LearnedHead.begin, list[int]()
 
     def counting(rows: MaskRows, matcher: GrammarMatcher, request: int, depth: int) -> None:
         fills[request, depth] += 1
         assert fills[request, depth] == 1
         fill(rows, matcher, request, depth)
 
-    def watching(head: LearnedHead, batch: DecodeBatch, lookahead: Any) -> Any:
+    def watching(head: LearnedHead, batch: DecodeBatch, lookahead: Any) -> PendingDraft:
         fills.clear()
         seen.append(len(batch))
-        draft = propose(head, batch, lookahead)
-        for constraint, context, prompt in zip(
-            batch.constraints, batch.contexts, batch.prompt_lengths, strict=True
-        ):
-            if constraint is not None:
-                check_original(constraint, list(context[prompt:]))
-        return draft
+        pending = begin(head, batch, lookahead)
+
+        def finish() -> Draft:
+            draft = pending.finish()
+            for constraint, context, prompt in zip(
+                batch.constraints, batch.contexts, batch.prompt_lengths, strict=True
+            ):
+                if constraint is not None:
+                    check_original(constraint, list(context[prompt:]))
+            return draft
+
+        return pending._replace(finish=finish)
 
     monkeypatch.setattr(MaskRows, "fill", counting)
-    monkeypatch.setattr(LearnedHead, "propose", watching)
+    monkeypatch.setattr(LearnedHead, "begin", watching)
     params = [replace(p, temperature=1.0, seed=row) for row, p in enumerate(PARAMS)]
     found = known.generate(method, params, max_batch_size=batch_size, prefill_tokens=16)
     assert max(seen) == batch_size

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.proposers.draft_loop import _Loop
+from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.types import Draft
-from tests.law.world import EOS, number_of, tables
+from tests.law.world import EOS, K, number_of, tables
 
 
 class Fields:
@@ -97,16 +97,22 @@ class Fields:
         return number_of(self._forks, tokens)
 
 
-class WideLoop(_Loop):
+class WideLoop(DraftLoop):
     """The package's draft loop, which reads the draft back as tensors instead of as lists."""
 
     def finish(self) -> Draft:
         fields: Any = self._lookahead
         is_walk = all(self._walks)
+        with fields.holding(self._is_later):
+            self._settle()
         if any(self._rooms):
-            for place in self.places:
+            for place in self._places:
                 offered = place.top if is_walk else place.tokens.unsqueeze(1)
                 assert offered is not None
                 fields.extend_best(offered, place.tokens >= 0)
         draft = Draft(*fields.taken(with_refused=not is_walk))
         return draft if is_walk else draft._replace(probs=self._probs(draft))
+
+    def _may_go_on(self, depth: int) -> bool:
+        """Reads no lists either: a forward too many does no harm."""
+        return depth < K

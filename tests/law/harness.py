@@ -64,15 +64,17 @@ class Case:
         """By the package's draft loop, with the world's draft table for a model."""
         vocabulary = REDUCED if self.kind == "starved" else None
         loop = WideLoop(batch, cast("Lookahead", fields), POLICIES[self.kind], vocabulary)
-        with fields.holding(loop.is_later):
-            for depth in range(K):
-                if not loop.goes_on(depth):
-                    break
-                if depth > 0:
-                    nodes = number_of(nodes, loop.places[-1].tokens.clamp_min(0))
-                logits = tables().draft[nodes]
-                loop.draw(logits if vocabulary is None else logits[:, REDUCED.target_ids], depth)
-                loop.settle()
+
+        def logits() -> Tensor:
+            found = tables().draft[nodes]
+            return found if vocabulary is None else found[:, REDUCED.target_ids]
+
+        def forward(token_ids: Tensor) -> Tensor:
+            nonlocal nodes
+            nodes = number_of(nodes, token_ids)
+            return logits()
+
+        loop.run(logits(), forward)
         return loop.finish()
 
 

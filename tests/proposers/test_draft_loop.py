@@ -9,13 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.proposers.draft_loop import draft_autoregressively, read_policy
+from guided_spec.proposers.draft_loop import DraftLoop, draft_autoregressively
+from guided_spec.proposers.draft_policy import read_policy
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs
@@ -48,27 +49,33 @@ class TableDrafter:
         self._policy, self._vocabulary = policy, vocabulary
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        return self.run(batch, lookahead).finish()
+
+    def run(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         last = [
             [*context, *drafted][-1]
             for context, drafted in zip(batch.contexts, lookahead.drafted, strict=True)
         ]
-        return draft_autoregressively(
-            self.table[last],
-            lambda token_ids: self.table[token_ids],
-            batch,
-            lookahead,
-            self._policy,
-            self._vocabulary,
-        )
+        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary)
+        loop.run(self.table[last], lambda token_ids: self.table[token_ids])
+        return loop
 
     def release(self, slots: Sequence[int]) -> None:
         del slots
 
 
+class EarlyDrafter(TableDrafter):
+    """The same, whose draft the target reads before the host has seen it."""
+
+    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+        return self.run(batch, lookahead).pending()
+
+
+@pytest.mark.parametrize("kind", [TableDrafter, EarlyDrafter])
 @pytest.mark.parametrize("vocabulary", [None, SMALL], ids=["full", "reduced"])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_what_is_emitted_is_the_targets(
-    policy: DraftPolicy, vocabulary: DraftVocabulary | None
+    policy: DraftPolicy, vocabulary: DraftVocabulary | None, kind: type[TableDrafter]
 ) -> None:
     """Free and constrained rows: the first token's law, and the second's after each first one."""
     rows = 6000
@@ -78,7 +85,7 @@ def test_what_is_emitted_is_the_targets(
     constraints = [Constraint(compiled) if row % 2 == 0 else None for row in range(2 * rows)]
     batch = toy_batch([[4]] * (2 * rows), constraints, k=2, params=params)
     with torch.inference_mode():
-        step = speculative_step(TARGET, TableDrafter(policy, vocabulary), batch)
+        step = speculative_step(TARGET, kind(policy, vocabulary), batch)
     committed = commit(batch, step.accepted)
     assert max(len(one.token_ids) for one in committed) == 3  # drafts are accepted at all
     for parity, rule in enumerate(rules):
@@ -108,6 +115,46 @@ def propose(batch: DecodeBatch, drafter: TableDrafter) -> tuple[Draft, Lookahead
 def lists(draft: Draft) -> list[list[int]]:
     rows = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
     return [row[:length] for row, length in rows]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("vocabulary", [None, SMALL], ids=["full", "reduced"])
+@pytest.mark.parametrize("policies", [*((one,) for one in POLICIES), POLICIES], ids="+".join)
+def test_a_draft_that_is_read_early_is_the_same(
+    policies: tuple[DraftPolicy, ...], vocabulary: DraftVocabulary | None, temperature: float
+) -> None:
+    """Whoever reads its tokens beforehand; limits, ends of texts and free rows among them."""
+    rules = [hashed_rule(2), text_rule([b"ab"]), None, hashed_rule(5), text_rule([b"ca:b"])]
+    params = [
+        SamplingParams(
+            temperature=temperature, seed=row, draft_policy=policies[row % len(policies)]
+        )
+        for row in range(len(rules))
+    ]
+    drafts, lookaheads = [], []
+    for is_early in (False, True):
+        constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in rules]
+        batch = toy_batch([[4]] * 5, constraints, k=4, limits=[4, 4, 4, 2, 0], params=params)
+        batch.policies = tuple(one.draft_policy for one in params)
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        loop = TableDrafter("mask", vocabulary).run(batch, lookahead)
+        pending = loop.pending() if is_early else None
+        draft = loop.finish() if pending is None else pending.finish()
+        if pending is not None:
+            read = pending.draft
+            assert torch.equal(read.token_ids, draft.token_ids)
+            assert bool((read.num_tokens >= draft.num_tokens).all())
+            assert bool(((read.token_ids >= 0) & (read.token_ids < VOCAB_SIZE)).all())
+        drafts.append(draft)
+        lookaheads.append(lookahead)
+    assert lists(drafts[0]) == lists(drafts[1])
+    assert max(map(len, lists(drafts[0]))) == 4
+    assert lookaheads[0].drafted == lookaheads[1].drafted
+    assert lookaheads[0].refused == lookaheads[1].refused
+    late, early = (draft.probs for draft in drafts)
+    assert (late is None) == (early is None) == (temperature == 0)
+    if late is not None and early is not None:
+        assert torch.equal(late, early[:, : late.shape[1]])
 
 
 def test_validate_keeps_the_first_illegal_token_for_the_verifier() -> None:

@@ -1,0 +1,128 @@
+"""The choice of a draft's tokens, replayed as a CUDA graph where it looks the same every time."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.models.graph_pool import GraphPool, Inputs
+from guided_spec.ops.draft_choice import DraftNoise, choose_draft, is_fused
+from guided_spec.ops.warp import Sampling
+
+__all__ = ["Chosen", "DraftChooser"]
+
+WORTH_A_GRAPH = 3  # times that a choice was made: a batch that shrinks passes through many sizes
+MOST_GRAPHS = 32  # each keeps its results; a sampled one those of all its probabilities
+
+
+class Chosen(NamedTuple):
+    """``DraftChoice``, as a draft loop uses it.
+
+    tokens, probs, rescued: as of ``DraftChoice``; nobody writes into them later.
+    report: int64 [2, B] for the host: the tokens, and 1 where a row starved.
+    """
+
+    tokens: Tensor
+    probs: Tensor | None
+    rescued: Tensor | None
+    report: Tensor
+
+
+class DraftChooser:
+    """``choose_draft`` for one drafter, from step to step.
+
+    The kernels of a choice take the device some microseconds and the host a hundred to launch, once
+    for every token of a draft. Logits and masks of the same batch lie at the same addresses in
+    every step, so the launches can be captured.
+
+    device: of the logits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graphs = GraphPool(device)
+        self._seen: Counter[Hashable] = Counter()
+        self._given: dict[Hashable, Sampling] = {}  # whose parameters each graph holds
+
+    def choose(
+        self,
+        logits: Tensor,
+        mask: Tensor | None,
+        target_ids: Tensor | None,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+    ) -> Chosen:
+        """As ``choose_draft``; ``target_ids`` have to be the same memory at every call."""
+        arguments = (logits, mask, target_ids, sampling, noise)
+        if self._device.type != "cuda" or not is_fused(logits, sampling):
+            return _choose(*arguments)
+        key = _key(logits, mask, sampling, noise)
+        self._seen[key] += 1
+        if self._seen[key] < WORTH_A_GRAPH:
+            return _choose(*arguments)
+        if key not in self._given and len(self._given) == MOST_GRAPHS:
+            self._graphs = GraphPool(self._device)
+            self._seen.clear()
+            self._given.clear()
+        found: Chosen = self._replay(key, *arguments)
+        # The next replay overwrites what this one wrote.
+        report = found.report.clone()
+        return Chosen(
+            report[0],
+            None if found.probs is None else found.probs.clone(),
+            None if found.rescued is None or found.probs is None else found.rescued.clone(),
+            report,
+        )
+
+    def _replay(
+        self,
+        key: Hashable,
+        logits: Tensor,
+        mask: Tensor | None,
+        target_ids: Tensor | None,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+    ) -> Chosen:
+        inputs: dict[str, Tensor] = {}
+        if noise is not None:
+            inputs["positions"] = noise.positions
+            if self._given.get(key) is not sampling:
+                inputs |= {"seeds": noise.seeds, "temperature": sampling.temperature}
+        self._given[key] = sampling
+
+        def body(tensors: Inputs) -> Chosen:
+            if noise is None:
+                return _choose(logits, mask, target_ids, sampling, None)
+            keys = noise._replace(seeds=tensors["seeds"], positions=tensors["positions"])
+            own = sampling.at_temperature(tensors["temperature"])
+            return _choose(logits, mask, target_ids, own, keys)
+
+        found: Chosen = self._graphs.run(key, inputs, body)
+        return found
+
+
+def _choose(
+    logits: Tensor,
+    mask: Tensor | None,
+    target_ids: Tensor | None,
+    sampling: Sampling,
+    noise: DraftNoise | None,
+) -> Chosen:
+    choice = choose_draft(logits, mask, target_ids, sampling, noise)
+    tokens, starved = choice.tokens, choice.starved
+    flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
+    return Chosen(tokens, choice.probs, choice.rescued, torch.stack([tokens, flags]))
+
+
+def _key(
+    logits: Tensor, mask: Tensor | None, sampling: Sampling, noise: DraftNoise | None
+) -> Hashable:
+    """All that the captured launches depend on: where they read, how much, and which they are."""
+    at = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
+    stream = None if noise is None else noise.stream
+    place = (logits.data_ptr(), logits.shape, logits.stride(), logits.dtype)
+    return (*place, at, stream, sampling.all_greedy)

@@ -1,0 +1,39 @@
+"""Which draft policy a request gets, and what that means for how a draft can be made."""
+
+from __future__ import annotations
+
+from guided_spec.core import DecodeBatch
+from guided_spec.errors import ConfigError
+from guided_spec.types import DRAFT_POLICIES, DraftPolicy
+
+__all__ = ["drafts_best", "read_policy"]
+
+
+def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
+    """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
+
+    Raises ConfigError for another word.
+    """
+    for policy in (default, *DRAFT_POLICIES):
+        if argument in ("", policy):
+            return policy  # type: ignore[return-value]
+    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
+
+
+def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+    """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
+
+    policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
+    to ``DraftLoop.take``.
+    """
+    asked = batch.policies or (None,) * len(batch)
+    if batch.adjustments is not None:
+        return False
+    for own, constraint in zip(asked, batch.constraints, strict=True):
+        used = own or policy
+        is_walking = used == "topk_walk" and constraint is not None
+        if (used == "mask" and constraint is not None) or not (
+            is_walking or batch.sampling.all_greedy
+        ):
+            return False
+    return True
