@@ -20,12 +20,13 @@ from guided_spec.ops.noise import Stream, exponential_noise
 from guided_spec.ops.token_rules import RuleTable, TokenRules
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
 from guided_spec.ops.warp import Sampling
-from guided_spec.types import Draft, DraftPolicy, Noise, SamplingParams, Verifier
+from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
 __all__ = [
     "Batches",
     "DecodeBatch",
     "EarlyProposer",
+    "Follower",
     "PendingDraft",
     "Proposer",
     "Running",
@@ -254,6 +255,19 @@ class EarlyProposer(Protocol):
 
     def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
         """``propose`` in two halves: the target's forward is launched between them."""
+        ...
+
+
+@runtime_checkable
+class Follower(Protocol):
+    """A proposer that goes on from what was accepted before the host knows what that is."""
+
+    def follow(self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor | None) -> None:
+        """Launch what the next ``propose`` would begin with; nothing waits for the device.
+
+        hidden_states: of the verify forward, see ``TargetOutput``. The next ``propose`` has to work
+        whatever becomes of these tokens.
+        """
         ...
 
 

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from guided_spec.core import DecodeBatch, EarlyProposer, PendingDraft, Proposer, TargetModel
+from guided_spec.core import (
+    DecodeBatch,
+    EarlyProposer,
+    Follower,
+    PendingDraft,
+    Proposer,
+    TargetModel,
+    TargetOutput,
+)
 from guided_spec.errors import (
     GrammarDeadEndError,
     GrammarStateError,
@@ -14,6 +24,7 @@ from guided_spec.errors import (
     NoTokenLeftError,
 )
 from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.ops.download import Download
 from guided_spec.ops.logprobs import Logprobs, Scores, gather_logprobs
 from guided_spec.ops.ranges import named_range
 from guided_spec.ops.verify import VERIFIERS, verify
@@ -26,12 +37,14 @@ class Step(NamedTuple):
     """One step's outcome: what was accepted, of which draft, under which masks.
 
     logprobs: of the accepted tokens; None when no request of the batch asks.
+    follow: for ``commit``; None where the proposer is no ``Follower``.
     """
 
     accepted: Accepted
     draft: Draft
     lookahead: Lookahead
     logprobs: Logprobs | None = None
+    follow: Callable[[], None] | None = None
 
 
 class Committed(NamedTuple):
@@ -61,7 +74,7 @@ def speculative_step(
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
-    step = Step(accepted, draft, lookahead)
+    step = Step(accepted, draft, lookahead, follow=_following(proposer, batch, accepted, output))
     if batch.logprobs is None:
         return step
     scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
@@ -76,16 +89,30 @@ def _begin(proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Pend
     return PendingDraft(draft, lambda: draft)
 
 
-def commit(batch: DecodeBatch, accepted: Accepted) -> list[Committed]:
+def _following(
+    proposer: Proposer, batch: DecodeBatch, accepted: Accepted, output: TargetOutput
+) -> Callable[[], None] | None:
+    if not isinstance(proposer, Follower):
+        return None
+    return partial(proposer.follow, batch, accepted, output.hidden_states)
+
+
+def commit(
+    batch: DecodeBatch, accepted: Accepted, follow: Callable[[], None] | None = None
+) -> list[Committed]:
     """Move the original matchers over the accepted tokens; one download.
+
+    follow: of the step. The proposer then goes on while the host commits.
 
     Returns one record a request. A request whose grammar is at a dead end or refuses a token, or
     whose bans leave no token, gets the error; the others are not affected.
     """
-    packed = torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1).tolist()
+    packed = Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
+    if follow is not None:
+        follow()
     return [
         _commit_row(batch, request, num_accepted, row)
-        for request, (num_accepted, *row) in enumerate(packed)
+        for request, (num_accepted, *row) in enumerate(packed.wait().tolist())
     ]
 
 

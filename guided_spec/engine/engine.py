@@ -204,7 +204,7 @@ class Engine:
         batch = self._batches.make(requests, num_draft_tokens, features)
         step = speculative_step(self._target, self._proposer, batch)
         with named_range("commit"):
-            committed = commit(batch, step.accepted)
+            committed = commit(batch, step.accepted, step.follow)
             self._target.commit(batch, [row.num_accepted for row in committed])
         brought = self._count(requests, step, batch, [row.num_accepted for row in committed])
         logprobs = _logprobs(step, committed)

@@ -110,10 +110,42 @@ class PackedSlotHead:
                 [state[:width] for _, _, state in left],
             )
             left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
-        for slot in slots:
-            self._depths[slot] = self._marks[slot] = 0
-        index = self._index(slots)
-        self._marked.index_copy_(0, index, self._hidden[index])
+        self._begin_draft(slots)
+
+    def can_read_ahead(self, slots: Sequence[int], width: int) -> bool:
+        """Whether ``width`` more tokens fit each slot, and one graph."""
+        longest = max(self._lengths[slot] for slot in slots) + width
+        return width <= WIDEST_GRAPH and longest <= self._room.max_length
+
+    @torch.inference_mode()
+    def read_ahead(
+        self, slots: Sequence[int], token_ids: Tensor, states: Tensor, last: Tensor
+    ) -> None:
+        """Read verified tokens of which the host does not know yet how many there are.
+
+        token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R],
+        in [0, T), where each row ends; what is behind is any.
+
+        A slot holds them once ``confirm`` says how many they were; otherwise it is as before, but
+        for the draft, which is forgotten.
+        """
+        size, length = bucket(len(slots)), bucket(token_ids.shape[1])
+        starts = [self._lengths[slot] for slot in slots]
+        places = pack_places((slots, starts, [0] * len(slots)), size)
+        places = places.to(self._device, non_blocking=True)
+        places[2, : len(slots)] = last
+        inputs = {
+            "token_ids": pad_to(token_ids.clamp_min(0), (size, length)),
+            "states": pad_to(states, (size, length, states.shape[2])),
+            "places": places,
+        }
+        scored = self._graphs.run(("read", size, length), inputs, self._read)
+        self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
+        self._begin_draft(slots)
+
+    def confirm(self, slot: int, count: int) -> None:
+        """The slot holds ``count`` of the tokens that were read ahead."""
+        self._lengths[slot] += count
 
     @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
@@ -158,6 +190,12 @@ class PackedSlotHead:
         if self._scored is not None and self._scored[0] == tuple(slots):
             return self._scored[1].logits
         return self._packed.logits(self._hidden[self._index(slots)])
+
+    def _begin_draft(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._depths[slot] = self._marks[slot] = 0
+        index = self._index(slots)
+        self._marked.index_copy_(0, index, self._hidden[index])
 
     def _read_piece(
         self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,15 +15,27 @@ from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.models.slot_head import SlotHead, SlotRoom
+from guided_spec.ops.download import Download
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_policy import drafts_best, read_policy
-from guided_spec.types import Draft, DraftPolicy
+from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = ["LearnedHead"]
 
 DEFAULT_POLICY: DraftPolicy = "mask"
+
+
+class _Ahead(NamedTuple):
+    """What was read ahead.
+
+    places: by slot, the row and the length of the text before it. ends: int64 [B, K + 2] on its way
+    to the host: ``num_accepted`` and the accepted tokens.
+    """
+
+    places: dict[int, tuple[int, int]]
+    ends: Download
 
 
 class LearnedHead:
@@ -42,6 +55,7 @@ class LearnedHead:
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
         self._chooser = DraftChooser(context.device)
+        self._ahead: _Ahead | None = None
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
@@ -51,9 +65,25 @@ class LearnedHead:
         """See ``EarlyProposer``."""
         return self._draft(batch, lookahead).pending()
 
+    def follow(self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor | None) -> None:
+        """See ``Follower``: the head reads the accepted tokens while the host commits them."""
+        head, lengths = self._head, [len(context) for context in batch.contexts]
+        known = [head.length(slot) + 1 for slot in batch.slots]
+        if not isinstance(head, PackedSlotHead) or hidden_states is None or known != lengths:
+            return
+        if head.can_read_ahead(batch.slots, accepted.token_ids.shape[1]):
+            ends = torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1)
+            places = dict(zip(batch.slots, enumerate(lengths), strict=True))
+            self._ahead = _Ahead(places, Download(ends))
+            ids, last = accepted.token_ids, accepted.num_accepted
+            head.read_ahead(batch.slots, ids, hidden_states, last)
+
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
+        for slot in slots:
+            if self._ahead is not None:
+                self._ahead.places.pop(slot, None)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
@@ -107,8 +137,22 @@ class LearnedHead:
         has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
         return has_room and self._head.length(slot) > 0
 
+    def _confirm(self, batch: DecodeBatch) -> None:
+        """What ``follow`` read counts where it is what became of the text."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is None or not isinstance(self._head, PackedSlotHead):
+            return
+        rows = ahead.ends.wait().tolist()
+        for slot, context in zip(batch.slots, batch.contexts, strict=True):
+            if slot in ahead.places:
+                at, length = ahead.places[slot]
+                num_accepted, *token_ids = rows[at]
+                if list(context[length:]) == token_ids[: num_accepted + 1]:
+                    self._head.confirm(slot, num_accepted + 1)
+
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified since the last step, once a step."""
+        self._confirm(batch)
         slots: list[int] = []
         tokens: list[Sequence[int]] = []
         states: list[Tensor] = []

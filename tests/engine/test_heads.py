@@ -23,6 +23,7 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.head_loading import load_head
+from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
@@ -112,6 +113,33 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
         found = known.generate(proposer, mixed, max_batch_size=batch_size, kernels="packed")
         assert tokens(found) == expected
         assert sum(sum(c.stats.accepted) for c in found) > 20
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_reading_ahead_changes_no_draft(
+    monkeypatch: pytest.MonkeyPatch, taught: Any, temperature: float
+) -> None:
+    """Requests come and go: a slot's next text must not be taken for the one before it."""
+    params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
+    ahead, found = list[int](), []
+    read_ahead = PackedSlotHead.read_ahead
+
+    def counting(head: PackedSlotHead, slots: tuple[int, ...], *rest: Any) -> None:
+        ahead.append(len(slots))
+        read_ahead(head, slots, *rest)
+
+    monkeypatch.setattr(PackedSlotHead, "read_ahead", counting)
+    for allowed in (True, False):
+        if not allowed:
+            monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
+        found.append(
+            taught("eagle3").generate("eagle3", params, max_batch_size=2, kernels="packed")
+        )
+        assert (len(ahead) > 10) == allowed
+        ahead.clear()
+    assert tokens(found[0]) == tokens(found[1])
+    assert [c.stats.drafted for c in found[0]] == [c.stats.drafted for c in found[1]]
+    assert [c.stats.accepted for c in found[0]] == [c.stats.accepted for c in found[1]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
