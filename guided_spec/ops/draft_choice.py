@@ -19,7 +19,7 @@ from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, trans
 from guided_spec.ops.noise import Stream, exponential_noise
 from guided_spec.ops.warp import Sampling, warp
 
-__all__ = ["DraftChoice", "DraftNoise", "choose_draft", "choose_draft_reference", "is_fused"]
+__all__ = ["DraftChoice", "DraftNoise", "choose_draft", "choose_draft_reference"]
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,7 +79,7 @@ def choose_draft(
     """
     if noise is None and not sampling.all_greedy:
         raise ConfigError("noise", None, "pass its keys where a request samples")
-    choose = _kernel() if is_fused(logits, sampling) else None
+    choose = _kernel() if _is_fused(logits, sampling) else None
     if choose is None:
         choose = choose_draft_reference
     return choose(logits, bitmask, target_ids, sampling, noise)
@@ -116,7 +116,7 @@ def choose_draft_reference(
     return DraftChoice(tokens, probs, starved, rescued)
 
 
-def is_fused(logits: Tensor, sampling: Sampling) -> bool:
+def _is_fused(logits: Tensor, sampling: Sampling) -> bool:
     """Whether the kernels can make the choice: they know no filters, and no doubles."""
     is_filtered = sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
     has_filters = is_filtered and not sampling.all_greedy

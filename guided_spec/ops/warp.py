@@ -58,10 +58,6 @@ class Sampling:
         names = ("temperature", "top_k", "top_p", "min_p", "seeds")
         return replace(self, **{name: getattr(self, name)[requests] for name in names})
 
-    def at_temperature(self, temperature: Tensor) -> Sampling:
-        """The same with other temperatures, float32 [B], of which not all are 0."""
-        return replace(self, temperature=temperature, all_greedy=False)
-
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:
     """Logits [B, R, V], illegal tokens at -inf, to probabilities float32 [B, R, V].

@@ -4,29 +4,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable
-from typing import NamedTuple
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.models.graph_pool import GraphPool, Inputs
-from guided_spec.ops.draft_choice import DraftNoise, choose_draft, is_fused
+from guided_spec.ops.draft_choice import DraftNoise, choose_draft
 from guided_spec.ops.warp import Sampling
 
 __all__ = ["Chosen", "DraftChooser"]
 
 WORTH_A_GRAPH = 3  # times that a choice was made: a batch that shrinks passes through many sizes
-MOST_GRAPHS = 32  # each keeps its results; a sampled one those of all its probabilities
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+MOST_GRAPHS = 64  # each keeps its results; a sampled one those of all its probabilities
 
 
 class Chosen(NamedTuple):
     """``DraftChoice``, as a draft loop uses it.
 
-    tokens, probs, rescued: as of ``DraftChoice``; nobody writes into them later.
+    tokens, probs, rescued: as of ``DraftChoice``.
+    fed: int64 [B] the tokens as ids that a model can read: 0 where there is none.
     report: int64 [2, B] for the host: the tokens, and 1 where a row starved.
     """
 
     tokens: Tensor
+    fed: Tensor
     probs: Tensor | None
     rescued: Tensor | None
     report: Tensor
@@ -55,12 +59,17 @@ class DraftChooser:
         target_ids: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
+        depth: int = 0,
     ) -> Chosen:
-        """As ``choose_draft``; ``target_ids`` have to be the same memory at every call."""
+        """As ``choose_draft``; ``target_ids`` have to be the same memory at every call.
+
+        depth: the position in the draft. The choice at this one in the next draft may overwrite
+            what is returned, those at others do not.
+        """
         arguments = (logits, mask, target_ids, sampling, noise)
-        if self._device.type != "cuda" or not is_fused(logits, sampling):
+        if self._device.type != "cuda":
             return _choose(*arguments)
-        key = _key(logits, mask, sampling, noise)
+        key = (depth, *_key(logits, mask, sampling, noise))
         self._seen[key] += 1
         if self._seen[key] < WORTH_A_GRAPH:
             return _choose(*arguments)
@@ -68,15 +77,7 @@ class DraftChooser:
             self._graphs = GraphPool(self._device)
             self._seen.clear()
             self._given.clear()
-        found: Chosen = self._replay(key, *arguments)
-        # The next replay overwrites what this one wrote.
-        report = found.report.clone()
-        return Chosen(
-            report[0],
-            None if found.probs is None else found.probs.clone(),
-            None if found.rescued is None or found.probs is None else found.rescued.clone(),
-            report,
-        )
+        return self._replay(key, *arguments)
 
     def _replay(
         self,
@@ -91,14 +92,16 @@ class DraftChooser:
         if noise is not None:
             inputs["positions"] = noise.positions
             if self._given.get(key) is not sampling:
-                inputs |= {"seeds": noise.seeds, "temperature": sampling.temperature}
+                inputs |= {"seeds": noise.seeds}
+                inputs |= {name: getattr(sampling, name) for name in PARAMETERS}
         self._given[key] = sampling
 
         def body(tensors: Inputs) -> Chosen:
             if noise is None:
                 return _choose(logits, mask, target_ids, sampling, None)
             keys = noise._replace(seeds=tensors["seeds"], positions=tensors["positions"])
-            own = sampling.at_temperature(tensors["temperature"])
+            parameters: Any = {name: tensors[name] for name in PARAMETERS}
+            own = replace(sampling, **parameters)
             return _choose(logits, mask, target_ids, own, keys)
 
         found: Chosen = self._graphs.run(key, inputs, body)
@@ -115,14 +118,16 @@ def _choose(
     choice = choose_draft(logits, mask, target_ids, sampling, noise)
     tokens, starved = choice.tokens, choice.starved
     flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
-    return Chosen(tokens, choice.probs, choice.rescued, torch.stack([tokens, flags]))
+    report = torch.stack([tokens, flags])
+    return Chosen(tokens, tokens.clamp_min(0), choice.probs, choice.rescued, report)
 
 
 def _key(
     logits: Tensor, mask: Tensor | None, sampling: Sampling, noise: DraftNoise | None
-) -> Hashable:
+) -> tuple[Hashable, ...]:
     """All that the captured launches depend on: where they read, how much, and which they are."""
     at = None if mask is None else (mask.data_ptr(), mask.shape, mask.stride())
     stream = None if noise is None else noise.stream
     place = (logits.data_ptr(), logits.shape, logits.stride(), logits.dtype)
-    return (*place, at, stream, sampling.all_greedy)
+    filters = (sampling.any_top_k, sampling.any_top_p, sampling.any_min_p)
+    return (*place, at, stream, sampling.all_greedy, *filters)

@@ -69,14 +69,15 @@ def draft_autoregressively(
 class _Place(NamedTuple):
     """One position of the draft.
 
-    tokens: int64 [B] target ids, -1 where there is none. probs: float32 [B, D]; None when nothing
-        is sampled.
+    tokens: int64 [B] target ids, -1 where there is none. fed: the same with 0 there.
+    probs: float32 [B, D]; None when nothing is sampled.
     top: int64 [B, TOP] target ids, the best first; None when no request walks.
     rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
         without a reduced vocabulary.
     """
 
     tokens: Tensor
+    fed: Tensor
     probs: Tensor | None
     top: Tensor | None
     rescued: Tensor | None
@@ -140,13 +141,14 @@ class DraftLoop:
                 self._draw(logits, depth)
                 if depth + 1 == self._batch.num_draft_tokens or not self._may_go_on(depth + 1):
                     break
-                logits = forward(self._places[-1].tokens.clamp_min(0))
+                logits = forward(self._places[-1].fed)
 
     def take(self, walk: GreedyWalk) -> None:
         """Every request's best tokens, all positions at once."""
         top = self._top(walk.logits)
         for depth, tokens in enumerate(walk.tokens.unbind(1)):
-            self._places.append(_Place(tokens, None, None if top is None else top[:, depth], None))
+            best = None if top is None else top[:, depth]
+            self._places.append(_Place(tokens, tokens, None, best, None))
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -159,7 +161,7 @@ class DraftLoop:
         if not self._places or any(self._walks):
             draft = self.finish()
             return PendingDraft(draft, lambda: draft)
-        ids = torch.stack([place.tokens for place in self._places], 1).clamp_min(0)
+        ids = torch.stack([place.fed for place in self._places], 1)
         most = torch.full_like(ids[:, 0], ids.shape[1])
         walked = self._download()
 
@@ -191,8 +193,9 @@ class DraftLoop:
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
         noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
-        chosen = self._chooser.choose(logits, mask, target_ids, self._sampling, noise)
-        place = _Place(chosen.tokens, chosen.probs, self._top(logits), chosen.rescued)
+        chosen = self._chooser.choose(logits, mask, target_ids, self._sampling, noise, depth)
+        top = self._top(logits)
+        place = _Place(chosen.tokens, chosen.fed, chosen.probs, top, chosen.rescued)
         self._places.append(place)
         self._adjustments.append(chosen.tokens)
         if not all(self._is_later):
