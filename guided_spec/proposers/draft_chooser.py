@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,6 +19,11 @@ __all__ = ["Chosen", "DraftChooser"]
 WORTH_A_GRAPH = 3  # times that a choice was made: a batch that shrinks passes through many sizes
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 MOST_GRAPHS = 64  # each keeps its results; a sampled one those of all its probabilities
+
+
+_Arguments: TypeAlias = tuple[
+    Tensor, Tensor | None, Tensor | None, Sampling, DraftNoise | None
+]  # of choose_draft
 
 
 class Chosen(NamedTuple):
@@ -48,7 +53,8 @@ class DraftChooser:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._graphs = GraphPool(device)
+        # A pool for each position: graphs of one pool may write over each other's results.
+        self._pools: dict[int, GraphPool] = {}
         self._seen: Counter[Hashable] = Counter()
         self._given: dict[Hashable, Sampling] = {}  # whose parameters each graph holds
 
@@ -74,20 +80,15 @@ class DraftChooser:
         if self._seen[key] < WORTH_A_GRAPH:
             return _choose(*arguments)
         if key not in self._given and len(self._given) == MOST_GRAPHS:
-            self._graphs = GraphPool(self._device)
+            self._pools.clear()
             self._seen.clear()
             self._given.clear()
-        return self._replay(key, *arguments)
+        if depth not in self._pools:
+            self._pools[depth] = GraphPool(self._device)
+        return self._replay(self._pools[depth], key, arguments)
 
-    def _replay(
-        self,
-        key: Hashable,
-        logits: Tensor,
-        mask: Tensor | None,
-        target_ids: Tensor | None,
-        sampling: Sampling,
-        noise: DraftNoise | None,
-    ) -> Chosen:
+    def _replay(self, pool: GraphPool, key: Hashable, arguments: _Arguments) -> Chosen:
+        logits, mask, target_ids, sampling, noise = arguments
         inputs: dict[str, Tensor] = {}
         if noise is not None:
             inputs["positions"] = noise.positions
@@ -104,7 +105,7 @@ class DraftChooser:
             own = replace(sampling, **parameters)
             return _choose(logits, mask, target_ids, own, keys)
 
-        found: Chosen = self._graphs.run(key, inputs, body)
+        found: Chosen = pool.run(key, inputs, body)
         return found
 
 
