@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -16,9 +17,12 @@ from guided_spec.ops.ranges import named_range
 
 __all__ = ["RowFiller", "cores"]
 
-# Rows that are worth a thread of their own: fewer cost less than waking it
-# (``python -m guided_spec.bench.masks``; docs/performance.md, "Where masks are filled").
-ROWS_A_THREAD = 64
+# Seconds after which other threads help with the walks that are left. Most rows cost a microsecond
+# or two, and then waking threads costs more than they gain, however many rows there are: the time
+# tells, their number does not (``python -m guided_spec.bench.masks``; docs/performance.md, "Where
+# masks are filled").
+PATIENCE = 0.003
+WALKS_AT_ONCE = 16  # between two looks at the clock
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
 WALKS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
@@ -39,25 +43,37 @@ class RowFiller:
     def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
         """Fill every missing row of these walks, up to the one behind the draft so far.
 
-        threads: that fill at once, this one among them; None for what the rows are worth.
+        threads: that fill at once, this one among them; None for what the rows turn out to cost.
 
         The forks end where they stood, at the ends of the drafts.
         """
-        missing = [(walk, count) for walk in walks if (count := walk.num_missing)]
+        missing = [walk for walk in walks if walk.num_missing]
         if not missing:
             return
         with named_range("fill masks"):
-            walks = [walk for walk, _ in missing]
             if threads is None:
-                worth = sum(count for _, count in missing) // ROWS_A_THREAD
-                threads = min(worth, MOST_THREADS, cores() // 2, len(walks))
-            if threads > 1:
-                self._fill_apart(walks, threads)
-            elif len(walks) >= WALKS_TOGETHER:
-                self._fill_together(walks)
+                self._fill_patiently(missing)
+            elif threads > 1:
+                self._fill_apart(missing, threads)
             else:
-                for walk in walks:
-                    self._fill_alone(walk)
+                self._fill_here(missing)
+
+    def _fill_patiently(self, walks: Sequence[Walk]) -> None:
+        began = time.perf_counter()
+        for start in range(0, len(walks), WALKS_AT_ONCE):
+            left = walks[start:]
+            threads = min(MOST_THREADS, cores() // 2, len(left))
+            if threads > 1 and time.perf_counter() - began > PATIENCE:
+                self._fill_apart(left, threads)
+                return
+            self._fill_here(left[:WALKS_AT_ONCE])
+
+    def _fill_here(self, walks: Sequence[Walk]) -> None:
+        if len(walks) >= WALKS_TOGETHER:
+            self._fill_together(walks)
+        else:
+            for walk in walks:
+                self._fill_alone(walk)
 
     def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
         """Deal the walks out; this thread takes its share too."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -181,7 +182,12 @@ def _lookahead(count: int, make: Callable[[int], CompiledGrammar]) -> Lookahead:
     return Lookahead.fork(constraints, rows, [DEPTHS - 1] * count)
 
 
-def test_a_lookahead_fills_many_rows_on_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("patience", "expected"), [(-1.0, [64, 64]), (math.inf, [16] * 8)], ids=["slow", "fast"]
+)
+def test_other_threads_help_where_rows_take_long(
+    monkeypatch: pytest.MonkeyPatch, patience: float, expected: list[int]
+) -> None:
     shares: list[int] = []
     fill = RowFiller._fill_together
 
@@ -191,12 +197,13 @@ def test_a_lookahead_fills_many_rows_on_threads(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(RowFiller, "_fill_together", counting)
     monkeypatch.setattr(row_filler, "cores", lambda: 4)
+    monkeypatch.setattr(row_filler, "PATIENCE", patience)
     compiled = XGrammarBackend(BYTES).compile(SPECS[1])
-    count = 2 * row_filler.ROWS_A_THREAD
+    count = sum(expected)
     lookahead = _lookahead(count, lambda _: compiled)
     masks = lookahead.next_mask()
     assert masks is not None
-    assert shares == [count // 2] * 2
+    assert shares == expected
     legal = unpack_bitmask(masks, VOCAB_SIZE)
     assert legal.sum(-1).tolist() == [2] * count
     lookahead.extend([[ord("a"), ord("b"), ord("c"), EOS]] * count)
