@@ -1,7 +1,8 @@
-"""Plugin of SGLang: guided_spec's grammars as a grammar backend of its server.
+"""Plugin of SGLang: guided_spec's grammars as a grammar backend, and its drafts as an algorithm.
 
 SGLang finds ``register`` by the entry point group ``sglang.srt.plugins`` and calls it in each of
-its processes. It adds names to ``--grammar-backend``; nothing else happens until one is chosen.
+its processes. It adds names to ``--grammar-backend`` and one to ``--speculative-algorithm``;
+nothing else happens until they are chosen.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import importlib
 import logging
 from functools import partial
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["BACKENDS", "TESTED_VERSIONS", "create_backend", "register"]
+if TYPE_CHECKING:
+    from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["BACKENDS", "TESTED_VERSIONS", "create_backend", "register", "vocabulary_of"]
 
 TESTED_VERSIONS = ("0.5.23",)
 BACKENDS = {
@@ -28,9 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Make the names of ``BACKENDS`` known to SGLang. May be called more than once.
+    """Make ``BACKENDS`` and the speculative algorithm known to SGLang; again changes nothing.
 
-    An SGLang without the two registrations gets a line in its log, and goes on without us.
+    An SGLang without these registrations gets a line in its log, and goes on without us.
     """
     try:
         choices: Any = importlib.import_module("sglang.srt.arg_groups.choices")
@@ -42,6 +46,12 @@ def register() -> None:
     choices.add_grammar_backend_choices([name for name in BACKENDS if name not in known])
     for name, kind in BACKENDS.items():
         backends.register_grammar_backend(name, partial(create_backend, kind))
+    try:
+        from guided_spec.integrations.sglang_algorithm import register_algorithm
+
+        register_algorithm()
+    except (ImportError, AttributeError, TypeError) as error:  # other versions ask for more
+        logger.warning("guided_spec is no speculative algorithm of this SGLang: %s", error)
 
 
 def create_backend(
@@ -61,14 +71,26 @@ def create_backend(
     serving = importlib.import_module("sglang.srt.runtime_context").get_serving()
     check_options(serving)
     # Imported here: SGLang calls ``register`` in processes that need no grammars.
-    from guided_spec.grammar.vocabulary import Vocabulary
     from guided_spec.integrations.sglang_backend import make_backend
+
+    vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
+    is_free = not serving.constrained_json_disable_any_whitespace
+    return make_backend(kind, vocabulary, any_whitespace=is_free)
+
+
+def vocabulary_of(tokenizer: Any, vocab_size: int, eos_token_ids: Any = None) -> Vocabulary:
+    """The tokens of SGLang's model.
+
+    vocab_size: the width of the logits. eos_token_ids: the ids that end a text, None for the
+        tokenizer's own.
+
+    Raises ModelError for a tokenizer that cannot be read.
+    """
+    from guided_spec.grammar.vocabulary import Vocabulary
 
     ends = eos_token_ids or tokenizer.eos_token_id
     stop_ids = [ends] if isinstance(ends, int) else sorted(ends or ())
-    vocabulary = Vocabulary.from_tokenizer(tokenizer, vocab_size, stop_ids)
-    is_free = not serving.constrained_json_disable_any_whitespace
-    return make_backend(kind, vocabulary, any_whitespace=is_free)
+    return Vocabulary.from_tokenizer(tokenizer, vocab_size, stop_ids)
 
 
 def check_version(found: str) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.sglang_place import Place
@@ -51,6 +52,10 @@ class GuidedGrammar:
     def is_terminated(self) -> bool:
         """Whether the text is complete."""
         return self._place.is_terminated
+
+    def constraint(self) -> Constraint | None:
+        """The same place for a proposer to draft from; None where nothing can be drafted."""
+        return self._place.constraint()
 
     def copy(self) -> GuidedGrammar:
         """An independent one at the same place; its grammar is not compiled again."""

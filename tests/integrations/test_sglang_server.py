@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import random
-import zlib
-from array import array
 from collections.abc import Iterator, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +17,20 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations import sglang as plugin
-from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
+from tests.integrations.sglang_parts import (
+    END,
+    SCHEMA,
+    TOKENIZER,
+    allows,
+    compile_json,
+    encode,
+    legal_of,
+    logits_after,
+    make_request,
+    mask_of,
+    sgl,
+)
+from tests.tiny_llm import VOCAB_SIZE
 
 if find_spec("sglang") is None:
     pytest.skip("needs sglang, which is no part of the test extra", allow_module_level=True)
@@ -29,22 +38,8 @@ if find_spec("sglang") is None:
 # What SGLang, and what it imports late, warns about is not ours.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},
-    "required": ["name", "ok"],
-    "additionalProperties": False,
-}
 UNIQUE = '{"type":"array","uniqueItems":true}'
 KINDS = sorted(plugin.BACKENDS)
-TOKENIZER = tiny_tokenizer()
-END = int(str(TOKENIZER.eos_token_id))
-
-
-@cache
-def sgl(name: str) -> Any:
-    """A module of SGLang."""
-    return importlib.import_module(f"sglang.srt.{name}")
 
 
 @pytest.fixture(params=KINDS)
@@ -58,32 +53,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[Any]:
     ):
         create = sgl("constrained.base_grammar_backend").create_grammar_backend
         yield create(server_args, TOKENIZER, VOCAB_SIZE, {END})
-
-
-def compile_json(backend: Any, schema: object = SCHEMA) -> Any:
-    value, is_hit = backend.get_cached_or_future_value(
-        ("json", json.dumps(schema)), require_reasoning=False
-    )
-    return value if is_hit else value.result(timeout=60)
-
-
-def encode(text: str) -> list[int]:
-    return list(TOKENIZER(text, add_special_tokens=False)["input_ids"])
-
-
-def mask_of(grammar: Any) -> Tensor:
-    bitmask: Tensor = grammar.allocate_vocab_mask(VOCAB_SIZE, 1, "cpu")
-    grammar.fill_vocab_mask(bitmask, 0)
-    return bitmask[0]
-
-
-def legal_of(grammar: Any) -> list[bool]:
-    row = mask_of(grammar)
-    return [allows(row, token) for token in range(VOCAB_SIZE)]
-
-
-def allows(row: Tensor, token: int) -> bool:
-    return bool((int(row[token // 32]) >> (token % 32)) & 1)
 
 
 def test_the_entry_point_adds_the_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,12 +87,6 @@ def test_an_untested_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None
         sgl("constrained.base_grammar_backend").create_grammar_backend(
             server_args, TOKENIZER, VOCAB_SIZE, {END}
         )
-
-
-def make_request(rid: str, **params: str) -> Any:
-    sampling = sgl("sampling.sampling_params").SamplingParams(**params)
-    ids = array("q", [5, 6])
-    return sgl("managers.schedule_batch").Req(rid, "", ids, sampling, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture
@@ -211,11 +174,6 @@ def test_the_rows_of_a_draft_tree(backend: Any, seed: int) -> None:
         else:
             expected = mask_of(own)
         assert torch.equal(bitmask[node], expected), (path, node)
-
-
-def logits_after(text: Sequence[int]) -> Tensor:
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(list(text)).encode()))
-    return torch.randn(VOCAB_SIZE, generator=generator) * 2
 
 
 def decode(grammar: Any, length: int, dice: random.Random) -> list[int]:

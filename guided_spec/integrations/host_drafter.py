@@ -1,0 +1,100 @@
+"""Drafts on the host for another engine's requests: texts and grammars in, token lists out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.warp import Sampling
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.types import SamplingParams
+
+__all__ = ["PROPOSER", "HostDrafter", "HostRequest"]
+
+PROPOSER = "chain:grammar_forced+ngram"
+_CPU = torch.device("cpu")
+
+
+class HostRequest(NamedTuple):
+    """A request that is drafted for.
+
+    slot: by which the proposer knows it, unlike that of any other request. text: prompt and output
+    tokens. prompt_length: how many of them are the prompt. limit: draft tokens at most.
+    constraint: its grammar at the end of the text; None for free text.
+    """
+
+    slot: int
+    text: Sequence[int]
+    prompt_length: int
+    limit: int
+    constraint: Constraint | None
+
+
+class HostDrafter:
+    """Forced text and prompt lookup under each request's grammar; needs no model.
+
+    The drafts are a function of texts and grammars alone, so that processes which see the same
+    requests draft the same tokens.
+
+    num_draft: tokens of a draft, 1 to 64. num_requests: of one call, at most.
+
+    Raises ConfigError for a longer draft.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, tokenizer: Any, num_draft: int, num_requests: int
+    ) -> None:
+        self._num_draft = num_draft
+        self._vocab_size = vocabulary.vocab_size
+        self._rows = MaskRows(num_requests, num_draft + 1, vocabulary.vocab_size, _CPU)
+        context = ProposerContext(
+            vocabulary=vocabulary,
+            encode=lambda text: [*tokenizer.encode(text, add_special_tokens=False)],
+            tokenizer=tokenizer,
+            target=None,
+            config=EngineConfig(num_draft_tokens=num_draft, max_forced_tokens=num_draft),
+            num_slots=num_requests,
+            max_model_len=1,  # no KV cache of the proposer's own depends on it
+            device=_CPU,
+            dtype=torch.float32,
+        )
+        self._proposer = build_proposer(PROPOSER, context)
+
+    def draft(self, requests: Sequence[HostRequest]) -> list[list[int]]:
+        """One draft for each request, in their order; empty where there is nothing to draft."""
+        order = sorted(range(len(requests)), key=lambda at: requests[at].slot)
+        batch = self._batch([requests[at] for at in order])
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        self._proposer.propose(batch, lookahead)
+        drafts: list[list[int]] = [[] for _ in requests]
+        for at, drafted in zip(order, lookahead.drafted, strict=True):
+            drafts[at] = [*drafted]
+        return drafts
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Forget what is kept of requests that have ended."""
+        self._proposer.release(slots)
+
+    def _batch(self, requests: Sequence[HostRequest]) -> DecodeBatch:
+        greedy = [SamplingParams(temperature=0.0)] * len(requests)
+        return DecodeBatch(
+            slots=tuple(request.slot for request in requests),
+            contexts=tuple(request.text for request in requests),
+            prompt_lengths=tuple(request.prompt_length for request in requests),
+            constraints=tuple(request.constraint for request in requests),
+            limits=tuple(min(self._num_draft, request.limit) for request in requests),
+            sampling=Sampling.stack(greedy, [0] * len(requests), _CPU),
+            mask_rows=self._rows,
+            num_draft_tokens=self._num_draft,
+            vocab_size=self._vocab_size,
+            device=_CPU,
+        )
