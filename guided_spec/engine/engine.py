@@ -15,6 +15,7 @@ from guided_spec.core import Batches, DecodeBatch, Proposer
 from guided_spec.engine.acceptance import Outcome
 from guided_spec.engine.draft_length import Brought, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
+from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import SlotTarget
@@ -138,33 +139,30 @@ class Engine:
             request.fail(failure)
 
     def _prefill(self) -> bool:
-        """One forward over prompts, right-padded, at most ``prefill_tokens`` tokens in all.
+        """Forwards over prompts, right-padded, at most ``prefill_tokens`` tokens in all.
 
         The last prompt token is left for the first speculative step. Returns whether there were any
-        prompts to read: the forward may still run when this returns.
+        prompts to read: the forwards may still run when this returns.
         """
-        rows: list[Request] = []
-        width = 0
-        for request in self._scheduler.running(State.PREFILL):
-            if self._shares_prefill(request):
-                continue
-            missing = request.prompt_length - 1 - request.num_cached
-            wider = max(width, min(missing, self._config.prefill_tokens))
-            if rows and wider * (len(rows) + 1) > self._config.prefill_tokens:
-                break
-            rows.append(request)
-            width = wider
-        if width > 0:
-            starts = [request.num_cached for request in rows]
-            chunks = [r.tokens[r.num_cached : r.prompt_length - 1][:width] for r in rows]
-            self._target.prefill([request.slot for request in rows], starts, chunks)
-            for request, chunk in zip(rows, chunks, strict=True):
-                request.num_cached += len(chunk)
+        running = self._scheduler.running(State.PREFILL)
+        rows = [request for request in running if not self._shares_prefill(request)]
+        left = [request.prompt_length - 1 - request.num_cached for request in rows]
+        unread = [request for request, length in zip(rows, left, strict=True) if length > 0]
+        groups = group_prompts([n for n in left if n > 0], self._config.prefill_tokens)
+        for members, width in groups:
+            self._read_prompts([unread[at] for at in members], width)
         for request in rows:
             if request.num_cached == request.prompt_length - 1:
                 request.state = State.DECODE
                 self._hand_on(request)
-        return width > 0
+        return bool(groups)
+
+    def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
+        starts = [request.num_cached for request in rows]
+        chunks = [r.tokens[r.num_cached : r.prompt_length - 1][:width] for r in rows]
+        self._target.prefill([request.slot for request in rows], starts, chunks)
+        for request, chunk in zip(rows, chunks, strict=True):
+            request.num_cached += len(chunk)
 
     def _shares_prefill(self, request: Request) -> bool:
         """Whether the request takes its prompt from another sample, now or once that is read."""

@@ -27,6 +27,7 @@ __all__ = [
 LogitsKind = Literal["all", "last", "none"]
 
 WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts, whose launches do not matter
+LARGEST_PROMPTS = 512  # tokens of all rows of short prompts; more take longer than their launches
 
 
 class Rows(NamedTuple):
@@ -76,7 +77,8 @@ class PackedLM:
         tokens is left out.
         """
         batch, width = token_ids.shape
-        is_wide = width > WIDEST_GRAPH
+        is_large = logits == "none" and batch * width > LARGEST_PROMPTS
+        is_wide = width > WIDEST_GRAPH or is_large
         size, length = (batch, width) if is_wide else (bucket(batch), bucket(width))
         slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
         last = [max(count, 1) - 1 for count in rows.counts]
