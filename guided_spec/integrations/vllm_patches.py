@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["VERSIONS", "Patch", "Wrapper", "install", "installed_version"]
+__all__ = ["VERSIONS", "Patch", "Wrapper", "install", "installed_version", "log"]
 
 VERSIONS = ("0.25.1", "0.33.0")
-_MARK = "__guided_spec_wrapper__"
+_MARK = "__guided_spec_wrappers__"  # those that a function has around it
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -63,8 +63,14 @@ def install(feature: str, patches: Sequence[Patch]) -> None:
     wanted = [patch for patch in patches if found in patch.parameters]
     targets = [_find(patch, feature, found) for patch in wanted]
     for patch, target in zip(wanted, targets, strict=True):
-        if not hasattr(target.function, _MARK):
+        if patch.wrap not in getattr(target.function, _MARK, ()):
             _replace(patch, target)
+
+
+def log(text: str) -> None:
+    """One line in vLLM's own log."""
+    logger: Any = importlib.import_module("vllm.logger").init_logger("vllm.guided_spec")
+    logger.info("guided_spec: %s", text)
 
 
 class _Target(NamedTuple):
@@ -95,7 +101,8 @@ def _find(patch: Patch, feature: str, found: str) -> _Target:
 
 def _replace(patch: Patch, target: _Target) -> None:
     wrapped = patch.wrap(target.function)
-    setattr(wrapped, _MARK, True)
+    around = getattr(target.function, _MARK, ())
+    setattr(wrapped, _MARK, (*around, patch.wrap))
     setattr(target.owner, target.name, wrapped)
     for importer in patch.importers:
         module = sys.modules.get(importer)

@@ -80,6 +80,10 @@ class GuidedProposer:
         self._names: Sequence[str] = ()
         self._requests: Mapping[str, Any] = {}
 
+    def load_model(self, target_model: Any) -> None:
+        """Nothing: there is no model. vLLM's runner for CPUs asks every drafter."""
+        del target_model
+
     def see(self, names: Sequence[str], requests: Mapping[str, Any]) -> None:
         """Take note of the requests of the next ``propose``.
 

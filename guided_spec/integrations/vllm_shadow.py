@@ -22,10 +22,12 @@ class ShadowConstraints:
     """The constraints of running requests, by any names for these.
 
     queue: compiles their grammars in the background, once for equal ones.
+    waits: whether ``follow`` waits for a grammar that is not compiled yet.
     """
 
-    def __init__(self, queue: GrammarCompileQueue) -> None:
+    def __init__(self, queue: GrammarCompileQueue, *, waits: bool = False) -> None:
         self._queue = queue
+        self._waits = waits
         self._shadows: dict[Hashable, _Shadow] = {}
 
     def follow(self, name: Hashable, spec: GrammarSpec, output: Sequence[int]) -> Constraint | None:
@@ -35,10 +37,18 @@ class ShadowConstraints:
         grammar does not compile or refuses a token. Output that is not a continuation of what came
         before is followed from its beginning.
         """
+        self.prepare(name, spec)
+        return self._shadows[name].follow(output, waits=self._waits)
+
+    def prepare(self, name: Hashable, spec: GrammarSpec) -> None:
+        """Begin to compile a request's grammar, which is followed later."""
         shadow = self._shadows.get(name)
         if shadow is None or shadow.spec != spec:
-            shadow = self._shadows[name] = _Shadow(spec, self._queue.submit(spec))
-        return shadow.follow(output)
+            self._shadows[name] = _Shadow(spec, self._queue.submit(spec))
+
+    def forget(self, name: Hashable) -> None:
+        """Forget a request; one that is not known is no error."""
+        self._shadows.pop(name, None)
 
     def keep(self, names: Container[Hashable]) -> None:
         """Forget every request that is not among ``names``."""
@@ -53,8 +63,8 @@ class _Shadow:
         self._constraint: Constraint | None = None
         self._is_lost = False
 
-    def follow(self, output: Sequence[int]) -> Constraint | None:
-        if self._is_lost or not self._future.done():
+    def follow(self, output: Sequence[int], *, waits: bool) -> Constraint | None:
+        if self._is_lost or not (waits or self._future.done()):
             return None
         if self._future.exception() is not None:
             self._is_lost = True

@@ -72,6 +72,22 @@ def test_functions_are_wrapped_once(engine: ModuleType) -> None:
     assert sys.modules[ENGINE].half is engine.half
 
 
+def twice(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def wrapped(*args: Any) -> Any:
+        return 2 * original(*args)
+
+    return wrapped
+
+
+@pytest.mark.usefixtures("engine")
+def test_two_features_may_wrap_one_function() -> None:
+    for _ in range(2):
+        install("it", [DOUBLE])
+        install("another", [DOUBLE._replace(wrap=twice)])
+    assert Owner().double(4) == 18
+
+
 @pytest.mark.usefixtures("engine")
 def test_a_version_without_the_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     use_version(monkeypatch, "0.25.1")
@@ -111,7 +127,12 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
         else:
             monkeypatch.setenv(vllm.VARIABLE, value)
         vllm.register()
-    for value, message in (("exact", r"0\.33\.0"), ("schemas,exat", "exact,schemas")):
+    for value, message in (
+        ("exact", r"0\.33\.0"),
+        ("schemas,exat", "exact,schemas"),
+        ("drafts:walk", "drafts:topk_walk"),
+        ("drafts:mask,drafts:topk_walk", "one policy"),
+    ):
         monkeypatch.setenv(vllm.VARIABLE, value)
         with pytest.raises(ConfigError, match=message):
             vllm.register()

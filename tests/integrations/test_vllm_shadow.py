@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 
@@ -71,9 +72,23 @@ def test_it_waits_for_the_compiler() -> None:
 
     slow = Slow()
     shadows = ShadowConstraints(slow)  # type: ignore[arg-type]
+    waiting = ShadowConstraints(slow, waits=True)  # type: ignore[arg-type]
+    shadows.prepare("a", LETTERS)
     assert shadows.follow("a", LETTERS, []) is None
-    slow.future.set_result(XGrammarBackend(VOCABULARY).compile(LETTERS))
+    compiled = XGrammarBackend(VOCABULARY).compile(LETTERS)
+    later = threading.Timer(0.05, slow.future.set_result, [compiled])
+    later.start()
+    assert position(waiting.follow("a", LETTERS, [0])) == [0]
     assert position(shadows.follow("a", LETTERS, [0, 1])) == [0, 1]
+    later.join()
+
+
+def test_what_is_forgotten_begins_anew(queue: GrammarCompileQueue) -> None:
+    shadows = ShadowConstraints(queue)
+    first = shadows.follow("a", LETTERS, [0])
+    shadows.forget("a")
+    shadows.forget("never seen")
+    assert shadows.follow("a", LETTERS, [0]) not in (None, first)
 
 
 @given(st.lists(st.lists(st.sampled_from([0, 1, 2]), max_size=4), max_size=6))

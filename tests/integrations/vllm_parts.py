@@ -129,11 +129,13 @@ def add_request(scheduler: Any, name: str, **grammar: Any) -> Any:
 
 def first_step(scheduler: Any, count: int) -> Any:
     """The step of ``count`` requests' prompts; waits for their grammars."""
+    wanted = [request.structured_output_request for request in scheduler.requests.values()]
     until = time.monotonic() + 60
-    while len((step := scheduler.schedule()).num_scheduled_tokens) < count:
-        assert not step.num_scheduled_tokens, "some grammars are ready, others are not"
+    while not all(one is None or one.is_grammar_ready for one in wanted):
         assert time.monotonic() < until, "the grammars are never ready"
         time.sleep(0.02)
+    step = scheduler.schedule()
+    assert len(step.num_scheduled_tokens) == count
     return step
 
 

@@ -1,0 +1,46 @@
+"""vLLM's own drafters, EAGLE-3, EAGLE, MTP and draft models, under the grammars of their requests.
+
+vLLM drafts without a grammar, and cuts what its grammar then refuses. Here the drafter's tokens are
+legal from the start, by one of two policies: ``vllm_draft_masks`` and ``vllm_draft_walk``. With the
+feature ``drafts`` it is the masks; where vLLM captures all positions of a draft in one CUDA graph,
+which leaves the host no turn in between, it is the walk. ``drafts:mask`` and ``drafts:topk_walk``
+ask for one of them.
+
+The functions are wrapped where vLLM makes its workers: no other process needs them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from guided_spec.integrations import vllm_runner_v1, vllm_runner_v2
+from guided_spec.integrations.vllm import VARIABLE
+from guided_spec.integrations.vllm_drafting import FEATURE
+from guided_spec.integrations.vllm_patches import VERSIONS, Patch, install
+
+__all__ = ["PATCHES", "WORKER_PATCHES", "in_workers"]
+
+WORKER_PATCHES = (*vllm_runner_v1.PATCHES, *vllm_runner_v2.PATCHES)
+
+
+def in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around ``WorkerWrapperBase.init_device``: the drafters' own patches come first."""
+
+    @functools.wraps(original)
+    def init_device(self: Any) -> Any:
+        install(f"{VARIABLE}={FEATURE}", WORKER_PATCHES)
+        return original(self)
+
+    return init_device
+
+
+PATCHES = (
+    Patch(
+        "vllm.v1.worker.worker_base",
+        "WorkerWrapperBase.init_device",
+        dict.fromkeys(VERSIONS, ("self",)),
+        in_workers,
+    ),
+)
