@@ -10,12 +10,22 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.draft_choice import DraftChoice, DraftNoise
+from guided_spec.ops.draft_choice import DraftChoice, DraftNoise, choose_draft
 from guided_spec.ops.noise import Stream, exponential_noise
 from guided_spec.ops.warp import Sampling
+from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.types import SamplingParams
 
-__all__ = ["MASKS", "ChoiceCase", "MaskKind", "check_alike", "make_case", "on_cpu"]
+__all__ = [
+    "MASKS",
+    "ChoiceCase",
+    "MaskKind",
+    "change",
+    "check_alike",
+    "check_chooser",
+    "make_case",
+    "on_cpu",
+]
 
 MaskKind = Literal["none", "dense", "sparse", "empty", "single", "each"]
 MASKS: tuple[MaskKind, ...] = ("none", "dense", "sparse", "empty", "single", "each")
@@ -121,3 +131,59 @@ def _keys(case: ChoiceCase, probs: Tensor) -> Tensor:
     if case.target_ids is None:
         return probs / noise
     return torch.zeros_like(noise).index_copy_(1, case.target_ids, probs) / noise
+
+
+def change(case: ChoiceCase, turn: int) -> None:
+    """Other values in the same memory."""
+    case.logits.copy_(case.logits.roll(turn + 1, 1))
+    if case.bitmask is not None:
+        case.bitmask.copy_(case.bitmask.roll(1, 0))
+    case.noise.positions.add_(turn)
+
+
+def check_chooser(
+    sizes: tuple[int, int | None],
+    temperatures: Sequence[float],
+    mask: MaskKind,
+    top_k: int,
+    device: str,
+) -> None:
+    """A ``DraftChooser`` draws what ``choose_draft`` draws, turn by turn.
+
+    Other values come, other requests, and fewer of them; what was drawn before stays as it was.
+    """
+    case = make_case(sizes, temperatures, mask, device=device)
+    chooser = DraftChooser(case.target_ids, torch.device(device))
+    seen: list[tuple[Chosen, list[int]]] = []
+    for turn in range(9):
+        change(case, turn)
+        rows = len(temperatures) - turn // 4  # 9, 8, and 7, which another size of graph serves
+        if turn % 3 == 0:  # other requests have joined
+            warmer = [SamplingParams(temperature=t * (1 + turn), top_k=top_k) for t in temperatures]
+            sampling = Sampling.stack(warmer, range(len(warmer)), torch.device(device))
+            noise = case.noise._replace(seeds=case.noise.seeds + turn)
+            case = case._replace(sampling=sampling, noise=noise)
+        some = _first(case, rows)
+        expected = choose_draft(*some)
+        noise_ = None if some.sampling.all_greedy else some.noise
+        chosen = chooser.choose(some.logits, some.bitmask, some.sampling, noise_)
+        found = expected._replace(tokens=chosen.tokens, probs=chosen.probs)
+        check_alike(some, found, expected)
+        starved = torch.zeros_like(found.tokens) if expected.starved is None else expected.starved
+        assert torch.equal(chosen.report[1], starved.long())
+        assert torch.equal(chosen.readable, chosen.tokens.clamp_min(0))
+        if chosen.rescued is not None and expected.rescued is not None:
+            assert torch.equal(chosen.rescued, expected.rescued)
+        seen.append((chosen, chosen.report.tolist()))
+    assert all(chosen.report.tolist() == report for chosen, report in seen)
+    assert len({str(report) for _, report in seen}) > 6
+
+
+def _first(case: ChoiceCase, rows: int) -> ChoiceCase:
+    """Its first requests; the same parameters object for as many as there are."""
+    if rows == len(case.logits):
+        return case
+    mask = None if case.bitmask is None else case.bitmask[:rows]
+    sampling = case.sampling.select(torch.arange(rows, device=case.logits.device))
+    keys = case.noise._replace(seeds=case.noise.seeds[:rows], positions=case.noise.positions[:rows])
+    return ChoiceCase(case.logits[:rows], mask, case.target_ids, sampling, keys)

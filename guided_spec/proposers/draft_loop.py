@@ -30,7 +30,7 @@ from guided_spec.models.packed_slot_head import GreedyWalk
 from guided_spec.ops.download import Download
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
-from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_chooser import DraftChooser, choose_once
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft, DraftPolicy
 
@@ -69,7 +69,7 @@ def draft_autoregressively(
 class _Place(NamedTuple):
     """One position of the draft.
 
-    tokens: int64 [B] target ids, -1 where there is none. fed: the same with 0 there.
+    tokens: int64 [B] target ids, -1 where there is none. readable: the same with 0 there.
     probs: float32 [B, D]; None when nothing is sampled.
     top: int64 [B, TOP] target ids, the best first; None when no request walks.
     rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
@@ -77,7 +77,7 @@ class _Place(NamedTuple):
     """
 
     tokens: Tensor
-    fed: Tensor
+    readable: Tensor
     probs: Tensor | None
     top: Tensor | None
     rescued: Tensor | None
@@ -88,7 +88,8 @@ class DraftLoop:
 
     ``run`` or ``take`` once, then ``finish`` or ``pending`` once. The arguments are those of
     ``draft_autoregressively``.
-    chooser: kept by the drafter from step to step; None makes one.
+    chooser: kept by the drafter from step to step, made with the target ids of ``vocabulary``; None
+        launches every choice by itself.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class DraftLoop:
         vocabulary: DraftVocabulary | None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        self._chooser = chooser or DraftChooser(batch.device)
+        self._chooser = chooser
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         asked = batch.policies or (None,) * len(batch)
         policies = [one or policy for one in asked]
@@ -141,7 +142,7 @@ class DraftLoop:
                 self._draw(logits, depth)
                 if depth + 1 == self._batch.num_draft_tokens or not self._may_go_on(depth + 1):
                     break
-                logits = forward(self._places[-1].fed)
+                logits = forward(self._places[-1].readable)
 
     def take(self, walk: GreedyWalk) -> None:
         """Every request's best tokens, all positions at once."""
@@ -161,7 +162,7 @@ class DraftLoop:
         if not self._places or any(self._walks):
             draft = self.finish()
             return PendingDraft(draft, lambda: draft)
-        ids = torch.stack([place.fed for place in self._places], 1)
+        ids = torch.stack([place.readable for place in self._places], 1)
         most = torch.full_like(ids[:, 0], ids.shape[1])
         walked = self._download()
 
@@ -191,15 +192,17 @@ class DraftLoop:
         """One token for each request from logits [B, D]; ``_settle`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
-        target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
         noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
-        chosen = self._chooser.choose(logits, mask, target_ids, self._sampling, noise, depth)
-        top = self._top(logits)
-        place = _Place(chosen.tokens, chosen.fed, chosen.probs, top, chosen.rescued)
-        self._places.append(place)
+        if self._chooser is None:
+            target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
+            chosen = choose_once(logits, mask, target_ids, self._sampling, noise)
+        else:
+            chosen = self._chooser.choose(logits, mask, self._sampling, noise)
+        tokens, readable, top = chosen.tokens, chosen.readable, self._top(logits)
+        self._places.append(_Place(tokens, readable, chosen.probs, top, chosen.rescued))
         self._adjustments.append(chosen.tokens)
         if not all(self._is_later):
-            self._drawn = Download(chosen.report)
+            self._drawn = Download(chosen.report[:2])
 
     def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""

@@ -54,7 +54,8 @@ class LearnedHead:
         room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
-        self._chooser = DraftChooser(context.device)
+        target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
+        self._chooser = DraftChooser(target_ids, context.device)
         self._ahead: _Ahead | None = None
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
