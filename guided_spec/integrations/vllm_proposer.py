@@ -19,27 +19,14 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import torch
-
-from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
 from guided_spec.integrations.vllm_grammars import VllmGrammars
 from guided_spec.integrations.vllm_patches import Patch, install
 from guided_spec.integrations.vllm_shadow import ShadowConstraints
-from guided_spec.ops.warp import Sampling
-from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
-from guided_spec.types import SamplingParams
 
-__all__ = ["PATCHES", "PROPOSER", "GuidedProposer", "show_requests"]
-
-PROPOSER = "chain:grammar_forced+ngram"
-_CPU = torch.device("cpu")
+__all__ = ["PATCHES", "GuidedProposer", "show_requests"]
 
 
 class GuidedProposer:
@@ -58,22 +45,8 @@ class GuidedProposer:
         num_draft = vllm_config.speculative_config.num_speculative_tokens
         num_requests = vllm_config.scheduler_config.max_num_seqs
         self._max_len = vllm_config.model_config.max_model_len
-        vocabulary = self._grammars.vocabulary
-        tokenizer = self._grammars.tokenizer
-        context = ProposerContext(
-            vocabulary=vocabulary,
-            encode=lambda text: [*tokenizer.encode(text, add_special_tokens=False)],
-            tokenizer=tokenizer,
-            target=None,
-            config=EngineConfig(num_draft_tokens=num_draft, max_forced_tokens=num_draft),
-            num_slots=num_requests,
-            max_model_len=self._max_len,
-            device=_CPU,
-            dtype=torch.float32,
-        )
-        self._num_draft = num_draft
-        self._proposer = build_proposer(PROPOSER, context)
-        self._rows = MaskRows(num_requests, num_draft + 1, vocabulary.vocab_size, _CPU)
+        vocabulary, tokenizer = self._grammars.vocabulary, self._grammars.tokenizer
+        self._drafter = HostDrafter(vocabulary, tokenizer, num_draft, num_requests)
         self._shadows = ShadowConstraints(GrammarCompileQueue(self._grammars, max_workers=1))
         self._asked: dict[str, _Asked] = {}
         self._new_slots = itertools.count()
@@ -92,7 +65,7 @@ class GuidedProposer:
         """
         self._names, self._requests = names, requests
         ended = [name for name in self._asked if name not in requests]
-        self._proposer.release([self._asked.pop(name).slot for name in ended])
+        self._drafter.release([self._asked.pop(name).slot for name in ended])
         self._shadows.keep({asked.slot for asked in self._asked.values()})
 
     def propose(
@@ -113,50 +86,33 @@ class GuidedProposer:
         """
         del slot_mappings
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
-        running = [
-            self._look_at(at, token_ids_cpu[at, : int(num_tokens_no_spec[at])].tolist())
+        running = {
+            at: self._look_at(at, token_ids_cpu[at, : int(num_tokens_no_spec[at])].tolist())
             for at, new in enumerate(sampled_token_ids)
             if new and at < len(self._names) and int(num_tokens_no_spec[at]) < self._max_len
-        ]
+        }
         if running:
-            running.sort(key=lambda request: request.slot)
-            for request, draft in zip(running, self._draft(running), strict=True):
-                drafts[request.at] = draft
+            found = self._drafter.draft([*running.values()])
+            for at, draft in zip(running, found, strict=True):
+                drafts[at] = draft
         return drafts
 
-    def _look_at(self, at: int, text: list[int]) -> _Running:
+    def _look_at(self, at: int, text: list[int]) -> HostRequest:
         name = self._names[at]
         request = self._requests[name]
         params = request.sampling_params
         asked = self._asked.get(name)
         if asked is None or asked.params is not params:
             if asked is not None:  # another request under the same name
-                self._proposer.release([asked.slot])
+                self._drafter.release([asked.slot])
             slot, spec = next(self._new_slots), self._grammars.spec_of(params)
             asked = self._asked[name] = _Asked(slot, params, spec)
         constraint = None
         if asked.spec is not None:
             output = text[request.num_prompt_tokens :]
             constraint = self._shadows.follow(asked.slot, asked.spec, output)
-        return _Running(at, asked.slot, text, request.num_prompt_tokens, constraint)
-
-    def _draft(self, running: Sequence[_Running]) -> list[list[int]]:
-        greedy = [SamplingParams(temperature=0.0)] * len(running)
-        batch = DecodeBatch(
-            slots=tuple(request.slot for request in running),
-            contexts=tuple(request.text for request in running),
-            prompt_lengths=tuple(request.prompt_length for request in running),
-            constraints=tuple(request.constraint for request in running),
-            limits=tuple(min(self._num_draft, self._max_len - len(r.text)) for r in running),
-            sampling=Sampling.stack(greedy, [0] * len(running), _CPU),
-            mask_rows=self._rows,
-            num_draft_tokens=self._num_draft,
-            vocab_size=self._grammars.vocabulary.vocab_size,
-            device=_CPU,
-        )
-        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        self._proposer.propose(batch, lookahead)
-        return [list(draft) for draft in lookahead.drafted]
+        room, prompt_length = self._max_len - len(text), request.num_prompt_tokens
+        return HostRequest(asked.slot, text, prompt_length, room, constraint)
 
 
 class _Asked(NamedTuple):
@@ -165,16 +121,6 @@ class _Asked(NamedTuple):
     slot: int
     params: Any
     spec: GrammarSpec | None
-
-
-class _Running(NamedTuple):
-    """A request of one step. at: its place in vLLM's batch. text: prompt and output tokens."""
-
-    at: int
-    slot: int
-    text: list[int]
-    prompt_length: int
-    constraint: Constraint | None
 
 
 def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:
