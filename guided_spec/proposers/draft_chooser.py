@@ -16,6 +16,9 @@ from guided_spec.ops.warp import Sampling
 __all__ = ["Chosen", "DraftChooser", "choose_once"]
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
+# Logits of a graph at most: it keeps a copy of them, and of the probabilities where it samples.
+# More of them keep the device busy for longer than the launches take.
+LARGEST = 2**23
 
 
 class Chosen(NamedTuple):
@@ -60,7 +63,8 @@ class DraftChooser:
     """``choose_draft`` for one drafter, from step to step; on CUDA by graphs.
 
     The kernels of a choice take the device some microseconds and the host a hundred to launch, once
-    for every token of a draft. A graph for each size of batch and set of filters is one launch.
+    for every token of a draft. A graph for each size of batch and set of filters is one launch;
+    there is none for very large batches.
 
     target_ids: as of ``choose_draft``, the same at every call.
     """
@@ -76,6 +80,8 @@ class DraftChooser:
         """As ``choose_draft``."""
         batch = len(logits)
         size = bucket(batch)
+        if size * logits.shape[1] > LARGEST:
+            return choose_once(logits, mask, self._target_ids, sampling, noise)
         key = (
             *(size, logits.shape[1], logits.dtype, mask is None, noise and noise[2:]),
             *(sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p),

@@ -25,7 +25,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.head_loading import load_head
 from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.types import Draft, DraftPolicy, SamplingParams
+from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
 from tests.models.tiny import build
@@ -119,27 +119,49 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 def test_reading_ahead_changes_no_draft(
     monkeypatch: pytest.MonkeyPatch, taught: Any, temperature: float
 ) -> None:
-    """Requests come and go: a slot's next text must not be taken for the one before it."""
+    """Requests come and go: a slot's next text must not be taken for the one before it.
+
+    Nor must what was read ahead count where the text became another one.
+    """
     params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
-    ahead, found = list[int](), []
-    read_ahead = PackedSlotHead.read_ahead
+    options: Any = {"max_batch_size": 2, "kernels": "packed"}
+    read_ahead, confirm, follow = (
+        PackedSlotHead.read_ahead,
+        PackedSlotHead.confirm,
+        LearnedHead.follow,
+    )
+    calls = Counter[str]()
 
-    def counting(head: PackedSlotHead, slots: tuple[int, ...], *rest: Any) -> None:
-        ahead.append(len(slots))
-        read_ahead(head, slots, *rest)
+    def reading(*arguments: Any) -> None:
+        calls["read"] += 1
+        read_ahead(*arguments)
 
-    monkeypatch.setattr(PackedSlotHead, "read_ahead", counting)
-    for allowed in (True, False):
-        if not allowed:
-            monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
-        found.append(
-            taught("eagle3").generate("eagle3", params, max_batch_size=2, kernels="packed")
-        )
-        assert (len(ahead) > 10) == allowed
-        ahead.clear()
-    assert tokens(found[0]) == tokens(found[1])
-    assert [c.stats.drafted for c in found[0]] == [c.stats.drafted for c in found[1]]
-    assert [c.stats.accepted for c in found[0]] == [c.stats.accepted for c in found[1]]
+    def confirming(*arguments: Any) -> None:
+        calls["confirmed"] += 1
+        confirm(*arguments)
+
+    def following_another(
+        head: LearnedHead, batch: DecodeBatch, accepted: Accepted, *rest: Any
+    ) -> None:
+        others = (accepted.token_ids + 1) % VOCAB_SIZE
+        follow(head, batch, accepted._replace(token_ids=others), *rest)
+
+    monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
+    monkeypatch.setattr(PackedSlotHead, "confirm", confirming)
+    found = [taught("eagle3").generate("eagle3", params, **options)]
+    assert calls["read"] > 10
+    assert calls["confirmed"] > 10
+    calls.clear()
+    monkeypatch.setattr(LearnedHead, "follow", following_another)
+    found.append(taught("eagle3").generate("eagle3", params, **options))
+    assert calls["read"] > 10
+    assert calls["confirmed"] == 0
+    monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
+    found.append(taught("eagle3").generate("eagle3", params, **options))
+    for one in found[:2]:
+        assert tokens(one) == tokens(found[2])
+        assert [c.stats.drafted for c in one] == [c.stats.drafted for c in found[2]]
+        assert [c.stats.accepted for c in one] == [c.stats.accepted for c in found[2]]
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
