@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.models.graph_pool import GraphPool
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.ops.draft_choice import DraftChoice, DraftNoise, choose_draft
 from guided_spec.ops.noise import Stream, exponential_noise
@@ -153,7 +154,7 @@ def check_chooser(
     Other values come, other requests, and fewer of them; what was drawn before stays as it was.
     """
     case = make_case(sizes, temperatures, mask, device=device)
-    chooser = DraftChooser(case.target_ids, torch.device(device))
+    chooser = DraftChooser(case.target_ids, GraphPool(torch.device(device)))
     seen: list[tuple[Chosen, list[int]]] = []
     for turn in range(9):
         change(case, turn)

@@ -13,7 +13,7 @@ from guided_spec.models.packed_lm import pad_to
 from guided_spec.ops.draft_choice import DraftNoise, choose_draft
 from guided_spec.ops.warp import Sampling
 
-__all__ = ["Chosen", "DraftChooser", "choose_once"]
+__all__ = ["Chosen", "DraftChooser"]
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 # Logits of a graph at most: it keeps a copy of them, and of the probabilities where it samples.
@@ -44,21 +44,6 @@ class Chosen(NamedTuple):
         return self.report[2]
 
 
-def choose_once(
-    logits: Tensor,
-    mask: Tensor | None,
-    target_ids: Tensor | None,
-    sampling: Sampling,
-    noise: DraftNoise | None,
-) -> Chosen:
-    """``choose_draft``, launch by launch."""
-    choice = choose_draft(logits, mask, target_ids, sampling, noise)
-    tokens, starved = choice.tokens, choice.starved
-    flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
-    report = torch.stack([tokens, flags, tokens.clamp_min(0)])
-    return Chosen(report, choice.probs, choice.rescued)
-
-
 class DraftChooser:
     """``choose_draft`` for one drafter, from step to step; on CUDA by graphs.
 
@@ -67,12 +52,18 @@ class DraftChooser:
     there is none for very large batches.
 
     target_ids: as of ``choose_draft``, the same at every call.
+    graphs: None launches every choice by itself.
     """
 
-    def __init__(self, target_ids: Tensor | None, device: torch.device) -> None:
+    def __init__(self, target_ids: Tensor | None, graphs: GraphPool | None = None) -> None:
         self._target_ids = target_ids
-        self._graphs = GraphPool(device)
+        self._graphs = graphs
         self._given: dict[Any, tuple[Sampling, int]] = {}  # whose parameters each graph holds
+
+    @classmethod
+    def on(cls, device: torch.device, target_ids: Tensor | None) -> DraftChooser:
+        """With graphs where the device is a CUDA device."""
+        return cls(target_ids, GraphPool(device) if device.type == "cuda" else None)
 
     def choose(
         self, logits: Tensor, mask: Tensor | None, sampling: Sampling, noise: DraftNoise | None
@@ -80,8 +71,8 @@ class DraftChooser:
         """As ``choose_draft``."""
         batch = len(logits)
         size = bucket(batch)
-        if size * logits.shape[1] > LARGEST:
-            return choose_once(logits, mask, self._target_ids, sampling, noise)
+        if self._graphs is None or size * logits.shape[1] > LARGEST:
+            return _choose(logits, mask, self._target_ids, sampling, noise)
         key = (
             *(size, logits.shape[1], logits.dtype, mask is None, noise and noise[2:]),
             *(sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p),
@@ -100,10 +91,10 @@ class DraftChooser:
         def body(tensors: Inputs) -> Chosen:
             drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
             if noise is None:
-                return choose_once(*drawn, sampling, None)
+                return _choose(*drawn, sampling, None)
             keys = noise._replace(seeds=tensors["seeds"], positions=tensors["positions"])
             parameters: Any = {name: tensors[name] for name in PARAMETERS}
-            return choose_once(*drawn, replace(sampling, **parameters), keys)
+            return _choose(*drawn, replace(sampling, **parameters), keys)
 
         found: Chosen = self._graphs.run(key, padded, body)
         # The next choice overwrites what this one wrote.
@@ -113,3 +104,18 @@ class DraftChooser:
             None if probs is None else probs[:batch].clone(),
             None if rescued is None or probs is None else rescued[:batch].clone(),
         )
+
+
+def _choose(
+    logits: Tensor,
+    mask: Tensor | None,
+    target_ids: Tensor | None,
+    sampling: Sampling,
+    noise: DraftNoise | None,
+) -> Chosen:
+    """``choose_draft``, launch by launch."""
+    choice = choose_draft(logits, mask, target_ids, sampling, noise)
+    tokens, starved = choice.tokens, choice.starved
+    flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
+    report = torch.stack([tokens, flags, tokens.clamp_min(0)])
+    return Chosen(report, choice.probs, choice.rescued)

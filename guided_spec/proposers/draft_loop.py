@@ -30,7 +30,7 @@ from guided_spec.models.packed_slot_head import GreedyWalk
 from guided_spec.ops.download import Download
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
-from guided_spec.proposers.draft_chooser import DraftChooser, choose_once
+from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft, DraftPolicy
 
@@ -100,7 +100,8 @@ class DraftLoop:
         vocabulary: DraftVocabulary | None,
         chooser: DraftChooser | None = None,
     ) -> None:
-        self._chooser = chooser
+        target_ids = None if vocabulary is None else vocabulary.target_ids
+        self._chooser = chooser or DraftChooser(target_ids)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         asked = batch.policies or (None,) * len(batch)
         policies = [one or policy for one in asked]
@@ -193,11 +194,7 @@ class DraftLoop:
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
-        if self._chooser is None:
-            target_ids = None if self._vocabulary is None else self._vocabulary.target_ids
-            chosen = choose_once(logits, mask, target_ids, self._sampling, noise)
-        else:
-            chosen = self._chooser.choose(logits, mask, self._sampling, noise)
+        chosen = self._chooser.choose(logits, mask, self._sampling, noise)
         tokens, readable, top = chosen.tokens, chosen.readable, self._top(logits)
         self._places.append(_Place(tokens, readable, chosen.probs, top, chosen.rescued))
         self._adjustments.append(chosen.tokens)

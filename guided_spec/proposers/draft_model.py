@@ -52,7 +52,7 @@ class DraftModel:
         )
         _check_width(self._model.vocab_size, context)
         self._chunk = context.config.prefill_tokens
-        self._chooser = DraftChooser(None, context.device)
+        self._chooser = DraftChooser.on(context.device, None)
         self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:

@@ -55,7 +55,7 @@ class LearnedHead:
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
-        self._chooser = DraftChooser(target_ids, context.device)
+        self._chooser = DraftChooser.on(context.device, target_ids)
         self._ahead: _Ahead | None = None
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
