@@ -115,22 +115,11 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
         assert sum(sum(c.stats.accepted) for c in found) > 20
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_reading_ahead_changes_no_draft(
-    monkeypatch: pytest.MonkeyPatch, taught: Any, temperature: float
-) -> None:
-    """Requests come and go: a slot's next text must not be taken for the one before it.
-
-    Nor must what was read ahead count where the text became another one.
-    """
-    params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
-    options: Any = {"max_batch_size": 2, "kernels": "packed"}
-    read_ahead, confirm, follow = (
-        PackedSlotHead.read_ahead,
-        PackedSlotHead.confirm,
-        LearnedHead.follow,
-    )
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a head read ahead, and how many texts turned out as it had read them."""
     calls = Counter[str]()
+    read_ahead, confirm = PackedSlotHead.read_ahead, PackedSlotHead.confirm
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
@@ -140,22 +129,35 @@ def test_reading_ahead_changes_no_draft(
         calls["confirmed"] += 1
         confirm(*arguments)
 
-    def following_another(
-        head: LearnedHead, batch: DecodeBatch, accepted: Accepted, *rest: Any
-    ) -> None:
-        others = (accepted.token_ids + 1) % VOCAB_SIZE
-        follow(head, batch, accepted._replace(token_ids=others), *rest)
-
     monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
     monkeypatch.setattr(PackedSlotHead, "confirm", confirming)
+    return calls
+
+
+def follow_another(head: LearnedHead, batch: DecodeBatch, accepted: Accepted, *rest: Any) -> None:
+    """``LearnedHead.follow`` of tokens that will not be committed."""
+    others = (accepted.token_ids + 1) % VOCAB_SIZE
+    FOLLOW(head, batch, accepted._replace(token_ids=others), *rest)
+
+
+FOLLOW = LearnedHead.follow
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_reading_ahead_changes_no_draft(
+    monkeypatch: pytest.MonkeyPatch, taught: Any, ahead: Counter[str], temperature: float
+) -> None:
+    """Nor does it where the text becomes another; requests come and go, and slots are reused."""
+    params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
+    options: Any = {"max_batch_size": 2, "kernels": "packed"}
     found = [taught("eagle3").generate("eagle3", params, **options)]
-    assert calls["read"] > 10
-    assert calls["confirmed"] > 10
-    calls.clear()
-    monkeypatch.setattr(LearnedHead, "follow", following_another)
+    assert ahead["read"] > 10
+    assert ahead["confirmed"] > 10
+    ahead.clear()
+    monkeypatch.setattr(LearnedHead, "follow", follow_another)
     found.append(taught("eagle3").generate("eagle3", params, **options))
-    assert calls["read"] > 10
-    assert calls["confirmed"] == 0
+    assert ahead["read"] > 10
+    assert ahead["confirmed"] == 0
     monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
     found.append(taught("eagle3").generate("eagle3", params, **options))
     for one in found[:2]:
