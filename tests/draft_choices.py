@@ -147,14 +147,15 @@ def check_chooser(
     temperatures: Sequence[float],
     mask: MaskKind,
     top_k: int,
-    device: str,
+    graphs: GraphPool,
+    device: str = "cpu",
 ) -> None:
     """A ``DraftChooser`` draws what ``choose_draft`` draws, turn by turn.
 
     Other values come, other requests, and fewer of them; what was drawn before stays as it was.
     """
     case = make_case(sizes, temperatures, mask, device=device)
-    chooser = DraftChooser(case.target_ids, GraphPool(torch.device(device)))
+    chooser = DraftChooser(case.target_ids, graphs)
     seen: list[tuple[Chosen, list[int]]] = []
     for turn in range(9):
         change(case, turn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from guided_spec.models.graph_pool import GraphPool
 from guided_spec.ops.draft_choice import DraftChoice, choose_draft, choose_draft_reference
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import SamplingParams
@@ -82,4 +83,5 @@ def test_in_a_cuda_graph(
 def test_a_chooser(
     mask: MaskKind, draft_size: int | None, temperatures: tuple[float, ...], top_k: int
 ) -> None:
-    check_chooser((9001, draft_size), temperatures, mask, top_k, device="cuda")
+    graphs = GraphPool(torch.device("cuda"))
+    check_chooser((9001, draft_size), temperatures, mask, top_k, graphs, device="cuda")
