@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["VERSIONS", "Patch", "Wrapper", "install", "installed_version", "log"]
+__all__ = ["VERSIONS", "Patch", "Wrapper", "around_drafting", "install", "installed_version", "log"]
 
 VERSIONS = ("0.25.1", "0.33.0")
 _MARK = "__guided_spec_wrappers__"  # those that a function has around it
@@ -38,6 +38,18 @@ class Patch(NamedTuple):
     parameters: Mapping[str, tuple[str, ...]]
     wrap: Wrapper
     importers: tuple[str, ...] = ()
+
+
+def around_drafting(wrap: Wrapper) -> Patch:
+    """Around the function of the older model runner that asks its drafter for a draft."""
+    names = (
+        *("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
+        *("sample_hidden_states", "aux_hidden_states", "spec_decode_metadata"),
+        *("common_attn_metadata", "slot_mappings"),
+    )
+    path = "GPUModelRunner.propose_draft_token_ids"
+    parameters = dict.fromkeys(VERSIONS, names)
+    return Patch("vllm.v1.worker.gpu_model_runner", path, parameters, wrap)
 
 
 def installed_version() -> str | None:

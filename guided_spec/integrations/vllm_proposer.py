@@ -23,7 +23,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
 from guided_spec.integrations.vllm_grammars import VllmGrammars
-from guided_spec.integrations.vllm_patches import Patch, install
+from guided_spec.integrations.vllm_patches import around_drafting, install
 from guided_spec.integrations.vllm_shadow import ShadowConstraints
 
 __all__ = ["PATCHES", "GuidedProposer", "show_requests"]
@@ -135,24 +135,4 @@ def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose_draft_token_ids
 
 
-_ARGUMENTS = (
-    "self",
-    "scheduler_output",
-    "sampled_token_ids",
-    "sampling_metadata",
-    "hidden_states",
-    "sample_hidden_states",
-    "aux_hidden_states",
-    "spec_decode_metadata",
-    "common_attn_metadata",
-    "slot_mappings",
-)
-
-PATCHES = (
-    Patch(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner.propose_draft_token_ids",
-        {"0.25.1": _ARGUMENTS, "0.33.0": _ARGUMENTS},
-        show_requests,
-    ),
-)
+PATCHES = (around_drafting(show_requests),)

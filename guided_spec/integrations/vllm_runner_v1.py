@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from guided_spec.integrations.vllm_drafting import Drafting, asked_policy, drafting_of, is_covered
-from guided_spec.integrations.vllm_patches import VERSIONS, Patch
+from guided_spec.integrations.vllm_patches import VERSIONS, Patch, around_drafting
 from guided_spec.integrations.vllm_requests import GrammarRequests
 
 __all__ = ["PATCHES", "draft_legal", "guide_proposer"]
@@ -85,19 +85,6 @@ def _new_tokens(runner: Any, sampled_token_ids: Any) -> list[list[int]]:
     ]
 
 
-_ARGUMENTS = (
-    "self",
-    "scheduler_output",
-    "sampled_token_ids",
-    "sampling_metadata",
-    "hidden_states",
-    "sample_hidden_states",
-    "aux_hidden_states",
-    "spec_decode_metadata",
-    "common_attn_metadata",
-    "slot_mappings",
-)
-
 PATCHES = (
     Patch(
         "vllm.v1.spec_decode.llm_base_proposer",
@@ -105,10 +92,5 @@ PATCHES = (
         dict.fromkeys(VERSIONS, ("self", "target_model")),
         guide_proposer,
     ),
-    Patch(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner.propose_draft_token_ids",
-        dict.fromkeys(VERSIONS, _ARGUMENTS),
-        draft_legal,
-    ),
+    around_drafting(draft_legal),
 )
