@@ -14,6 +14,7 @@ from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.download import Download
 from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.ops.noise import Stream, exponential_noise
@@ -262,11 +263,18 @@ class EarlyProposer(Protocol):
 class Follower(Protocol):
     """A proposer that goes on from what was accepted before the host knows what that is."""
 
-    def follow(self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor | None) -> None:
+    def follow(
+        self,
+        batch: DecodeBatch,
+        accepted: Accepted,
+        hidden_states: Tensor | None,
+        download: Download,
+    ) -> None:
         """Launch what the next ``propose`` would begin with; nothing waits for the device.
 
-        hidden_states: of the verify forward, see ``TargetOutput``. The next ``propose`` has to work
-        whatever becomes of these tokens.
+        hidden_states: of the verify forward, see ``TargetOutput``. download: int64 [B, K + 2] on
+        its way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. The next
+        ``propose`` has to work whatever becomes of these tokens.
         """
         ...
 

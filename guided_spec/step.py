@@ -44,7 +44,7 @@ class Step(NamedTuple):
     draft: Draft
     lookahead: Lookahead
     logprobs: Logprobs | None = None
-    follow: Callable[[], None] | None = None
+    follow: Callable[[Download], None] | None = None
 
 
 class Committed(NamedTuple):
@@ -91,14 +91,16 @@ def _begin(proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Pend
 
 def _following(
     proposer: Proposer, batch: DecodeBatch, accepted: Accepted, output: TargetOutput
-) -> Callable[[], None] | None:
+) -> Callable[[Download], None] | None:
     if not isinstance(proposer, Follower):
         return None
     return partial(proposer.follow, batch, accepted, output.hidden_states)
 
 
 def commit(
-    batch: DecodeBatch, accepted: Accepted, follow: Callable[[], None] | None = None
+    batch: DecodeBatch,
+    accepted: Accepted,
+    follow: Callable[[Download], None] | None = None,
 ) -> list[Committed]:
     """Move the original matchers over the accepted tokens; one download.
 
@@ -109,7 +111,7 @@ def commit(
     """
     packed = Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
     if follow is not None:
-        follow()
+        follow(packed)
     return [
         _commit_row(batch, request, num_accepted, row)
         for request, (num_accepted, *row) in enumerate(packed.wait().tolist())

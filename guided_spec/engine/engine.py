@@ -144,18 +144,16 @@ class Engine:
         The last prompt token is left for the first speculative step. Returns whether there were any
         prompts to read: the forwards may still run when this returns.
         """
-        running = self._scheduler.running(State.PREFILL)
-        rows = [request for request in running if not self._shares_prefill(request)]
-        left = [request.prompt_length - 1 - request.num_cached for request in rows]
-        unread = [request for request, length in zip(rows, left, strict=True) if length > 0]
-        groups = group_prompts([n for n in left if n > 0], self._config.prefill_tokens)
-        for members, width in groups:
+        rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
+        unread = [r for r in rows if r.num_cached < r.prompt_length - 1]
+        left = [request.prompt_length - 1 - request.num_cached for request in unread]
+        for members, width in group_prompts(left, self._config.prefill_tokens):
             self._read_prompts([unread[at] for at in members], width)
         for request in rows:
             if request.num_cached == request.prompt_length - 1:
                 request.state = State.DECODE
                 self._hand_on(request)
-        return bool(groups)
+        return bool(unread)
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
         starts = [request.num_cached for request in rows]

@@ -30,12 +30,11 @@ DEFAULT_POLICY: DraftPolicy = "mask"
 class _Ahead(NamedTuple):
     """What was read ahead.
 
-    places: by slot, the row and the length of the text before it. ends: int64 [B, K + 2] on its way
-    to the host: ``num_accepted`` and the accepted tokens.
+    places: by slot, the row and the length of the text before it. download: see ``Follower``.
     """
 
     places: dict[int, tuple[int, int]]
-    ends: Download
+    download: Download
 
 
 class LearnedHead:
@@ -66,16 +65,21 @@ class LearnedHead:
         """See ``EarlyProposer``."""
         return self._draft(batch, lookahead).pending()
 
-    def follow(self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor | None) -> None:
+    def follow(
+        self,
+        batch: DecodeBatch,
+        accepted: Accepted,
+        hidden_states: Tensor | None,
+        download: Download,
+    ) -> None:
         """See ``Follower``: the head reads the accepted tokens while the host commits them."""
         head, lengths = self._head, [len(context) for context in batch.contexts]
         known = [head.length(slot) + 1 for slot in batch.slots]
         if not isinstance(head, PackedSlotHead) or hidden_states is None or known != lengths:
             return
         if head.can_read_ahead(batch.slots, accepted.token_ids.shape[1]):
-            ends = torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1)
             places = dict(zip(batch.slots, enumerate(lengths), strict=True))
-            self._ahead = _Ahead(places, Download(ends))
+            self._ahead = _Ahead(places, download)
             ids, last = accepted.token_ids, accepted.num_accepted
             head.read_ahead(batch.slots, ids, hidden_states, last)
 
@@ -143,7 +147,7 @@ class LearnedHead:
         ahead, self._ahead = self._ahead, None
         if ahead is None or not isinstance(self._head, PackedSlotHead):
             return
-        rows = ahead.ends.wait().tolist()
+        rows = ahead.download.wait().tolist()
         for slot, context in zip(batch.slots, batch.contexts, strict=True):
             if slot in ahead.places:
                 at, length = ahead.places[slot]

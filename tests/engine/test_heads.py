@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.engine.outputs import Completion
@@ -24,6 +25,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.head_loading import load_head
 from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.ops.download import Download
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
@@ -136,8 +138,10 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 def follow_another(head: LearnedHead, batch: DecodeBatch, accepted: Accepted, *rest: Any) -> None:
     """``LearnedHead.follow`` of tokens that will not be committed."""
-    others = (accepted.token_ids + 1) % VOCAB_SIZE
-    FOLLOW(head, batch, accepted._replace(token_ids=others), *rest)
+    hidden_states, _ = rest
+    others = accepted._replace(token_ids=(accepted.token_ids + 1) % VOCAB_SIZE)
+    read = torch.cat([others.num_accepted.unsqueeze(1), others.token_ids], 1)
+    FOLLOW(head, batch, others, hidden_states, Download(read))
 
 
 FOLLOW = LearnedHead.follow
