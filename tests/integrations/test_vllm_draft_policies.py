@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +20,7 @@ from guided_spec.integrations import vllm_drafting, vllm_drafts  # noqa: E402
 from tests.integrations.vllm_drafters import V1, V2, Table, config_of, use_loops  # noqa: E402
 from tests.integrations.vllm_parts import (  # noqa: E402
     NUM_DRAFT,
+    interpreted,
     sampling_params,
     tokenizer,
     verify,
@@ -29,10 +29,7 @@ from tests.integrations.vllm_parts import (  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and the Triton interpreter's
     pytest.mark.usefixtures("loops"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("CUDA_VISIBLE_DEVICES") != "",
-        reason="vLLM's kernels run on a CPU with TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=''",
-    ),
+    interpreted,
 ]
 VARIABLE = "GUIDED_SPEC_VLLM"
 fuses = pytest.mark.skipif(installed_version() != "0.33.0", reason="0.25.1 does not fuse graphs")

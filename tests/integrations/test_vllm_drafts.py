@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.integrations.vllm_parts import (  # noqa: E402
     NUM_DRAFT,
     add_request,
     first_step,
+    interpreted,
     make_scheduler,
     sampling_params,
     tokenizer,
@@ -34,10 +34,7 @@ from tests.integrations.vllm_parts import (  # noqa: E402
 pytestmark = [
     pytest.mark.filterwarnings("ignore"),  # vLLM's own, and the Triton interpreter's
     pytest.mark.usefixtures("loops"),
-    pytest.mark.skipif(
-        os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("CUDA_VISIBLE_DEVICES") != "",
-        reason="vLLM's kernels run on a CPU with TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=''",
-    ),
+    interpreted,
 ]
 END = 0  # the bundled tokenizer's end of text
 SCHEMA = {

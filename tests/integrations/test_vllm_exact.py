@@ -8,7 +8,6 @@ only one in the residual. So the law is (.5, .5) iff no refused draft is followe
 from __future__ import annotations
 
 import importlib
-import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +25,7 @@ from tests.integrations.vllm_parts import (  # noqa: E402
     Step,
     add_request,
     first_step,
+    interpreted,
     make_config,
     make_scheduler,
     next_step,
@@ -35,10 +35,6 @@ from tests.integrations.vllm_parts import (  # noqa: E402
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and the Triton interpreter's
-interpreted = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("CUDA_VISIBLE_DEVICES") != "",
-    reason="vLLM's kernels run on a CPU with TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=''",
-)
 
 SCHEDULER = "vllm.v1.core.sched.scheduler"
 WORKER = "vllm.v1.worker.gpu.structured_outputs"

@@ -6,6 +6,7 @@ Import it behind a check that vLLM is there.
 from __future__ import annotations
 
 import importlib
+import os
 import time
 import types
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ __all__ = [
     "Step",
     "add_request",
     "first_step",
+    "interpreted",
     "make_config",
     "make_scheduler",
     "next_step",
@@ -36,6 +38,11 @@ __all__ = [
 NUM_DRAFT = 4
 MODEL = Path(guided_spec.__file__).parent / "assets" / "target"
 KERNELS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1" or os.environ.get("CUDA_VISIBLE_DEVICES") != "",
+    reason="vLLM's kernels run on a CPU with TRITON_INTERPRET=1 CUDA_VISIBLE_DEVICES=''",
+)
 
 
 class Step(NamedTuple):
