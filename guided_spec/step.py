@@ -36,6 +36,7 @@ __all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]
 class Step(NamedTuple):
     """One step's outcome: what was accepted, of which draft, under which masks.
 
+    num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     follow: for ``commit``; None where the proposer is no ``Follower``.
     """
@@ -43,6 +44,7 @@ class Step(NamedTuple):
     accepted: Accepted
     draft: Draft
     lookahead: Lookahead
+    num_drafted: Download
     logprobs: Logprobs | None = None
     follow: Callable[[Download], None] | None = None
 
@@ -71,10 +73,12 @@ def speculative_step(
         output = target.verify(batch, pending.draft)
     # From here on the host works beside the forward.
     draft = pending.finish()
+    num_drafted = Download(draft.num_tokens)  # now: later it would wait for the proposer too
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
-    step = Step(accepted, draft, lookahead, follow=_following(proposer, batch, accepted, output))
+    follow = _following(proposer, batch, accepted, output)
+    step = Step(accepted, draft, lookahead, num_drafted, follow=follow)
     if batch.logprobs is None:
         return step
     scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)

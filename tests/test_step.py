@@ -94,6 +94,7 @@ def test_an_oracle_saves_steps() -> None:
     oracle.guess = lambda *_: plain_greedy(TARGET, rules[0], PROMPT, 5)  # type: ignore[method-assign]
     step = speculative_step(TARGET, oracle, batch)
     assert step.accepted.num_accepted.item() == step.draft.num_tokens.item() > 1
+    assert step.num_drafted.wait().tolist() == step.draft.num_tokens.tolist()
 
 
 ROWS = 6000

@@ -213,7 +213,7 @@ class Engine:
     def _count(
         self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]
     ) -> Brought:
-        drafted, lookahead = step.draft.num_tokens.tolist(), step.lookahead
+        drafted, lookahead = step.num_drafted.wait().tolist(), step.lookahead
         share = lookahead.fill_seconds / len(requests)
         outcomes = []
         rows = zip(
