@@ -214,19 +214,19 @@ class Engine:
         self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]
     ) -> Brought:
         drafted, lookahead = step.num_drafted.wait().tolist(), step.lookahead
-        share = lookahead.fill_seconds / len(requests)
+        planned, share = batch.num_draft_tokens, lookahead.fill_seconds / len(requests)
+        tokens = zip(drafted, num_accepted, lookahead.forced, lookahead.starved, strict=True)
         outcomes = []
-        rows = zip(
-            requests, drafted, num_accepted, lookahead.forced, lookahead.starved, strict=True
-        )
-        for request, num_drafted, accepted, forced, starved in rows:
-            request.stats.count_step(num_drafted, accepted, forced)
-            request.stats.planned += batch.num_draft_tokens
-            request.stats.mask_seconds += share
-            request.stats.starved += starved
-            offered = min(batch.num_draft_tokens, request.draft_room)
-            chosen = accepted - sum(position < accepted for position in forced)
-            outcomes.append(Outcome(offered, min(chosen, offered)))
+        for request, limit, row in zip(requests, batch.limits, tokens, strict=True):
+            num_drafted, accepted, forced, starved = row
+            stats = request.stats
+            stats.count_step(num_drafted, accepted, forced)
+            stats.planned += planned
+            stats.mask_seconds += share
+            stats.starved += starved
+            offered = min(planned, limit)
+            certain = sum(position < accepted for position in forced) if forced else 0
+            outcomes.append(Outcome(offered, min(accepted - certain, offered)))
         width = step.draft.token_ids.shape[1]
         chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
         return Brought(outcomes, width, max(0, max(drafted) - chosen))

@@ -83,11 +83,13 @@ class RequestStats:
         self.steps += 1
         _count(self.drafted, drafted)
         _count(self.accepted, accepted)
-        self.forced += len(forced)
-        self.forced_accepted += sum(position < accepted for position in forced)
+        if forced:
+            self.forced += len(forced)
+            self.forced_accepted += sum(position < accepted for position in forced)
 
 
 def _count(positions: list[int], length: int) -> None:
-    positions.extend([0] * (length - len(positions)))
+    if len(positions) < length:
+        positions.extend([0] * (length - len(positions)))
     for position in range(length):
         positions[position] += 1
