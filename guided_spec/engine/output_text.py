@@ -13,23 +13,34 @@ __all__ = ["OutputText"]
 class OutputText:
     """Decodes tokens into text and watches for stop strings, also across token boundaries.
 
-    text: what has been released. Text that could still turn out to be the beginning of a stop
-        string, or of a character, is held back until that is known.
     prefix: what the text begins with; stop strings are not searched in it.
     """
 
     def __init__(self, vocabulary: Vocabulary, stop: Sequence[str], prefix: str = "") -> None:
-        self.text = prefix
         self.is_stopped = False
+        self._text = prefix
         self._decoder = TextDecoder(vocabulary)
         self._stop = tuple(stop)
         self._held = ""
+        self._unread: list[int] = []
+
+    @property
+    def text(self) -> str:
+        """What has been released.
+
+        Text that could still turn out to be the beginning of a stop string, or of a character, is
+        held back until that is known.
+        """
+        self._read()
+        return self._text
 
     def feed(self, token_id: int) -> bool:
         """Append a token; returns whether a stop string is now complete, which ends the text."""
+        if not self._stop:
+            self._unread.append(token_id)  # nobody may want the text before its end
+            return False
         self._held += self._decoder.feed([token_id])
-        if self._stop:
-            self._find_stop()
+        self._find_stop()
         if not self.is_stopped:
             self._release(len(self._held) - self._tail_in_doubt())
         return self.is_stopped
@@ -37,11 +48,17 @@ class OutputText:
     def finish(self) -> None:
         """The text ends here: release what was held back, unless a stop string ended it."""
         if not self.is_stopped:
+            self._read()
             self._held += self._decoder.flush()
             self._release(len(self._held))
 
+    def _read(self) -> None:
+        if self._unread:
+            self._text += self._decoder.feed(self._unread)
+            self._unread.clear()
+
     def _release(self, length: int) -> None:
-        self.text += self._held[:length]
+        self._text += self._held[:length]
         self._held = self._held[length:]
 
     def _find_stop(self) -> None:

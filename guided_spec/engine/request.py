@@ -117,15 +117,13 @@ class Request:
 
         logprobs: in step with ``token_ids``; () if the request did not ask.
         """
-        for index, token_id in enumerate(token_ids):
-            self.tokens.append(token_id)
-            self._logprobs.extend(logprobs[index : index + 1])
-            ended = self._is_end(token_id, is_last=index == len(token_ids) - 1)
-            if ended or self._output.feed(token_id):
-                return self.finish("stop")
-            if len(self.tokens) >= self._max_length:
-                return self.finish("length")
-        return self._send(None)
+        before = len(self.tokens)
+        reason = self._take(token_ids)
+        self._logprobs.extend(logprobs[: len(self.tokens) - before])
+        if reason is not None:
+            self.finish(reason)
+        elif self.job.is_streamed:
+            self._send(None)
 
     def finish(self, reason: FinishReason, error: GuidedSpecError | None = None) -> None:
         """End the request and report its completion. Does nothing if it has ended already."""
@@ -151,10 +149,24 @@ class Request:
         """
         self.finish("error", error.with_traceback(None))
 
-    def _is_end(self, token_id: int, *, is_last: bool) -> bool:
-        if self.constraint is not None and is_last and self.constraint.is_terminated:
-            return True
-        return token_id in self._stop_ids
+    def _take(self, token_ids: list[int]) -> FinishReason | None:
+        """Append tokens up to one that ends the text; returns why it does.
+
+        The grammar stands behind all of them, so it can only speak of the last.
+        """
+        tokens, stop_ids, feed = self.tokens, self._stop_ids, self._output.feed
+        room, last = self.draft_room, len(token_ids) - 1
+        for index, token_id in enumerate(token_ids):
+            tokens.append(token_id)
+            is_over = token_id in stop_ids or (index == last and self._is_complete())
+            if is_over or feed(token_id):
+                return "stop"
+            if index >= room:
+                return "length"
+        return None
+
+    def _is_complete(self) -> bool:
+        return self.constraint is not None and self.constraint.is_terminated
 
     def _send(self, completion: Completion | None) -> None:
         job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()

@@ -67,6 +67,34 @@ def test_without_stop_strings_only_half_characters_wait(pieces: list[bytes]) -> 
         assert output.text == data.decode(errors="ignore")
 
 
+UTF8_OR_NOT = st.lists(
+    st.one_of(
+        st.binary(max_size=3),  # b"" is what a special token shows
+        st.sampled_from([b"\xf0", b"\x9f\x98", b"\x80", b"\xe4\xbd", b"\xed\xa0", b"\xc3", b"a"]),
+    ),
+    max_size=10,
+)
+
+
+@given(UTF8_OR_NOT, st.sets(st.integers(0, 9)), st.sampled_from(["", "\u00e9"]))
+def test_when_the_text_is_read_changes_nothing(
+    pieces: list[bytes], read_at: set[int], prefix: str
+) -> None:
+    vocabulary = vocabulary_of(pieces)
+    ids = list(range(1, len(pieces) + 1))
+    at_the_end, now_and_then = (OutputText(vocabulary, (), prefix) for _ in range(2))
+    at_once = OutputText(vocabulary, ["no such text"], prefix)  # decodes whatever is fed
+    outputs = (at_the_end, now_and_then, at_once)
+    for at, token in enumerate(ids):
+        for output in outputs:
+            assert not output.feed(token)
+        if at in read_at:
+            assert (prefix + vocabulary.decode(ids[: at + 1])).startswith(now_and_then.text)
+    for output in outputs:
+        output.finish()
+        assert output.text == prefix + vocabulary.decode(ids)
+
+
 def test_text_that_ends_in_half_a_character_or_half_a_stop() -> None:
     output = OutputText(Vocabulary((b"", b"ab", b"\xe4\xbd"), (0,), 3), ["bc"])
     output.feed(1)
