@@ -62,7 +62,8 @@ class DecodeBatch:
     num_draft_tokens: K for proposers that could go on for ever.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
         before the last one that became known since the request's previous step (all of the prompt
-        but its last token at the first); None where the proposer asked for none.
+        but its last token at the first); None where the proposer asked for none. Each may be made
+        when it is asked for, and made again when it is asked for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
@@ -79,7 +80,7 @@ class DecodeBatch:
     num_draft_tokens: int
     vocab_size: int
     device: torch.device
-    features: tuple[Tensor | None, ...] = ()
+    features: Sequence[Tensor | None] = ()
     policies: tuple[DraftPolicy | None, ...] = ()
     verifier: Verifier = "rejection"
     adjustments: Adjustments | None = None
@@ -175,7 +176,7 @@ class Batches:
         self,
         requests: Sequence[Running],
         num_draft_tokens: int,
-        features: tuple[Tensor | None, ...] = (),
+        features: Sequence[Tensor | None] = (),
     ) -> DecodeBatch:
         """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
         wishes = self._wishes_of(tuple(requests))

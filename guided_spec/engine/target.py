@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.engine.kept_states import KeptStates, TakenStates
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.types import Draft
 
@@ -23,7 +24,7 @@ class SlotTarget:
     def __init__(self, model: CausalLM, layers: tuple[int, ...] = ()) -> None:
         self._model = model
         self._layers = layers
-        self._features: dict[int, list[Tensor]] = {}
+        self._states = KeptStates()
         self._verified: Tensor | None = None
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
@@ -33,7 +34,8 @@ class SlotTarget:
         inputs = SlotInputs(torch.tensor(padded), slots, starts, counts)
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
         self._model.commit(counts)
-        self._keep(slots, counts, output.hidden_states)
+        if output.hidden_states is not None:
+            self._states.add(slots, counts, output.hidden_states)
 
     def share_prefill(self, source: int, slot: int, length: int) -> None:
         """Give ``slot`` the first ``length`` tokens of ``source``.
@@ -41,8 +43,7 @@ class SlotTarget:
         A model with a linear state must hold just these in ``source``.
         """
         self._model.copy_slot(source, [slot], length)
-        if source in self._features:
-            self._features[slot] = list(self._features[source])
+        self._states.copy(source, slot)
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
         """One forward over the last committed token and the draft of every request."""
@@ -64,25 +65,14 @@ class SlotTarget:
         """Keep the state of the last token and the accepted draft of every request."""
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep)
-        self._keep(batch.slots, keep, self._verified)
+        if self._verified is not None:
+            self._states.add(batch.slots, keep, self._verified)
         self._verified = None
 
-    def take_features(self, slots: Sequence[int]) -> tuple[Tensor | None, ...]:
+    def take_features(self, slots: Sequence[int]) -> TakenStates:
         """What became known of each slot's hidden states since the last call, and forget it."""
-        return tuple(_join(self._features.pop(slot, None)) for slot in slots)
+        return self._states.take(slots)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the hidden states of ended requests."""
-        for slot in slots:
-            self._features.pop(slot, None)
-
-    def _keep(self, slots: Sequence[int], counts: Sequence[int], hidden: Tensor | None) -> None:
-        if hidden is not None:
-            for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
-                self._features.setdefault(slot, []).append(hidden[row, :count])
-
-
-def _join(parts: list[Tensor] | None) -> Tensor | None:
-    if not parts:
-        return None
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        self._states.take(slots)

@@ -162,10 +162,11 @@ class LearnedHead:
         tokens: list[Sequence[int]] = []
         states: list[Tensor] = []
         features = batch.features or (None,) * len(batch)
-        for slot, context, state in zip(batch.slots, batch.contexts, features, strict=True):
+        for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
             known, wanted = self._head.length(slot), len(context) - 1
             if known == wanted:
-                continue  # read before, by an earlier call in this step; or a prompt of one token
+                continue  # read ahead, or earlier in this step; or a prompt of one token
+            state = features[row]  # not before: it may have to be made
             if state is None or known + len(state) != wanted:
                 found = 0 if state is None else len(state)
                 raise ModelError(

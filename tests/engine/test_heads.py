@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.engine.kept_states import TakenStates
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.grammar.constraint import Constraint
@@ -119,9 +121,10 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often a head read ahead, and how many texts turned out as it had read them."""
+    """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
     read_ahead, confirm = PackedSlotHead.read_ahead, PackedSlotHead.confirm
+    cut = TakenStates.__getitem__
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
@@ -131,8 +134,13 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         calls["confirmed"] += 1
         confirm(*arguments)
 
+    def cutting(states: TakenStates, at: int) -> Tensor | None:
+        calls["asked"] += 1
+        return cut(states, at)
+
     monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
     monkeypatch.setattr(PackedSlotHead, "confirm", confirming)
+    monkeypatch.setattr(TakenStates, "__getitem__", cutting)
     return calls
 
 
@@ -157,13 +165,16 @@ def test_reading_ahead_changes_no_draft(
     found = [taught("eagle3").generate("eagle3", params, **options)]
     assert ahead["read"] > 10
     assert ahead["confirmed"] > 10
+    texts = ahead["asked"] + ahead["confirmed"]  # read ahead: no need to ask
     ahead.clear()
     monkeypatch.setattr(LearnedHead, "follow", follow_another)
     found.append(taught("eagle3").generate("eagle3", params, **options))
     assert ahead["read"] > 10
     assert ahead["confirmed"] == 0
     monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
+    ahead.clear()
     found.append(taught("eagle3").generate("eagle3", params, **options))
+    assert ahead["asked"] == texts
     for one in found[:2]:
         assert tokens(one) == tokens(found[2])
         assert [c.stats.drafted for c in one] == [c.stats.drafted for c in found[2]]
