@@ -18,7 +18,7 @@ class Scheduler:
 
     def __init__(self, num_slots: int) -> None:
         self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}
+        self._running: dict[int, Request] = {}  # by slot, ascending
         self._free = list(range(num_slots))
 
     @property
@@ -32,16 +32,15 @@ class Scheduler:
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended: first the running ones by slot, then the queue."""
-        yield from self.running()
-        yield from tuple(self._waiting)
+        return iter([*self._running.values(), *self._waiting])
 
     def __bool__(self) -> bool:
         return bool(self._waiting or self._running)
 
     def running(self, state: State | None = None) -> list[Request]:
         """The requests that hold a slot, by slot; only those in ``state`` if one is given."""
-        requests = [self._running[slot] for slot in sorted(self._running)]
-        return [r for r in requests if state is None or r.state is state]
+        requests = list(self._running.values())
+        return requests if state is None else [r for r in requests if r.state is state]
 
     def ready(self) -> list[Request]:
         """Waiting requests whose grammar is done, at most as many as there are free slots.
@@ -59,7 +58,7 @@ class Scheduler:
         self._free.sort()
         request.slot = self._free.pop(0)
         request.state = State.PREFILL
-        self._running[request.slot] = request
+        self._running = dict(sorted([*self._running.items(), (request.slot, request)]))
 
     def remove_finished(self) -> list[int]:
         """Take out the requests that have ended; returns the slots that became free."""
