@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of, may_fail
 
 __all__ = ["Constraint", "Fork"]
 
@@ -49,10 +49,9 @@ class Fork:
         False when the matcher refuses one of them: the fork is then of no more use.
         """
         agreed = 0
-        while (
-            agreed < min(len(token_ids), len(self.token_ids))
-            and token_ids[agreed] == self.token_ids[agreed]
-        ):
+        for committed, ahead in zip(token_ids, self.token_ids, strict=False):
+            if committed != ahead:
+                break
             agreed += 1
         self.rollback_to(agreed)
         self.token_ids.clear()
@@ -74,6 +73,7 @@ class Constraint:
         self.steered: list[int] = []
         self.resyncs = 0
         self._original = compiled.new_matcher()
+        self._may_fail = may_fail(self._original)
         self._fork = Fork(self._original.fork(), compiled.excluded)
 
     @property
@@ -95,7 +95,8 @@ class Constraint:
         """
         original, fork = self._original, self._fork
         taken = list(token_ids[: _advance(original, token_ids)])
-        _require_working(original, fork.matcher)
+        if self._may_fail:
+            _require_working(original, fork.matcher)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
             is_refused
@@ -106,8 +107,9 @@ class Constraint:
             taken = self._resync(token_ids)
         # The fork filled the rows, and still knows those on the way that was committed.
         steered = getattr(fork.matcher, "steered", _NOWHERE)
-        start = len(self.committed)
-        self.steered.extend(at for at in range(start, start + len(taken)) if at in steered)
+        if steered:
+            start = len(self.committed)
+            self.steered.extend(at for at in range(start, start + len(taken)) if at in steered)
         self.committed.extend(taken)
         return taken
 
@@ -136,7 +138,8 @@ def _require_working(*matchers: GrammarMatcher) -> None:
 
 def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
     """Accept tokens up to the end of the text or the first refused one; returns how many."""
+    is_terminated, accept = matcher.is_terminated, matcher.accept_token
     for taken, token_id in enumerate(token_ids):
-        if matcher.is_terminated() or not matcher.accept_token(token_id):
+        if is_terminated() or not accept(token_id):
             return taken
     return len(token_ids)

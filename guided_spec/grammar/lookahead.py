@@ -133,11 +133,15 @@ class Lookahead:
         starved: bool [B], where the drafter's own vocabulary had no legal token; counted.
         """
         rows = [token_ids] if starved is None else [token_ids, starved.to(token_ids.dtype)]
-        ids, *flags = torch.stack(rows).tolist()
+        self.accept_ids(*torch.stack(rows).tolist())
+
+    def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
+        """``accept`` of what the host has already; starved: [B] 0 or 1."""
         for request, walk in enumerate(self._walks):
             if walk.is_drafting:
-                walk.starved += flags[0][request] if flags else 0
-                self._accept(request, walk, ids[request])
+                if starved is not None:
+                    walk.starved += starved[request]
+                self._accept(walk, token_ids[request])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -232,21 +236,22 @@ class Lookahead:
         probs = None if draft.probs is None else draft.probs[:, :width]
         return Draft(draft.token_ids[:, :width], lengths.to(draft.num_tokens.device), probs)
 
-    def _accept(self, request: int, walk: Walk, token_id: int) -> None:
+    def _accept(self, walk: Walk, token_id: int) -> None:
         if token_id < 0:
             walk.is_open = False
             return
         if walk.fork is not None:
-            if walk.num_missing:
+            depth = len(walk.drafted)
+            if walk.filled <= depth:
                 self._fill([walk])
             # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
-            if not self._rows.allows(request, len(walk.drafted), token_id):
+            if not self._rows.allows(walk.request, depth, token_id):
                 walk.refuse(token_id)
                 return
-        if walk.append(token_id):
-            self._check_pause(request, walk)
-        else:
+        if not walk.append(token_id):
             walk.refuse(token_id)
+        elif self._pause is not None:
+            self._check_pause(walk.request, walk)
 
     def _check_pause(self, request: int, walk: Walk) -> None:
         walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)

@@ -67,23 +67,18 @@ class MaskRows:
         self._block.fill(matcher, self._at(request, depth))
 
     def fill_many(
-        self,
-        batch: XGrammarBatch,
-        matchers: Sequence[Any],
-        requests: Sequence[int],
-        depths: Sequence[int],
+        self, batch: XGrammarBatch, matchers: Sequence[Any], places: Sequence[tuple[int, int]]
     ) -> None:
-        """Fill the row of ``requests[i]`` at ``depths[i]`` from matcher i, for all i, in one call.
+        """Fill the row at ``places[i]``, (request, depth), from matcher i, for all i, in one call.
 
         All the matchers are xgrammar's own.
         """
         width = self._active
-        rows = [depth * width + at for at, depth in zip(requests, depths, strict=True)]
-        self._block.fill_many(batch, matchers, rows)
+        self._block.fill_many(batch, matchers, [depth * width + at for at, depth in places])
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
-        return row_allows(self.words(request, depth), token_id)
+        return self._block.allows(depth * self._active + request, token_id)
 
     def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""

@@ -7,7 +7,14 @@ from typing import Any, Protocol
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["CompiledGrammar", "GrammarBackend", "GrammarMatcher", "fault_of", "row_source"]
+__all__ = [
+    "CompiledGrammar",
+    "GrammarBackend",
+    "GrammarMatcher",
+    "fault_of",
+    "may_fail",
+    "row_source",
+]
 
 
 class GrammarMatcher(Protocol):
@@ -62,6 +69,11 @@ def fault_of(matcher: GrammarMatcher) -> str | None:
             return fault
         at = getattr(at, "inner", None)
     return None
+
+
+def may_fail(matcher: GrammarMatcher) -> bool:
+    """Whether ``fault_of`` can ever find anything: it never does with xgrammar's own matchers."""
+    return hasattr(matcher, "fault") or hasattr(matcher, "inner")
 
 
 class CompiledGrammar(Protocol):

@@ -39,6 +39,7 @@ class RowFiller:
 
     def __init__(self, rows: MaskRows) -> None:
         self._rows = rows
+        self._batch = XGrammarBatch()  # of the thread that calls ``fill``
 
     def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
         """Fill every missing row of these walks, up to the one behind the draft so far.
@@ -70,7 +71,7 @@ class RowFiller:
 
     def _fill_here(self, walks: Sequence[Walk]) -> None:
         if len(walks) >= WALKS_TOGETHER:
-            self._fill_together(walks)
+            self._fill_together(walks, self._batch)
         else:
             for walk in walks:
                 self._fill_alone(walk)
@@ -78,9 +79,11 @@ class RowFiller:
     def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
         """Deal the walks out; this thread takes its share too."""
         own, *others = (walks[start::threads] for start in range(threads))
-        running: list[Future[None]] = [_pool().submit(self._fill_together, o) for o in others]
+        running: list[Future[None]] = [
+            _pool().submit(self._fill_together, share, XGrammarBatch()) for share in others
+        ]
         try:
-            self._fill_together(own)
+            self._fill_together(own, self._batch)
         finally:
             wait(running)  # whatever happens: nobody may write into the next step's rows
         for share in running:
@@ -99,36 +102,38 @@ class RowFiller:
             self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
             walk.filled += 1
 
-    def _fill_together(self, walks: Sequence[Walk]) -> None:
+    def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
         """Every walk's next missing row, then the row after that, ..."""
-        batch = XGrammarBatch()
         for walk in walks:
             assert walk.fork is not None
             walk.fork.rollback_to(walk.filled)
         while walks:
             self._fill_level(batch, walks)
+            left = []
             for walk in walks:
-                if walk.filled < len(walk.drafted) and walk.fork is not None:
-                    walk.fork.accept(walk.drafted[walk.filled])
-                walk.filled += 1
-            walks = [walk for walk in walks if walk.num_missing]
+                filled, drafted = walk.filled, walk.drafted
+                if filled < len(drafted) and walk.fork is not None:
+                    walk.fork.accept(drafted[filled])
+                walk.filled = filled + 1
+                if walk.num_missing:
+                    left.append(walk)
+            walks = left
 
     def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
         """One row of each walk: xgrammar's in one call, others one by one."""
         matchers: list[Any] = []
-        requests: list[int] = []
-        depths: list[int] = []
+        places: list[tuple[int, int]] = []
         for walk in walks:
             assert walk.fork is not None
-            source = row_source(walk.fork.matcher)
+            matcher = walk.fork.matcher
+            source = matcher if batch.takes(matcher) else row_source(matcher)
             if batch.takes(source):
                 matchers.append(source)
-                requests.append(walk.request)
-                depths.append(walk.filled)
+                places.append((walk.request, walk.filled))
             else:
-                self._rows.fill(walk.fork.matcher, walk.request, walk.filled)
+                self._rows.fill(matcher, walk.request, walk.filled)
         if matchers:
-            self._rows.fill_many(batch, matchers, requests, depths)
+            self._rows.fill_many(batch, matchers, places)
 
 
 @cache

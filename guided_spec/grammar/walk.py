@@ -59,10 +59,12 @@ class Walk:
 
     def append(self, token_id: int) -> bool:
         """Append a token; False, and no change, where the fork refuses it."""
-        if self.fork is not None and not self.fork.accept(token_id):
-            return False
+        fork = self.fork
+        if fork is not None:
+            if not fork.accept(token_id):
+                return False
+            self.has_ended = fork.matcher.is_terminated()
         self.drafted.append(token_id)
-        self.has_ended = self.fork is not None and self.fork.matcher.is_terminated()
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
 

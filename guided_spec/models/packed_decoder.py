@@ -28,9 +28,9 @@ __all__ = [
     "STATIC_ROPE",
     "PackedDecoder",
     "PackedOutput",
-    "RotationTable",
     "has_hooks",
     "has_whole_static_rope",
+    "rotation_table",
 ]
 
 FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
@@ -48,22 +48,14 @@ class PackedOutput(NamedTuple):
     hidden_states: Tensor | None
 
 
-class RotationTable:
-    """The rotary embeddings of positions 0 to ``length`` - 1, computed once.
+def rotation_table(rotary: Any, states: Tensor, length: int) -> Rotation:
+    """The rotary embeddings of positions 0 to ``length`` - 1.
 
     rotary: transformers' module. states: any tensor of the model's dtype and device.
     """
-
-    def __init__(self, rotary: Any, states: Tensor, length: int) -> None:
-        positions = torch.arange(length, device=states.device).unsqueeze(0)
-        cos, sin = rotary(states, positions)
-        self._cos, self._sin = cos[0].contiguous(), sin[0].contiguous()
-
-    def at(self, places: SlotPlaces, length: int) -> Rotation:
-        """For ``length`` tokens a row from each row's start on; the last position beyond it."""
-        steps = torch.arange(length, device=self._cos.device)
-        positions = (places.starts.unsqueeze(1) + steps).clamp_max(len(self._cos) - 1).flatten()
-        return Rotation(self._cos[positions], self._sin[positions])
+    positions = torch.arange(length, device=states.device).unsqueeze(0)
+    cos, sin = rotary(states, positions)
+    return Rotation(cos[0].contiguous(), sin[0].contiguous())
 
 
 class PackedDecoder:
@@ -88,7 +80,7 @@ class PackedDecoder:
         self._norms.append(decoder.norm.weight)
         self._inner_norms = [layer.post_attention_layernorm.weight for layer in decoder.layers]
         probe = self._embed.weight[:1].unsqueeze(0)
-        self._table = RotationTable(decoder.rotary_emb, probe, max_length)
+        self._rotation = rotation_table(decoder.rotary_emb, probe, max_length)
 
     @classmethod
     def of(
@@ -109,7 +101,6 @@ class PackedDecoder:
         token_ids: int64 [B, T] on the device. memory: [L] the layers' slots.
         hidden_layers: as of ``CausalLM.forward``.
         """
-        rotation = self._table.at(places, token_ids.shape[1])
         residual: Tensor = self._embed(token_ids)
         normed = rms_norm(residual, self._norms[0], self._eps)
         inputs = []
@@ -117,7 +108,7 @@ class PackedDecoder:
             self._layers, memory, self._inner_norms, self._norms[1:], strict=True
         ):
             inputs.append(residual)
-            change = layer.attend(normed, rotation, kept, places)
+            change = layer.attend(normed, self._rotation, kept, places)
             residual, normed = add_rms_norm(change, residual, inner, self._eps)
             residual, normed = add_rms_norm(layer.feed(normed), residual, outer, self._eps)
         inputs.append(residual)

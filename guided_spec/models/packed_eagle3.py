@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.eagle3 import Eagle3Head
-from guided_spec.models.packed_decoder import RotationTable, has_whole_static_rope
+from guided_spec.models.packed_decoder import has_whole_static_rope, rotation_table
 from guided_spec.models.packed_layer import PackedLayer
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -32,7 +32,7 @@ class PackedEagle3:
         self._stock = stock
         self._eps: float = head.norm.variance_epsilon
         weight: Tensor = head.norm.weight
-        self._table = RotationTable(head.rotary_emb, weight.view(1, 1, -1), max_length)
+        self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
 
     @classmethod
     def of(cls, head: DraftHead, max_length: int) -> PackedEagle3 | None:
@@ -52,7 +52,6 @@ class PackedEagle3:
 
         memory: the slots of the layers. Tokens go to the positions from ``places.starts`` on.
         """
-        rotation = self._table.at(places, token_ids.shape[1])
         first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
         embedded = self.head.embed(token_ids).to(hidden.dtype)
         embedded = rms_norm(embedded, first.input_layernorm.weight, self._eps)
@@ -62,7 +61,7 @@ class PackedEagle3:
         for index, (layer, stock, kept) in enumerate(layers):
             if index > 0:
                 normed = rms_norm(residual, stock.input_layernorm.weight, self._eps)
-            change = layer.attend(normed, rotation, kept, places)
+            change = layer.attend(normed, self._rotation, kept, places)
             inner = stock.post_attention_layernorm.weight
             residual, normed = add_rms_norm(change, residual, inner, self._eps)
             residual = residual + layer.feed(normed)

@@ -62,7 +62,8 @@ class PackedLayer:
     ) -> Tensor:
         """Normed states [B, T, X] to the attention's output [B, T, H].
 
-        memory: the layer's slots, where the tokens' keys and values are kept.
+        rotation: of all positions. memory: the layer's slots, where the tokens' keys and values are
+            kept.
         """
         packed = functional.linear(states, *self._qkv)
         query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)

@@ -36,7 +36,7 @@ def rotate_and_store(
     count = shape.queries + 2 * shape.keys
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         _rotate[(batch * tokens, triton.cdiv(count, HEADS))](
-            *(packed, cos, sin, query, key, eps),
+            *(packed, cos, sin, len(cos), query, key, eps),
             *(*buffers, places.slots, places.starts, tokens, buffers.keys.shape[2] - 1, width),
             queries=shape.queries,
             keys_count=shape.keys,
@@ -50,11 +50,12 @@ def rotate_and_store(
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-@triton.jit(do_not_specialize=["tokens", "max_length"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["tokens", "max_length", "positions"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     packed,
     cos,
     sin,
+    positions,
     query_norm,
     key_norm,
     eps,
@@ -84,8 +85,10 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     source = packed + token * width + head[:, None] * size + at[None, :]
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    c = tl.load(cos + token * size + at, mask=at < half, other=1.0).to(tl.float32)[None, :]
-    s = tl.load(sin + token * size + at, mask=at < half, other=0.0).to(tl.float32)[None, :]
+    position = tl.load(starts + row) + token % tokens
+    turn = tl.minimum(position, positions - 1) * size + at
+    c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
+    s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
     turned_low, turned_high = low, high
     if has_norms:
         mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size
@@ -107,7 +110,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(source, low_out.to(out), mask=written)
     tl.store(source + half, high_out.to(out), mask=written)
     slot = tl.load(slots + row)
-    place = tl.minimum(tl.load(starts + row) + token % tokens, max_length)
+    place = tl.minimum(position, max_length)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries

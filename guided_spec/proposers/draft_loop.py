@@ -204,8 +204,8 @@ class DraftLoop:
     def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
         if self._drawn is not None:
-            tokens, starved = self._drawn.wait().unbind(0)
-            self._lookahead.accept(tokens, starved)
+            tokens, starved = self._drawn.wait().tolist()
+            self._lookahead.accept_ids(tokens, starved)
             self._drawn = None
 
     def _download(self) -> Download | None:

@@ -169,7 +169,8 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(XGrammarBatch, "fill", counting)
     case = Case([[60, 62, 3]] * len(GRAMMARS), 0)  # "<>" ends the free part of the third
     walks = case.walks()
-    RowFiller(case.rows)._fill_together([walk for walk in walks if walk.num_missing])
+    missing = [walk for walk in walks if walk.num_missing]
+    RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
     sources = [XGrammarBatch.takes(row_source(w.fork.matcher)) for w in walks if w.fork]
@@ -191,9 +192,9 @@ def test_other_threads_help_where_rows_take_long(
     shares: list[int] = []
     fill = RowFiller._fill_together
 
-    def counting(filler: RowFiller, walks: Sequence[Walk]) -> None:
+    def counting(filler: RowFiller, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
         shares.append(len(walks))
-        fill(filler, walks)
+        fill(filler, walks, batch)
 
     monkeypatch.setattr(RowFiller, "_fill_together", counting)
     monkeypatch.setattr(row_filler, "cores", lambda: 4)

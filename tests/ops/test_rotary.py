@@ -44,10 +44,13 @@ print("equal")
 
 
 def make(shape: HeadShape, batch: int, tokens: int) -> tuple[torch.Tensor, Rotation, SlotPlaces]:
-    """A packed projection, its rotation, and places; the last of three rows is unused."""
+    """A packed projection, a rotation, and places; the last of three rows is unused.
+
+    The first row goes on behind the last position.
+    """
     torch.manual_seed(batch + tokens)
     packed = torch.randn(batch, tokens, shape.width)
-    cos, sin = (torch.randn(batch * tokens, shape.size // 2).repeat(1, 2) for _ in range(2))
+    cos, sin = (torch.randn(LENGTH, shape.size // 2).repeat(1, 2) for _ in range(2))
     slots, starts = torch.tensor([2, 0, -1])[:batch], torch.tensor([7, 1, 3])[:batch]
     return packed, Rotation(cos, sin), SlotPlaces(slots, starts)
 
@@ -70,7 +73,8 @@ def test_it_is_what_transformers_computes(shape: HeadShape, *, has_norms: bool) 
             torch.nn.init.uniform_(norm.weight)
         query, key = stock[0](query), stock[1](key)
         norms = HeadNorms(stock[0].weight.detach(), stock[1].weight.detach(), 1e-6)
-    cos, sin = (part.view(3, 4, -1) for part in rotation)
+    positions = (places.starts.unsqueeze(1) + torch.arange(4)).clamp_max(LENGTH - 1)
+    cos, sin = (part[positions] for part in rotation)
     query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
     buffers = empty(shape)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)
