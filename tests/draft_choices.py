@@ -139,7 +139,6 @@ def change(case: ChoiceCase, turn: int) -> None:
     case.logits.copy_(case.logits.roll(turn + 1, 1))
     if case.bitmask is not None:
         case.bitmask.copy_(case.bitmask.roll(1, 0))
-    case.noise.positions.add_(turn)
 
 
 def check_chooser(
@@ -152,33 +151,44 @@ def check_chooser(
 ) -> None:
     """A ``DraftChooser`` draws what ``choose_draft`` draws, turn by turn.
 
-    Other values come, other requests, and fewer of them; what was drawn before stays as it was.
+    Other values come, other requests, and fewer of them; what was drawn stays as it was until the
+    next draft.
     """
     case = make_case(sizes, temperatures, mask, device=device)
     chooser = DraftChooser(case.target_ids, graphs)
-    seen: list[tuple[Chosen, list[int]]] = []
+    seen: set[str] = set()
     for turn in range(9):
-        change(case, turn)
         rows = len(temperatures) - turn // 4  # 9, 8, and 7, which another size of graph serves
         if turn % 3 == 0:  # other requests have joined
             warmer = [SamplingParams(temperature=t * (1 + turn), top_k=top_k) for t in temperatures]
             sampling = Sampling.stack(warmer, range(len(warmer)), torch.device(device))
-            noise = case.noise._replace(seeds=case.noise.seeds + turn)
-            case = case._replace(sampling=sampling, noise=noise)
+            case = case._replace(
+                sampling=sampling, noise=case.noise._replace(seeds=case.noise.seeds + turn)
+            )
+        case = case._replace(noise=case.noise._replace(positions=case.noise.positions + turn))
         some = _first(case, rows)
-        expected = choose_draft(*some)
-        noise_ = None if some.sampling.all_greedy else some.noise
-        chosen = chooser.choose(some.logits, some.bitmask, some.sampling, noise_)
-        found = expected._replace(tokens=chosen.tokens, probs=chosen.probs)
-        check_alike(some, found, expected)
-        starved = torch.zeros_like(found.tokens) if expected.starved is None else expected.starved
-        assert torch.equal(chosen.report[1], starved.long())
-        assert torch.equal(chosen.readable, chosen.tokens.clamp_min(0))
-        if chosen.rescued is not None and expected.rescued is not None:
-            assert torch.equal(chosen.rescued, expected.rescued)
-        seen.append((chosen, chosen.report.tolist()))
-    assert all(chosen.report.tolist() == report for chosen, report in seen)
-    assert len({str(report) for _, report in seen}) > 6
+        noise = None if some.sampling.all_greedy else some.noise
+        draft: list[tuple[Chosen, list[int]]] = []
+        for depth in range(3):
+            change(case, depth)
+            chosen = chooser.choose(depth, some.logits, some.bitmask, some.sampling, noise)
+            _check_chosen(some, depth, chosen)
+            draft.append((chosen, chosen.report.tolist()))
+        assert all(chosen.report.tolist() == report for chosen, report in draft)
+        seen |= {str(report) for _, report in draft}
+    assert len(seen) > 18
+
+
+def _check_chosen(case: ChoiceCase, depth: int, chosen: Chosen) -> None:
+    later = case._replace(noise=case.noise._replace(positions=case.noise.positions + depth))
+    expected = choose_draft(*later)
+    check_alike(later, expected._replace(tokens=chosen.tokens, probs=chosen.probs), expected)
+    starved = expected.starved
+    starved = torch.zeros_like(expected.tokens) if starved is None else starved
+    assert torch.equal(chosen.report[1], starved.long())
+    assert torch.equal(chosen.readable, chosen.tokens.clamp_min(0))
+    if chosen.rescued is not None and expected.rescued is not None:
+        assert torch.equal(chosen.rescued, expected.rescued)
 
 
 def _first(case: ChoiceCase, rows: int) -> ChoiceCase:

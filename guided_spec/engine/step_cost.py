@@ -106,7 +106,9 @@ class StepCost:
             return cells[below].mean + share * (cells[above].mean - cells[below].mean)
         near = below if below is not None else above
         if near is None:
-            return self._line.at(batch, length)
+            # The line may pass through zero, where there is nothing to hold it.
+            known = [cell.mean for cells in self._cells.values() for cell in cells.values()]
+            return max(self._line.at(batch, length), LEAST * min(known, default=0.0))
         slope = self._line.at(batch, length) - self._line.at(batch, near)
         return max(cells[near].mean + slope, LEAST * cells[near].mean)
 

@@ -6,12 +6,13 @@ On another device than CUDA the functions simply run, so that what uses a pool r
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["GraphPool", "bucket"]
+__all__ = ["NOTHING", "GraphPool", "Inputs", "bucket"]
 
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
 
@@ -22,6 +23,7 @@ SIZES = (
 )
 
 Inputs = Mapping[str, Tensor]
+NOTHING: Inputs = MappingProxyType({})
 
 
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
@@ -30,9 +32,9 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
 
 
 class Captured(NamedTuple):
-    """One graph, the tensors that it reads, and those that every replay writes.
+    """One graph, the tensors that are copied for it, and those that every replay writes.
 
-    On another device than CUDA there is no graph, and only the tensors that are read are kept.
+    On another device than CUDA there is no graph, and only the copies are kept.
     """
 
     graph: Any
@@ -50,17 +52,33 @@ class GraphPool:
         self._device = device
         self._is_cuda = device.type == "cuda"
         self._captured: dict[Hashable, Captured] = {}
+        self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
         self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
 
     def __len__(self) -> int:
         return len(self._captured)
 
-    def run(self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any]) -> Any:
-        """``body`` of ``inputs``, captured at the first call with ``key``.
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
 
-        key: says all that ``body`` depends on besides the inputs' values: their shapes too.
+        It stays where it is for good, so that another pool's graphs may read it there.
+        """
+        return self._outputs.get(tensor.data_ptr())
+
+    def run(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+    ) -> Any:
+        """``body`` of ``inputs`` and ``fixed``, captured at the first call with ``key``.
+
+        key: says all that ``body`` depends on besides the inputs' values: their shapes too, and
+            where those of ``fixed`` lie.
         inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
             second call on, those that are left out keep what ``body`` made of them.
+        fixed: tensors on the device that are read where they lie, without a copy.
         body: must not wait for the device. It may change its inputs in place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
 
@@ -68,15 +86,15 @@ class GraphPool:
         """
         found = self._captured.get(key)
         if found is None:
-            found = self._captured[key] = self._capture(inputs, body)
+            found = self._captured[key] = self._capture(inputs, body, fixed)
         for name, value in inputs.items():
             found.inputs[name].copy_(value, non_blocking=True)
         if found.graph is None:
-            return body(found.inputs)
+            return body({**found.inputs, **fixed})
         found.graph.replay()
         return found.outputs
 
-    def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any]) -> Captured:
+    def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
         static = {
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()
@@ -87,10 +105,12 @@ class GraphPool:
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                body(static)
+                body({**static, **fixed})
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: mask rows are uploaded on their own stream.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            outputs = body(static)
+            outputs = body({**static, **fixed})
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
         return Captured(graph, static, outputs)

@@ -38,7 +38,7 @@ class Scored(NamedTuple):
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
-    room: how much it can hold. On CUDA logits are overwritten by the next call.
+    room: how much it can hold. graphs: on CUDA, where logits are overwritten by the next call.
     """
 
     @torch.inference_mode()
@@ -54,10 +54,11 @@ class PackedSlotHead:
             KeyValues(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
             for _ in range(packed.head.config.num_hidden_layers)
         )
-        self._graphs = GraphPool(device)
+        self.graphs = GraphPool(device)
         self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
         width = packed.head.hidden_size
-        self._hidden = torch.zeros(room.num_slots, width, device=device, dtype=dtype)
+        # The last row is for the unused places of a graph, whose slot is -1.
+        self._hidden = torch.zeros(room.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
@@ -139,7 +140,7 @@ class PackedSlotHead:
             "states": pad_to(states, (size, length, states.shape[2])),
             "places": places,
         }
-        scored = self._graphs.run(("read", size, length), inputs, self._read)
+        scored = self.graphs.run(("read", size, length), inputs, self._read)
         self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
         self._begin_draft(slots)
 
@@ -157,7 +158,7 @@ class PackedSlotHead:
             starts = [self._lengths[slot] + self._depths[slot] for slot in slots]
             inputs["hidden"] = pad_to(hidden, (size, hidden.shape[1]))
             inputs["places"] = pack_places((slots, starts), size)
-        scored: Scored = self._graphs.run(("walk", size), inputs, self._walk)
+        scored: Scored = self.graphs.run(("walk", size), inputs, self._walk)
         self._keep(key, Scored(*(part[: len(key)] for part in scored)))
         self._has_walked = True
         for slot in slots:
@@ -176,7 +177,7 @@ class PackedSlotHead:
             "hidden": pad_to(hidden, (size, hidden.shape[1])),
             "places": pack_places((slots, starts), size),
         }
-        walk, last = self._graphs.run(
+        walk, last = self.graphs.run(
             ("draft", size, count), inputs, lambda tensors: self._draft(tensors, count)
         )
         self._keep(key, Scored(last[: len(key)], walk.logits[: len(key), -1]))
@@ -215,7 +216,7 @@ class PackedSlotHead:
         if is_wide:
             scored = self._read({k: v.to(self._device) for k, v in inputs.items()})
         else:
-            scored = self._graphs.run(("read", size, length), inputs, self._read)
+            scored = self.graphs.run(("read", size, length), inputs, self._read)
         self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
         for slot, count in zip(slots, counts, strict=True):
             self._lengths[slot] += count
@@ -226,7 +227,7 @@ class PackedSlotHead:
         places = SlotPlaces(slots, starts)
         hidden = self._packed.forward(inputs["token_ids"], hidden, places, self._memory)
         rows = torch.arange(len(last), device=last.device)
-        return self._score(hidden[rows, last])
+        return self._score(slots, hidden[rows, last])
 
     def _walk(self, inputs: Inputs) -> Scored:
         """One step; the inputs are left as the next one needs them."""
@@ -234,7 +235,7 @@ class PackedSlotHead:
         output = self._step(inputs["token_ids"], hidden, SlotPlaces(places[0], places[1]))
         hidden.copy_(output)
         places[1] += 1
-        return self._score(output)
+        return self._score(places[0], output)
 
     def _draft(self, inputs: Inputs, count: int) -> tuple[GreedyWalk, Tensor]:
         hidden, (slots, starts) = inputs["hidden"], inputs["places"].unbind(0)
@@ -246,17 +247,18 @@ class PackedSlotHead:
             if depth < count - 1:
                 hidden = self._step(tokens[-1], hidden, SlotPlaces(slots, starts + depth))
                 logits.append(self._packed.logits(hidden))
+        self._hidden[slots] = hidden
         return GreedyWalk(torch.stack(tokens, 1), torch.stack(logits, 1)), hidden
 
     def _step(self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces) -> Tensor:
         fed = (token_ids.unsqueeze(1), hidden.unsqueeze(1))
         return self._packed.forward(*fed, places, self._memory)[:, 0]
 
-    def _score(self, hidden: Tensor) -> Scored:
+    def _score(self, slots: Tensor, hidden: Tensor) -> Scored:
+        self._hidden[slots] = hidden
         return Scored(hidden, self._packed.logits(hidden))
 
     def _keep(self, slots: tuple[int, ...], scored: Scored) -> None:
-        self._hidden.index_copy_(0, self._index(slots), scored.hidden)
         self._scored, self._has_walked = (slots, scored), False
 
     def _index(self, slots: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from guided_spec.ops.warp import Sampling
 __all__ = ["Chosen", "DraftChooser"]
 
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
-# Logits of a graph at most: it keeps a copy of them, and of the probabilities where it samples.
-# More of them keep the device busy for longer than the launches take.
+# Logits of a graph at most. More of them keep the device busy for longer than the launches take,
+# and a graph that samples keeps as many probabilities for itself.
 LARGEST = 2**23
+LARGEST_SAMPLED = 2**21
 
 
 class Chosen(NamedTuple):
@@ -27,6 +29,8 @@ class Chosen(NamedTuple):
     report: int64 [3, B]: the tokens, -1 where there is none; 1 where a row starved; the tokens as
         ids that a model can read, 0 where there is none.
     probs, rescued: as of ``DraftChoice``.
+
+    On CUDA the next choice at the same depth overwrites all of it.
     """
 
     report: Tensor
@@ -48,39 +52,64 @@ class DraftChooser:
     """``choose_draft`` for one drafter, from step to step; on CUDA by graphs.
 
     The kernels of a choice take the device some microseconds and the host a hundred to launch, once
-    for every token of a draft. A graph for each size of batch and set of filters is one launch;
-    there is none for very large batches.
+    for every token of a draft. A graph for each depth, size of batch and set of filters is one
+    launch; there is none for very large batches.
 
     target_ids: as of ``choose_draft``, the same at every call.
-    graphs: None launches every choice by itself.
+    graphs: None launches every choice by itself. sources: the drafter's own graphs, whose logits
+        are read where they lie.
     """
 
-    def __init__(self, target_ids: Tensor | None, graphs: GraphPool | None = None) -> None:
+    def __init__(
+        self,
+        target_ids: Tensor | None,
+        graphs: GraphPool | None = None,
+        sources: GraphPool | None = None,
+    ) -> None:
         self._target_ids = target_ids
         self._graphs = graphs
+        self._sources = sources
         self._given: dict[Any, tuple[Sampling, int]] = {}  # whose parameters each graph holds
+        self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
+        self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
     @classmethod
-    def on(cls, device: torch.device, target_ids: Tensor | None) -> DraftChooser:
+    def on(
+        cls, device: torch.device, target_ids: Tensor | None, sources: GraphPool | None = None
+    ) -> DraftChooser:
         """With graphs where the device is a CUDA device."""
-        return cls(target_ids, GraphPool(device) if device.type == "cuda" else None)
+        graphs = GraphPool(device) if device.type == "cuda" else None
+        return cls(target_ids, graphs, sources)
 
     def choose(
-        self, logits: Tensor, mask: Tensor | None, sampling: Sampling, noise: DraftNoise | None
+        self,
+        depth: int,
+        logits: Tensor,
+        mask: Tensor | None,
+        sampling: Sampling,
+        noise: DraftNoise | None,
     ) -> Chosen:
-        """As ``choose_draft``."""
+        """As ``choose_draft``, for the token ``depth`` places behind ``noise.positions``.
+
+        mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
+            for all tokens of a draft.
+        """
         batch = len(logits)
         size = bucket(batch)
-        if self._graphs is None or size * logits.shape[1] > LARGEST:
-            return _choose(logits, mask, self._target_ids, sampling, noise)
-        key = (
-            *(size, logits.shape[1], logits.dtype, mask is None, noise and noise[2:]),
-            *(sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p),
-        )
+        largest = LARGEST if noise is None else LARGEST_SAMPLED
+        if self._graphs is None or size * logits.shape[1] > largest:
+            at = None if noise is None else noise._replace(positions=noise.positions + depth)
+            return _choose(logits, mask, self._target_ids, sampling, at)
         # Rows behind the batch's own are drawn too, from whatever stands there.
-        inputs = {"logits": logits} | ({} if mask is None else {"mask": mask})
+        inputs, fixed = self._split(logits, mask, size)
         if noise is not None:
-            inputs["positions"] = noise.positions
+            fixed["positions"] = self._positions_of(noise, size)
+        key = (
+            *(depth, size, logits.shape[1], logits.dtype, mask is None, noise and noise[2:]),
+            *(sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p),
+            *(tensor.data_ptr() for tensor in fixed.values()),
+        )
+        if noise is not None:
             given = self._given.get(key)
             if given is None or given[0] is not sampling or given[1] != batch:
                 inputs |= {"seeds": noise.seeds}
@@ -88,22 +117,50 @@ class DraftChooser:
                 self._given[key] = (sampling, batch)
         padded = {name: pad_to(value, (size, *value.shape[1:])) for name, value in inputs.items()}
 
+        report, probs, rescued = self._graphs.run(
+            key, padded, self._body(depth, sampling, noise), fixed
+        )
+        return Chosen(
+            report[:, :batch],
+            None if probs is None else probs[:batch],
+            None if rescued is None else rescued[:batch],
+        )
+
+    def _body(
+        self, depth: int, sampling: Sampling, noise: DraftNoise | None
+    ) -> Callable[[Inputs], Chosen]:
+        """What a graph holds: the choice from the tensors that it is given."""
+
         def body(tensors: Inputs) -> Chosen:
             drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
             if noise is None:
                 return _choose(*drawn, sampling, None)
-            keys = noise._replace(seeds=tensors["seeds"], positions=tensors["positions"])
+            positions = tensors["positions"] + depth
+            keys = noise._replace(seeds=tensors["seeds"], positions=positions)
             parameters: Any = {name: tensors[name] for name in PARAMETERS}
             return _choose(*drawn, replace(sampling, **parameters), keys)
 
-        found: Chosen = self._graphs.run(key, padded, body)
-        # The next choice overwrites what this one wrote.
-        report, probs, rescued = found
-        return Chosen(
-            report[:, :batch].clone(),
-            None if probs is None else probs[:batch].clone(),
-            None if rescued is None or probs is None else rescued[:batch].clone(),
-        )
+        return body
+
+    def _positions_of(self, noise: DraftNoise, size: int) -> Tensor:
+        """``noise.positions`` in the memory where all graphs of a size read them; copied once."""
+        if self._first is None or self._first[0] is not noise or self._first[1] != size:
+            kept = self._positions.setdefault(size, noise.positions.new_zeros(size))
+            kept[: len(noise.positions)].copy_(noise.positions)
+            self._first = (noise, size)
+        return self._positions[size]
+
+    def _split(
+        self, logits: Tensor, mask: Tensor | None, size: int
+    ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """What has to be copied for a graph of ``size`` rows, and what it can read where it is."""
+        copied, fixed = {"logits": logits}, dict[str, Tensor]()
+        whole = None if self._sources is None else self._sources.whole(logits)
+        if whole is not None and len(whole) >= size:
+            copied, fixed = {}, {"logits": whole[:size]}
+        if mask is not None:
+            (fixed if mask.is_cuda and len(mask) == size else copied)["mask"] = mask
+        return copied, fixed
 
 
 def _choose(

@@ -16,7 +16,7 @@ one chosen by a walk is deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -124,10 +124,13 @@ class DraftLoop:
                 batch.limits, self._starts, self._was_open, self._is_later, strict=True
             )
         ]
-        lengths = [len(c) + start for c, start in zip(batch.contexts, self._starts, strict=True)]
-        self._first = torch.tensor(lengths).to(batch.device, non_blocking=True)
-        self._is_walking = torch.tensor(self._walks).to(batch.device, non_blocking=True)
+        self._is_walking = self._upload(self._walks) if any(self._walks) else None
         self._sampling = self._with_greedy_walks(batch.sampling)
+        self._noise = None
+        if not self._sampling.all_greedy:
+            lengths = [len(context) for context in batch.contexts]
+            first = [n + start for n, start in zip(lengths, self._starts, strict=True)]
+            self._noise = batch.draft_keys(self._upload(first))
         self._places: list[_Place] = []
         self._drawn: Download | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
@@ -193,8 +196,7 @@ class DraftLoop:
         """One token for each request from logits [B, D]; ``_settle`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
-        noise = None if self._sampling.all_greedy else self._batch.draft_keys(self._first + depth)
-        chosen = self._chooser.choose(logits, mask, self._sampling, noise)
+        chosen = self._chooser.choose(depth, logits, mask, self._sampling, self._noise)
         tokens, readable, top = chosen.tokens, chosen.readable, self._top(logits)
         self._places.append(_Place(tokens, readable, chosen.probs, top, chosen.rescued))
         self._adjustments.append(chosen.tokens)
@@ -230,10 +232,13 @@ class DraftLoop:
 
     def _with_greedy_walks(self, sampling: Sampling) -> Sampling:
         """The drafts' own parameters: a request that walks drafts its best token."""
-        if sampling.all_greedy or not any(self._walks):
+        if sampling.all_greedy or self._is_walking is None:
             return sampling
         temperature = sampling.temperature.masked_fill(self._is_walking, 0.0)
         return replace(sampling, temperature=temperature, all_greedy=all(self._walks))
+
+    def _upload(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values).to(self._batch.device, non_blocking=True)
 
     def _columns(self) -> Tensor:
         """int64 [B, K, 1 or 1 + TOP]: each position's token, and the best there if any walks."""
@@ -270,7 +275,7 @@ class DraftLoop:
             rescued = torch.stack([p.rescued for p in self._places if p.rescued is not None], 1)
             index = rescued[:, :width].unsqueeze(-1)
             probs.scatter_add_(2, index.clamp_min(0), (index >= 0).to(probs.dtype))
-        if any(self._walks):
+        if self._is_walking is not None:
             one_hot = torch.nn.functional.one_hot(draft.token_ids, probs.shape[2])
             probs = torch.where(self._is_walking[:, None, None], one_hot.to(probs.dtype), probs)
         return probs

@@ -54,7 +54,8 @@ class LearnedHead:
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
-        self._chooser = DraftChooser.on(context.device, target_ids)
+        sources = self._head.graphs if isinstance(self._head, PackedSlotHead) else None
+        self._chooser = DraftChooser.on(context.device, target_ids, sources)
         self._ahead: _Ahead | None = None
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:

@@ -263,6 +263,13 @@ def test_the_line_stands_in_for_what_was_not_measured(a: float, b: float, c: flo
         assert cost.seconds(batch, length) == pytest.approx(seconds(batch, length), rel=0.03)
 
 
+def test_what_was_never_measured_takes_time_all_the_same() -> None:
+    cost = StepCost()
+    for length in (1, 2, 3, 4) * 8:  # a line through zero
+        cost.add(Timing(16, length, length, 0, 0.01 * length))
+    assert cost.seconds(1, 0) == pytest.approx(0.2 * 0.01)
+
+
 def test_forced_columns_are_not_charged_to_the_length() -> None:
     cost, dice = StepCost(), random.Random(0)
     for step in range(200):

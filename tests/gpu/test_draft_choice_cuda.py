@@ -8,6 +8,7 @@ import torch
 from guided_spec.models.graph_pool import GraphPool
 from guided_spec.ops.draft_choice import DraftChoice, choose_draft, choose_draft_reference
 from guided_spec.ops.warp import Sampling
+from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.types import SamplingParams
 from tests.draft_choices import (
     MASKS,
@@ -68,6 +69,7 @@ def test_in_a_cuda_graph(
     seen = set()
     for turn in range(3):
         change(case, turn)
+        case.noise.positions.add_(turn)
         graph.replay()
         check_alike(case, found, choose_draft_reference(*case))
         seen.add(tuple(found.tokens.tolist()))
@@ -85,3 +87,20 @@ def test_a_chooser(
 ) -> None:
     graphs = GraphPool(torch.device("cuda"))
     check_chooser((9001, draft_size), temperatures, mask, top_k, graphs, device="cuda")
+
+
+def test_a_chooser_reads_what_a_drafters_graph_wrote() -> None:
+    device = torch.device("cuda")
+    drafter = GraphPool(device)
+    sampling = Sampling.stack([SamplingParams(temperature=0.0)] * 9, range(9), device)
+    chooser = DraftChooser(None, GraphPool(device), drafter)
+    for turn in range(4):
+        inputs = {"x": torch.randn(10, VOCAB_SIZE, device=device)}
+        (logits,) = drafter.run("logits", inputs, lambda tensors: (tensors["x"] * 2,))
+        assert drafter.whole(logits[:9]) is not None
+        found = chooser.choose(turn % 2, logits[:9], None, sampling, None)
+        assert torch.equal(found.tokens, inputs["x"][:9].argmax(1))
+        other = logits[:9] + 0.0  # somewhere else
+        assert drafter.whole(other) is None
+        found = chooser.choose(turn % 2, -other, None, sampling, None)
+        assert torch.equal(found.tokens, inputs["x"][:9].argmin(1))

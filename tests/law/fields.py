@@ -53,9 +53,9 @@ class Fields:
     def next_mask(self) -> Tensor:
         return torch.where(self._is_open.unsqueeze(1), self._rows[-1], -1)
 
-    def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
+    def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
         del starved
-        self._append(token_ids)
+        self._append(torch.tensor(token_ids))
 
     def extend_best(self, offered: Tensor, is_drawn: Tensor) -> None:
         """The first legal one of tokens [B, T], where anything was drawn at all."""

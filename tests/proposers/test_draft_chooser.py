@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from guided_spec.models.graph_pool import GraphPool, Inputs
+from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
+from guided_spec.ops.warp import Sampling
 from guided_spec.proposers import draft_chooser
-from guided_spec.proposers.draft_chooser import Chosen
+from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
+from guided_spec.types import SamplingParams
 from tests.draft_choices import MaskKind, check_chooser
 
 CPU = torch.device("cpu")
@@ -24,8 +27,10 @@ class Overwriting(GraphPool):
         super().__init__(device)
         self._results: dict[Hashable, Chosen] = {}
 
-    def run(self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any]) -> Any:
-        found = super().run(key, inputs, body)
+    def run(
+        self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs = NOTHING
+    ) -> Any:
+        found = super().run(key, inputs, body, fixed)
         kept = self._results.setdefault(key, found)
         for there, here in zip(kept, found, strict=True):
             if there is not None and there is not here:
@@ -33,7 +38,7 @@ class Overwriting(GraphPool):
         return kept
 
 
-@pytest.mark.parametrize("largest", [draft_chooser.LARGEST, 0], ids=["graphs", "none"])
+@pytest.mark.parametrize("largest", [2**20, 0], ids=["graphs", "none"])
 @pytest.mark.parametrize("top_k", [0, 3])
 @pytest.mark.parametrize("kind", TEMPERATURES)
 @pytest.mark.parametrize("draft_size", [40, None])
@@ -47,4 +52,44 @@ def test_a_chooser(
     largest: int,
 ) -> None:
     monkeypatch.setattr(draft_chooser, "LARGEST", largest)
+    monkeypatch.setattr(draft_chooser, "LARGEST_SAMPLED", largest)
     check_chooser((90, draft_size), TEMPERATURES[kind], mask, top_k, Overwriting(CPU))
+
+
+class Holding(GraphPool):
+    """Says of every tensor that it is the first rows of a longer one, as a graph's output is."""
+
+    def __init__(self, whole: Tensor) -> None:
+        super().__init__(CPU)
+        self._whole = whole
+
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        return self._whole if tensor.data_ptr() == self._whole.data_ptr() else None
+
+
+class Watched(Overwriting):
+    """Remembers which inputs were copied, and which were read where they were."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.seen: list[tuple[set[str], set[str]]] = []
+
+    def run(
+        self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs = NOTHING
+    ) -> Any:
+        self.seen.append((set(inputs), set(fixed)))
+        return super().run(key, inputs, body, fixed)
+
+
+def test_a_drafters_own_logits_are_read_where_they_lie() -> None:
+    torch.manual_seed(0)
+    whole = torch.randn(10, 40)
+    graphs, sampling = Watched(), Sampling.stack([SamplingParams(temperature=0)] * 9, range(9), CPU)
+    chooser = DraftChooser(None, graphs, Holding(whole))
+    for _ in range(3):
+        found = chooser.choose(0, whole[:9], None, sampling, None)
+        assert torch.equal(found.tokens, whole[:9].argmax(1))
+        whole.copy_(torch.randn(10, 40))
+    other = torch.randn(9, 40)  # adjusted logits are somewhere else
+    assert torch.equal(chooser.choose(0, other, None, sampling, None).tokens, other.argmax(1))
+    assert graphs.seen == [(set(), {"logits"})] * 3 + [({"logits"}, set())]
