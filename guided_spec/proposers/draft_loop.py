@@ -28,6 +28,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.packed_slot_head import GreedyWalk
 from guided_spec.ops.download import Download
+from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
@@ -126,11 +127,7 @@ class DraftLoop:
         ]
         self._is_walking = self._upload(self._walks) if any(self._walks) else None
         self._sampling = self._with_greedy_walks(batch.sampling)
-        self._noise = None
-        if not self._sampling.all_greedy:
-            lengths = [len(context) for context in batch.contexts]
-            first = [n + start for n, start in zip(lengths, self._starts, strict=True)]
-            self._noise = batch.draft_keys(self._upload(first))
+        self._noise = None if self._sampling.all_greedy else self._keys()
         self._places: list[_Place] = []
         self._drawn: Download | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
@@ -236,6 +233,12 @@ class DraftLoop:
             return sampling
         temperature = sampling.temperature.masked_fill(self._is_walking, 0.0)
         return replace(sampling, temperature=temperature, all_greedy=all(self._walks))
+
+    def _keys(self) -> DraftNoise:
+        """Which noise the first token is drawn with."""
+        pairs = zip(self._batch.contexts, self._starts, strict=True)
+        positions = [len(context) + start for context, start in pairs]
+        return self._batch.draft_keys(self._upload(positions))
 
     def _upload(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values).to(self._batch.device, non_blocking=True)
