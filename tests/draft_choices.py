@@ -169,7 +169,8 @@ def check_chooser(
         some = _first(case, rows)
         noise = None if some.sampling.all_greedy else some.noise
         draft: list[tuple[Chosen, list[int]]] = []
-        for depth in range(3):
+        # Turned round at first: graphs that are captured later may write over the earlier ones'.
+        for depth in (2, 1, 0) if turn == 0 else (0, 1, 2):
             change(case, depth)
             chosen = chooser.choose(depth, some.logits, some.bitmask, some.sampling, noise)
             _check_chosen(some, depth, chosen)

@@ -61,7 +61,7 @@ class GraphPool:
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
 
-        It stays where it is for good, so that another pool's graphs may read it there.
+        It is at the same place after each run, so that another pool's graphs may read it there.
         """
         return self._outputs.get(tensor.data_ptr())
 
@@ -82,7 +82,8 @@ class GraphPool:
         body: must not wait for the device. It may change its inputs in place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
 
-        Returns what ``body`` returned; on CUDA the next call with this key overwrites it.
+        Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
+        graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
         """
         found = self._captured.get(key)
         if found is None:

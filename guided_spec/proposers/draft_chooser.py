@@ -70,6 +70,7 @@ class DraftChooser:
         self._graphs = graphs
         self._sources = sources
         self._given: dict[Any, tuple[Sampling, int]] = {}  # whose parameters each graph holds
+        self._rooms: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
@@ -117,28 +118,46 @@ class DraftChooser:
                 self._given[key] = (sampling, batch)
         padded = {name: pad_to(value, (size, *value.shape[1:])) for name, value in inputs.items()}
 
-        report, probs, rescued = self._graphs.run(
-            key, padded, self._body(depth, sampling, noise), fixed
-        )
+        room = self._room(depth, size, logits, is_sampled=noise is not None)
+        self._graphs.run(key, padded, self._body(depth, sampling, noise, room), fixed)
+        report, probs, rescued = room
         return Chosen(
             report[:, :batch],
             None if probs is None else probs[:batch],
             None if rescued is None else rescued[:batch],
         )
 
-    def _body(
-        self, depth: int, sampling: Sampling, noise: DraftNoise | None
-    ) -> Callable[[Inputs], Chosen]:
-        """What a graph holds: the choice from the tensors that it is given."""
+    def _room(self, depth: int, size: int, logits: Tensor, *, is_sampled: bool) -> Chosen:
+        """Where the choices of a depth are left.
 
-        def body(tensors: Inputs) -> Chosen:
+        Not in the graphs' own memory: they share it, so that the next depth's may write there.
+        """
+        key = (depth, size, is_sampled)
+        if key not in self._rooms:
+            ids = logits.new_empty(4, size, dtype=torch.int64)
+            shape = (size if is_sampled else 0, logits.shape[1])
+            probs = logits.new_empty(shape, dtype=torch.float32)
+            rescued = None if self._target_ids is None else ids[3]
+            self._rooms[key] = Chosen(ids[:3], probs if is_sampled else None, rescued)
+        return self._rooms[key]
+
+    def _body(
+        self, depth: int, sampling: Sampling, noise: DraftNoise | None, room: Chosen
+    ) -> Callable[[Inputs], None]:
+        """What a graph holds: the choice from the tensors that it is given, left in ``room``."""
+
+        def body(tensors: Inputs) -> None:
             drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
             if noise is None:
-                return _choose(*drawn, sampling, None)
-            positions = tensors["positions"] + depth
-            keys = noise._replace(seeds=tensors["seeds"], positions=positions)
-            parameters: Any = {name: tensors[name] for name in PARAMETERS}
-            return _choose(*drawn, replace(sampling, **parameters), keys)
+                found = _choose(*drawn, sampling, None)
+            else:
+                positions = tensors["positions"] + depth
+                keys = noise._replace(seeds=tensors["seeds"], positions=positions)
+                parameters: Any = {name: tensors[name] for name in PARAMETERS}
+                found = _choose(*drawn, replace(sampling, **parameters), keys)
+            for kept, value in zip(room, found, strict=True):
+                if kept is not None and value is not None:
+                    kept.copy_(value)
 
         return body
 

@@ -12,30 +12,12 @@ from torch import Tensor
 from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers import draft_chooser
-from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
+from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.types import SamplingParams
 from tests.draft_choices import MaskKind, check_chooser
 
 CPU = torch.device("cpu")
 TEMPERATURES = {"greedy": (0.0,) * 9, "mixed": (0.8, 1.0, 0.0, 0.3, 0.9, 0.0, 0.0, 0.7, 0.5)}
-
-
-class Overwriting(GraphPool):
-    """Writes every result where the first one lies, as a replayed graph does."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__(device)
-        self._results: dict[Hashable, Chosen] = {}
-
-    def run(
-        self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs = NOTHING
-    ) -> Any:
-        found = super().run(key, inputs, body, fixed)
-        kept = self._results.setdefault(key, found)
-        for there, here in zip(kept, found, strict=True):
-            if there is not None and there is not here:
-                there.copy_(here)
-        return kept
 
 
 @pytest.mark.parametrize("largest", [2**20, 0], ids=["graphs", "none"])
@@ -53,7 +35,7 @@ def test_a_chooser(
 ) -> None:
     monkeypatch.setattr(draft_chooser, "LARGEST", largest)
     monkeypatch.setattr(draft_chooser, "LARGEST_SAMPLED", largest)
-    check_chooser((90, draft_size), TEMPERATURES[kind], mask, top_k, Overwriting(CPU))
+    check_chooser((90, draft_size), TEMPERATURES[kind], mask, top_k, GraphPool(CPU))
 
 
 class Holding(GraphPool):
@@ -67,7 +49,7 @@ class Holding(GraphPool):
         return self._whole if tensor.data_ptr() == self._whole.data_ptr() else None
 
 
-class Watched(Overwriting):
+class Watched(GraphPool):
     """Remembers which inputs were copied, and which were read where they were."""
 
     def __init__(self) -> None:
