@@ -106,7 +106,10 @@ def commit(
     accepted: Accepted,
     follow: Callable[[Download], None] | None = None,
 ) -> list[Committed]:
-    """Move the original matchers over the accepted tokens; one download.
+    """Move the matchers over the accepted tokens; one download.
+
+    The originals of texts that go on read these tokens at the next commit, while the device still
+    works: till then they are behind their forks.
 
     follow: of the step. The proposer then goes on while the host commits.
 
@@ -116,6 +119,9 @@ def commit(
     packed = Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
     if follow is not None:
         follow(packed)
+    for constraint in batch.constraints:
+        if constraint is not None:
+            constraint.settle()
     return [
         _commit_row(batch, request, num_accepted, row)
         for request, (num_accepted, *row) in enumerate(packed.wait().tolist())
@@ -127,7 +133,9 @@ def _commit_row(batch: DecodeBatch, request: int, num_accepted: int, row: list[i
     token_ids = [token for token in row[: num_accepted + 1] if token >= 0]
     if constraint is not None:
         try:
-            token_ids = constraint.commit(token_ids)
+            # The room was counted with one token less: a text that fills it ends.
+            goes_on = len(token_ids) <= batch.limits[request]
+            token_ids = (constraint.commit_ahead if goes_on else constraint.commit)(token_ids)
         except GrammarStateError as error:
             return Committed([], num_accepted, error)
     if row[num_accepted] < 0 and not (constraint is not None and constraint.is_terminated):

@@ -3,7 +3,9 @@
 The original moves on committed tokens only. The fork follows drafts; it is made once per request
 and brought back by rollback, because forking copies the whole history while rollback does not.
 
-The committed tokens are the truth. A matcher that disagrees with them is made anew from them.
+The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
+fork has seen most of them in its draft, so that it takes them at once; the original reads them all,
+and may do so while the next step runs on the device.
 """
 
 from __future__ import annotations
@@ -43,19 +45,25 @@ class Fork:
             self.matcher.rollback(surplus)
             del self.token_ids[length:]
 
-    def follow_commit(self, token_ids: Sequence[int]) -> bool:
-        """Stand where the original stands after it committed ``token_ids``; nothing is ahead.
+    def lead(self, token_ids: Sequence[int]) -> int:
+        """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
 
-        False when the matcher refuses one of them: the fork is then of no more use.
+        Returns how many of them it took: it stops at one that is refused, and at the text's end.
         """
         agreed = 0
-        for committed, ahead in zip(token_ids, self.token_ids, strict=False):
-            if committed != ahead:
+        for wanted, ahead in zip(token_ids, self.token_ids, strict=False):
+            if wanted != ahead:
                 break
             agreed += 1
         self.rollback_to(agreed)
+        for token_id in token_ids[agreed:]:
+            if self.matcher.is_terminated() or not self.accept(token_id):
+                break
+        return len(self.token_ids)
+
+    def confirm(self) -> None:
+        """What the fork is ahead by is committed: it cannot be taken back any more."""
         self.token_ids.clear()
-        return _advance(self.matcher, token_ids[agreed:]) == len(token_ids) - agreed
 
 
 class Constraint:
@@ -75,14 +83,16 @@ class Constraint:
         self._original = compiled.new_matcher()
         self._may_fail = may_fail(self._original)
         self._fork = Fork(self._original.fork(), compiled.excluded)
+        self._behind: list[int] = []  # committed tokens that the original has not read yet
+        self._failure: GrammarStateError | None = None
 
     @property
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
-        return self._original.is_terminated()
+        return not self._behind and self._original.is_terminated()
 
     def fork(self) -> Fork:
-        """The fork, standing where the original stands. The previous draft is forgotten."""
+        """The fork, standing at the end of the committed text. The previous draft is forgotten."""
         self._fork.rollback_to(0)
         return self._fork
 
@@ -93,6 +103,7 @@ class Constraint:
         again. Raises GrammarStateError when the new one refuses a token too: the text is then no
         longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
         """
+        self._require_settled()
         original, fork = self._original, self._fork
         taken = list(token_ids[: _advance(original, token_ids)])
         if self._may_fail:
@@ -100,18 +111,58 @@ class Constraint:
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
             is_refused
-            or not fork.follow_commit(taken)
+            or fork.lead(taken) < len(taken)
             # A fork that takes the text for complete fills no more masks: nothing would be illegal.
             or fork.matcher.is_terminated() != original.is_terminated()
         ):
             taken = self._resync(token_ids)
-        # The fork filled the rows, and still knows those on the way that was committed.
+        self._keep(taken, fork)
+        return taken
+
+    def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
+        """``commit``, but the original reads the tokens at the next ``settle``.
+
+        So it costs little where the fork has walked most of them. Only for a text that goes on: one
+        that ends with these tokens, or is refused, is committed at once, as is every text of a
+        matcher that can be at fault. Raises what ``settle`` would have returned, too.
+        """
+        self._require_settled()
+        fork = self._fork
+        is_led = not self._may_fail and fork.lead(token_ids) == len(token_ids)
+        if not is_led or fork.matcher.is_terminated():
+            return self.commit(token_ids)
+        taken = list(token_ids)
+        self._behind = taken.copy()
+        self._keep(taken, fork)
+        return taken
+
+    def settle(self) -> GrammarStateError | None:
+        """Bring the original to the end of the committed text; returns why that cannot be.
+
+        Where it refuses a token, both matchers are rebuilt, as by ``commit``.
+        """
+        if self._behind:
+            behind, self._behind = self._behind, []
+            is_refused = _advance(self._original, behind) < len(behind)
+            if is_refused or self._original.is_terminated():
+                try:
+                    self._resync(())
+                except GrammarStateError as error:
+                    self._failure = error
+        return self._failure
+
+    def _require_settled(self) -> None:
+        if (self._behind or self._failure) and (failure := self.settle()) is not None:
+            raise failure
+
+    def _keep(self, token_ids: list[int], fork: Fork) -> None:
+        """fork: it filled the rows, and still knows those on the way that was committed."""
         steered = getattr(fork.matcher, "steered", _NOWHERE)
         if steered:
             start = len(self.committed)
-            self.steered.extend(at for at in range(start, start + len(taken)) if at in steered)
-        self.committed.extend(taken)
-        return taken
+            self.steered.extend(at for at in range(start, start + len(token_ids)) if at in steered)
+        self._fork.confirm()
+        self.committed.extend(token_ids)
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
         """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""

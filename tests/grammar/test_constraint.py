@@ -169,3 +169,76 @@ def test_a_rebuilt_matcher_that_ends_too_early_raises() -> None:
     constraint.committed = [0, 1, EOS, 1]
     with pytest.raises(GrammarStateError, match="token 1 at output position 3"):
         constraint.commit([1])
+
+
+# --- the original may read later ---
+
+
+@given(st.integers(0, 5), st.lists(st.tuples(PICKS, st.integers(0, 6), PICKS), max_size=5))
+def test_an_original_that_reads_later_changes_nothing(
+    seed: int, steps: list[tuple[list[int], int, list[int]]]
+) -> None:
+    rule = hashed_rule(seed)
+    later, at_once = (Constraint(ToyCompiled(rule)) for _ in range(2))
+    for picks, agreed, others in steps:
+        fork = later.fork()
+        for pick in picks:
+            if not fork.matcher.is_terminated():
+                options = sorted(rule((*later.committed, *fork.token_ids)))
+                fork.accept(options[pick % len(options)])
+        taken = fork.token_ids[:agreed]
+        for pick in others:
+            options = sorted(rule((*later.committed, *taken))) if EOS not in taken else [3]
+            taken.append(options[pick % len(options)])
+        assert later.commit_ahead(taken) == at_once.commit(taken)
+        assert later.committed == at_once.committed
+        assert later.is_terminated == at_once.is_terminated
+        original, ahead = matchers(later)
+        assert ahead.tokens == later.committed
+        assert later.is_terminated <= (original.tokens == later.committed)
+        if len(picks) % 2:  # else the next commit sees to it
+            assert later.settle() is None
+            assert original.tokens == later.committed
+        if later.is_terminated:
+            break
+    assert later.resyncs == 0
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
+@pytest.mark.parametrize("settles", [False, True])
+def test_what_was_forgotten_is_found_later(which: int, *, settles: bool) -> None:
+    constraint = Constraint(ToyCompiled(text_rule([TEXT])))
+    constraint.commit_ahead(WALK[:2])
+    constraint.settle()
+    matchers(constraint)[which].tokens.clear()
+    assert constraint.commit_ahead(WALK[2:4]) == WALK[2:4]
+    if settles:
+        assert constraint.settle() is None
+    assert constraint.commit(WALK[4:5]) == WALK[4:5]
+    assert constraint.resyncs == 1
+    assert all(matcher.tokens == WALK[:5] for matcher in matchers(constraint))
+
+
+def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"abc"])))
+    constraint.compiled = ToyCompiled(text_rule([b"adc"]))
+    matchers(constraint)[0].compiled = constraint.compiled
+    assert constraint.commit_ahead([0, 1]) == [0, 1]
+    assert "token 1 at output position 1" in str(constraint.settle())
+    for commit in (constraint.commit, constraint.commit_ahead):
+        with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
+            commit([2])
+    assert constraint.committed == [0, 1]
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
+def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt_later(which: int) -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])))
+    constraint.commit([0])
+    matchers(constraint)[which].tokens = [0, 1, EOS]
+    assert constraint.commit_ahead([1]) == [1]
+    assert constraint.settle() is None
+    assert constraint.resyncs == 1
+    assert not constraint.is_terminated
+    assert constraint.commit_ahead([2, EOS]) == [2, EOS]
+    assert constraint.is_terminated
