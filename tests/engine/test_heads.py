@@ -224,6 +224,7 @@ def test_sampled_text(
 
 def check_original(constraint: Constraint, output: list[int]) -> None:
     """The original stands where a new matcher stands that was led along the committed text."""
+    assert constraint.settle() is None
     assert constraint.committed == output
     matcher = constraint.compiled.new_matcher()
     assert all(matcher.accept_token(token) for token in output)
