@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.metadata
 import platform
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from rich.table import Table
 from guided_spec.bench.gpu_end_to_end import DocumentPlan, DocumentRun, measure_documents
 from guided_spec.bench.gpu_kernels import measure_kernels
 from guided_spec.bench.gpu_peers import VllmEnvironment, measure_transformers, measure_vllm
-from guided_spec.bench.gpu_plugins import PluginRun, load_outline, measure_plugins
+from guided_spec.bench.gpu_plugins import load_outline, measure_plugins
 from guided_spec.bench.gpu_report import document_table, plugin_table, step_table
 from guided_spec.bench.gpu_steps import StepPlan, measure_steps
 from guided_spec.bench.gpu_subject import Subject, free_memory, load_subject, without_weights
@@ -64,10 +64,10 @@ class Section(NamedTuple):
 def run_gpu(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[Section]:
     """Measure section by section; the first one, "machine", says where.
 
-    "plugins" comes again after each of its configurations, with all records so far, and its table
-    the last time. ``report`` is told what is measured next. Raises ConfigError for an unknown
-    section or configuration, ModelError for a model that cannot be loaded. What fails inside a
-    section is a record with its problem.
+    "steps", "end-to-end" and "plugins" come again after each engine, with all records so far, and
+    their tables the last time. ``report`` is told what is measured next. Raises ConfigError for an
+    unknown section or configuration, ModelError for a model that cannot be loaded. What fails
+    inside a section is a record with its problem.
     """
     unknown = [name for name in plan.sections if name not in SECTIONS]
     if unknown or not plan.sections:
@@ -92,7 +92,7 @@ def run_gpu(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[Section]:
         free_memory(torch.device(plan.device))
         if "peers" in plan.sections:
             runs += measure_vllm(subject, plan.documents, plan.vllm, report)
-            yield _document_section("peers", "Other engines", runs)
+            yield Section("peers", _records(runs), {"Other engines": document_table(runs)})
         if "plugins" in plan.sections:
             yield from _measure_plugins(subject, plan, report)
 
@@ -102,29 +102,32 @@ def _measure_here(
 ) -> Iterator[Section]:
     if "steps" in plan.sections:
         times = measure_steps(subject, plan.steps, report)
-        records = {"rows": [time.as_dict() for time in times]}
-        yield Section("steps", records, {"Engine steps": step_table(times)})
+        yield from _growing("steps", "Engine steps", times, step_table)
     if "end-to-end" in plan.sections:
         runs = measure_documents(subject, plan.documents, report)
-        yield _document_section("end-to-end", "Whole documents", runs)
+        yield from _growing("end-to-end", "Whole documents", runs, document_table)
 
 
 def _measure_plugins(
     subject: Subject, plan: GpuPlan, report: Callable[[str], None]
 ) -> Iterator[Section]:
-    runs: list[PluginRun] = []
-    for more in measure_plugins(subject, plan.documents, plan.vllm, report):
-        runs += more
-        yield Section("plugins", _records(runs), {})
-    yield Section("plugins", _records(runs), {"vLLM, plugin off and on": plugin_table(runs)})
+    runs = measure_plugins(subject, plan.documents, plan.vllm, report)
+    yield from _growing("plugins", "vLLM, plugin off and on", runs, plugin_table)
 
 
-def _document_section(name: str, heading: str, runs: Sequence[DocumentRun]) -> Section:
-    return Section(name, _records(runs), {heading: document_table(runs)})
+def _growing(
+    name: str, heading: str, measured: Iterable[list[Any]], table: Callable[[list[Any]], Table]
+) -> Iterator[Section]:
+    """A section after each piece of it: whoever stops the run keeps what was measured."""
+    rows: list[Any] = []
+    for more in measured:
+        rows += more
+        yield Section(name, _records(rows), {})
+    yield Section(name, _records(rows), {heading: table(rows)})
 
 
-def _records(runs: Sequence[DocumentRun] | Sequence[PluginRun]) -> dict[str, Any]:
-    return {"rows": [run.as_dict() for run in runs]}
+def _records(rows: Sequence[Any]) -> dict[str, Any]:
+    return {"rows": [row.as_dict() for row in rows]}
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -76,22 +76,20 @@ def num_documents(plan: DocumentPlan, batch: int) -> int:
 
 def measure_documents(
     subject: Subject, plan: DocumentPlan, report: Callable[[str], None]
-) -> list[DocumentRun]:
-    """Write held-out documents with every proposer; ``report`` is told each before it runs.
+) -> Iterator[list[DocumentRun]]:
+    """Write held-out documents with one proposer after another; ``report`` is told which is next.
 
     At temperature 0 ``same_text`` compares the texts with those of the first proposer. An engine
     that cannot be made (no memory) is reported with its problem.
     """
-    runs: list[DocumentRun] = []
     for batch in plan.batches:
         for temperature in plan.temperatures:
             texts: list[str] = []
             for proposer in with_draft(subject, plan.proposers):
                 report(f"documents: {proposer}, {batch} requests, temperature {temperature}")
                 case = DocumentRun(proposer, batch, temperature)
-                runs.append(_measure(subject, plan, case, texts))
+                yield [_measure(subject, plan, case, texts)]
                 free_memory(subject.model.device)
-    return runs
 
 
 def _measure(

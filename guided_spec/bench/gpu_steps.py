@@ -105,19 +105,17 @@ def endless_schema() -> dict[str, Any]:
 
 def measure_steps(
     subject: Subject, plan: StepPlan, report: Callable[[str], None]
-) -> list[StepTime]:
-    """Time every combination; ``report`` is told each before it runs.
+) -> Iterator[list[StepTime]]:
+    """Time every combination, engine by engine; ``report`` is told each before it runs.
 
     Each proposer and batch size has an engine, on which steps without a grammar and with one are
     timed after one another, the same number of them. A batch for which there is no memory is
     reported with its problem.
     """
-    times: list[StepTime] = []
     for proposer in with_draft(subject, plan.proposers):
         for batch in plan.batches:
-            times += _measure_engine(subject, plan, (proposer, batch), report)
+            yield _measure_engine(subject, plan, (proposer, batch), report)
             free_memory(subject.model.device)
-    return times
 
 
 def _measure_engine(

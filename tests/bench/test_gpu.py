@@ -113,17 +113,25 @@ def test_transformers_beside_it(report: tuple[dict[str, Any], list[str]]) -> Non
 def test_what_cannot_be_timed(subject: Subject) -> None:
     """A prompt that leaves no room, and a batch that the memory does not hold."""
     plan = StepPlan(("none",), (1,), context=1016, steps=20, warm_up=1)
-    times = measure_steps(subject, plan, nobody)
+    times = sum(measure_steps(subject, plan, nobody), [])
     assert [time.problem for time in times] == ["ended early", "ended early"]
     assert [time.steps for time in times] == [5, 5]
     tight = plan._replace(batches=(2,), context=40, options={"kv_memory_bytes": 40_000})
-    assert [time.problem for time in measure_steps(subject, tight, nobody)] == [
+    assert [time.problem for found in measure_steps(subject, tight, nobody) for time in found] == [
         "memory for 1 requests",
         "memory for 1 requests",
     ]
     tighter = tight._replace(options={"kv_memory_bytes": 4_000})
-    times = measure_steps(subject, tighter, nobody)
+    times = sum(measure_steps(subject, tighter, nobody), [])
     assert all("raise kv_memory_bytes" in (time.problem or "") for time in times)
+
+
+def test_what_was_measured_so_far_is_kept(folders: Folders) -> None:
+    plan = GpuPlan(("steps",), str(folders.target), device="cpu", dtype="float32")
+    plan = plan._replace(steps=StepPlan(("none",), (1, 2), context=40, steps=2, warm_up=1))
+    found = [section for section in run_gpu(plan, nobody) if section.name == "steps"]
+    assert [len(section.records["rows"]) for section in found] == [2, 4, 4]
+    assert [bool(section.tables) for section in found] == [False, False, True]
 
 
 def test_the_endless_schema() -> None:
