@@ -18,7 +18,7 @@ from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
@@ -27,6 +27,10 @@ from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.types import TokenLogprobs
 
 __all__ = ["Engine"]
+
+# Prompt tokens that a verify forward may read besides: so few cost a GPU little more than none, and
+# less than a forward of their own, which reads the weights again.
+ALONG = 256
 
 
 class Engine:
@@ -43,6 +47,7 @@ class Engine:
         self._draft_length = build_draft_length(config)
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
+        self._along: list[Request] = []  # whose prompts are read by this step's verify forward
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
@@ -147,13 +152,26 @@ class Engine:
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
         unread = [r for r in rows if r.num_cached < r.prompt_length - 1]
         left = [request.prompt_length - 1 - request.num_cached for request in unread]
+        is_along = self._may_read_along(left)
+        self._along = unread if is_along else []
+        self._target.read_along([_rest_of_prompt(request) for request in self._along])
         for members, width in group_prompts(left, self._config.prefill_tokens):
-            self._read_prompts([unread[at] for at in members], width)
-        for request in rows:
+            if not is_along:
+                self._read_prompts([unread[at] for at in members], width)
+        self._begin_decoding(rows)
+        return bool(unread)
+
+    def _may_read_along(self, left: Sequence[int]) -> bool:
+        """Whether the verify forward of this step may read these prompts too."""
+        is_little = 0 < sum(left) <= min(ALONG, self._config.prefill_tokens)
+        return is_little and self._model.is_packed and bool(self._scheduler.running(State.DECODE))
+
+    def _begin_decoding(self, requests: Sequence[Request]) -> None:
+        """Those whose prompts are read."""
+        for request in requests:
             if request.num_cached == request.prompt_length - 1:
                 request.state = State.DECODE
                 self._hand_on(request)
-        return bool(unread)
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
         starts = [request.num_cached for request in rows]
@@ -209,6 +227,9 @@ class Engine:
             if row.error is not None:
                 request.fail(row.error)
         self._draft_length.end(brought, is_typical=is_typical)
+        for request in self._along:
+            request.num_cached = request.prompt_length - 1
+        self._begin_decoding(self._along)
 
     def _count(
         self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]
@@ -230,6 +251,11 @@ class Engine:
         width = step.draft.token_ids.shape[1]
         chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
         return Brought(outcomes, width, max(0, max(drafted) - chosen))
+
+
+def _rest_of_prompt(request: Request) -> PromptPiece:
+    token_ids = request.tokens[request.num_cached : request.prompt_length - 1]
+    return PromptPiece(request.slot, request.num_cached, token_ids)
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.engine.kept_states import KeptStates, TakenStates
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
 from guided_spec.types import Draft
 
-__all__ = ["SlotTarget"]
+__all__ = ["PromptPiece", "SlotTarget"]
+
+
+class PromptPiece(NamedTuple):
+    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already."""
+
+    slot: int
+    start: int
+    token_ids: list[int]
 
 
 class SlotTarget:
@@ -26,6 +35,7 @@ class SlotTarget:
         self._layers = layers
         self._states = KeptStates()
         self._verified: Tensor | None = None
+        self._along: Sequence[PromptPiece] = ()
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
         """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
@@ -56,10 +66,52 @@ class SlotTarget:
         # overwritten before it can be seen. That spares a download of the drafts' lengths.
         counts = [min(width, self._model.max_length - start) for start in starts]
         inputs = SlotInputs(token_ids, batch.slots, starts, counts)
-        output = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
+        if self._along:
+            output = self._verify_along(inputs)
+        else:
+            output = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert output.logits is not None
         self._verified = output.hidden_states
         return TargetOutput(output.logits, output.hidden_states)
+
+    def read_along(self, prompts: Sequence[PromptPiece]) -> None:
+        """Let the next ``verify`` read prompts too; of a packed model.
+
+        A forward reads every weight, whether for one token or for a hundred. Replaces what was
+        asked for before.
+        """
+        self._along = prompts
+
+    def _verify_along(self, inputs: SlotInputs) -> SlotOutput:
+        """``inputs`` in one forward with the prompts, cut into rows as long as theirs."""
+        prompts, self._along = self._along, ()
+        batch, width = inputs.token_ids.shape
+        rows = [
+            PromptPiece(slot, start + at, token_ids[at : at + width])
+            for slot, start, token_ids in prompts
+            for at in range(0, len(token_ids), width)
+        ]
+        counts = [len(row.token_ids) for row in rows]
+        padded = torch.tensor(
+            [[*row.token_ids, *[0] * (width - len(row.token_ids))] for row in rows]
+        )
+        padded = padded.to(self._model.device, non_blocking=True)
+        together = SlotInputs(
+            torch.cat([inputs.token_ids, padded]),
+            [*inputs.slots, *(row.slot for row in rows)],
+            [*inputs.starts, *(row.start for row in rows)],
+            [*inputs.counts, *counts],
+        )
+        output = self._model.forward(together, hidden_layers=self._layers, num_scored=batch)
+        states = output.hidden_states
+        if states is None:
+            return output
+        first = batch
+        for slot, _, token_ids in prompts:
+            end = first + -(-len(token_ids) // width)
+            self._states.add([slot], [len(token_ids)], states[first:end].flatten(0, 1)[None])
+            first = end
+        return SlotOutput(output.logits, states[:batch])
 
     def commit(self, batch: DecodeBatch, num_accepted: Sequence[int]) -> None:
         """Keep the state of the last token and the accepted draft of every request."""

@@ -113,10 +113,13 @@ class CausalLM:
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
+        num_scored: int | None = None,
     ) -> SlotOutput:
         """Feed the tokens, store their keys and values; never waits for the device.
 
-        logits: of all tokens, of each row's last real one, or none.
+        logits: of all tokens, of each row's last real one, or none. num_scored: of packed models
+        only: the first so many rows get logits, for all of their tokens, and the rows behind them
+        may be pieces of one text, one behind another in the same slot.
         hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
             layers) the output of the last layer, and -1 that output after the final norm.
 
@@ -124,7 +127,12 @@ class CausalLM:
         model does not have.
         """
         if self._packed is not None:
-            return self._forward_packed(self._packed, inputs, logits, hidden_layers)
+            check_layers(hidden_layers, len(self._cache.layer_types))
+            rows = Rows(inputs.slots, inputs.starts, inputs.counts)
+            found = self._packed.forward(
+                inputs.token_ids, rows, logits, hidden_layers, num_scored=num_scored
+            )
+            return SlotOutput(*found)
         token_ids = inputs.token_ids.to(self.device, non_blocking=True)
         plan = StepPlan(
             inputs.slots,
@@ -212,13 +220,6 @@ class CausalLM:
         if decoder is None:
             decoder = StockDecoder.of(self.model, memory)
         return None if decoder is None else PackedLM(decoder, memory, self.device)
-
-    def _forward_packed(
-        self, packed: PackedLM, inputs: SlotInputs, logits: LogitsKind, layers: tuple[int, ...]
-    ) -> SlotOutput:
-        check_layers(layers, len(self._cache.layer_types))
-        rows = Rows(inputs.slots, inputs.starts, inputs.counts)
-        return SlotOutput(*packed.forward(inputs.token_ids, rows, logits, layers))
 
     def _probe(self) -> None:
         inputs = SlotInputs(torch.zeros(1, 1, dtype=torch.int64), [0], [0], [0])

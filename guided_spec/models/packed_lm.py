@@ -31,7 +31,10 @@ LARGEST_PROMPTS = 512  # tokens of all rows of short prompts; more take longer t
 
 
 class Rows(NamedTuple):
-    """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``."""
+    """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
+
+    Several rows may be pieces of one slot's text: a layer stores all keys before any is read.
+    """
 
     slots: Sequence[int]
     starts: Sequence[int]
@@ -68,18 +71,26 @@ class PackedLM:
         self._graphs = GraphPool(device)
 
     def forward(
-        self, token_ids: Tensor, rows: Rows, logits: LogitsKind, layers: tuple[int, ...] = ()
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits: LogitsKind,
+        layers: tuple[int, ...] = (),
+        *,
+        num_scored: int | None = None,
     ) -> PackedForward:
         """Feed tokens int64 [B, T], on the device or the host; nothing waits for the device.
 
-        logits, layers: as of ``CausalLM.forward``. Padding behind ``rows.counts`` is fed too: it
-        lands where nothing valid is, and is overwritten before it can be seen. A row without any
-        tokens is left out.
+        logits, layers: as of ``CausalLM.forward``. num_scored: only the first so many rows get
+        logits, all of theirs; None leaves it to ``logits``. Padding behind ``rows.counts`` is fed
+        too: it lands where nothing valid is, and is overwritten before it can be seen. A row
+        without any tokens is left out.
         """
         batch, width = token_ids.shape
         is_large = logits == "none" and batch * width > LARGEST_PROMPTS
         is_wide = width > WIDEST_GRAPH or is_large
         size, length = (batch, width) if is_wide else (bucket(batch), bucket(width))
+        kind = logits if num_scored is None else "states"
         slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
         last = [max(count, 1) - 1 for count in rows.counts]
         inputs = {
@@ -88,13 +99,19 @@ class PackedLM:
         }
 
         def body(tensors: Inputs) -> PackedForward:
-            return self._compute(tensors, logits, layers)
+            return self._compute(tensors, kind, layers)
 
         if is_wide:
             moved = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
-            return body(moved)
-        found: PackedForward = self._graphs.run((size, length, logits, layers), inputs, body)
+            found = body(moved)
+        else:
+            found = self._graphs.run((size, length, kind, layers), inputs, body)
         scores, hidden = found
+        if num_scored is not None and scores is not None:
+            # Outside of the graph, which would keep logits for each size of batch: one product.
+            scores = self._decoder.logits(scores[:num_scored])
+        if is_wide:
+            return PackedForward(scores, hidden)
         return PackedForward(
             None if scores is None else scores[:batch, :width],
             # Hidden states are kept until their proposer reads them; logits are used at once.
@@ -102,16 +119,19 @@ class PackedLM:
         )
 
     def _compute(
-        self, inputs: Inputs, logits: LogitsKind, layers: tuple[int, ...]
+        self, inputs: Inputs, kind: LogitsKind | Literal["states"], layers: tuple[int, ...]
     ) -> PackedForward:
+        """With the states themselves in place of logits, if these are asked for."""
         slots, starts, last = inputs["places"].unbind(0)
         output = self._decoder.forward(
             inputs["token_ids"], SlotPlaces(slots, starts), self._memory, layers
         )
         states = output.states
-        if logits == "none":
+        if kind == "none":
             return PackedForward(None, output.hidden_states)
-        if logits == "last":
+        if kind == "states":
+            return PackedForward(states, output.hidden_states)
+        if kind == "last":
             states = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[2]))
         return PackedForward(self._decoder.logits(states), output.hidden_states)
 

@@ -44,8 +44,9 @@ class KeyValues(NamedTuple):
 class SlotPlaces(NamedTuple):
     """Where the tokens of a batch belong: token t of row b is position starts[b] + t of its slot.
 
-    slots: [B] int64, distinct; -1 marks an unused row. starts: [B] int64, 0 or more. Both on the
-        device of the buffers, which may change them between two replays of a CUDA graph.
+    slots: [B] int64; -1 marks an unused row. starts: [B] int64, 0 or more. Both on the device of
+        the buffers, which may change them between two replays of a CUDA graph. Rows of one slot
+        must not overlap; they see each other, since all is written before anything is read.
     view: about how many positions the longest row will have: how finely CUDA kernels divide the
         texts. It changes no result. None: as long as the buffer.
     """

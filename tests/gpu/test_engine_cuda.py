@@ -10,6 +10,7 @@ import jsonschema
 import pytest
 import torch
 
+from guided_spec.engine import engine
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -73,3 +74,13 @@ def test_sampled_outputs_are_valid(proposer: str, dtype: torch.dtype) -> None:
     if outputs[0].finish_reason == "stop":
         jsonschema.validate(json.loads(outputs[0].text), SCHEMA)
     assert outputs[3].text in ("cat", "dog", "cattle")
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram"])
+def test_prompts_read_along_give_the_same_texts(
+    monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    along = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
+    monkeypatch.setattr(engine, "ALONG", 0)
+    apart = _generate("llama", proposer, temperature=0.0, dtype=torch.float32)
+    assert [output.token_ids for output in along] == [output.token_ids for output in apart]

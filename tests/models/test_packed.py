@@ -60,6 +60,38 @@ def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
 
 
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("name", [*FAMILY, *DENSE])
+def test_a_prompt_in_pieces_beside_other_rows(name: str, width: int) -> None:
+    """Its rows are pieces of one text; it reads as it does by itself, and so do the others."""
+    model, layers = make(name), (1, -1)
+    running, prompt, behind = prompts_of([7, 19, width], VOCAB, 3)
+    alone, along = (CausalLM(model, num_slots=3, max_length=40, kernels="packed") for _ in range(2))
+    for lm in (alone, along):
+        lm.forward(SlotInputs(torch.tensor([running]), [2], [0], [7]), logits="none")
+    drafts = SlotInputs(torch.tensor([behind]), [2], [7], [width])
+    pieces = [prompt[at : at + width] for at in range(0, len(prompt), width)]
+    counts = [len(piece) for piece in pieces]
+    rows = torch.tensor([[*piece, *[5] * (width - len(piece))] for piece in pieces])
+    together = SlotInputs(
+        torch.cat([drafts.token_ids, rows]),
+        [2, *[0] * len(pieces)],
+        [7, *range(0, len(prompt), width)],
+        [width, *counts],
+    )
+    found = along.forward(together, hidden_layers=layers, num_scored=1)
+    read = alone.forward(SlotInputs(torch.tensor([prompt]), [0], [0], [19]), hidden_layers=layers)
+    expected = alone.forward(drafts, hidden_layers=layers)
+    assert found.logits is not None
+    assert found.hidden_states is not None
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.hidden_states[:1], expected.hidden_states)
+    states = found.hidden_states[1:].flatten(0, 1)[None, :19]
+    torch.testing.assert_close(states, read.hidden_states)
+    last = SlotInputs(torch.tensor([[9]]), [0], [19], [1])  # and it goes on from there
+    torch.testing.assert_close(along.forward(last).logits, alone.forward(last).logits)
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_stay_as_they_are(name: str) -> None:
     model = make(name)

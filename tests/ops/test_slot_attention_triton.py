@@ -32,19 +32,21 @@ torch.Tensor.new_empty = poisoned
 @given(st.data())
 def compare(data):
     draw = lambda *bounds: data.draw(st.integers(*bounds))
-    batch, heads, group, tokens = draw(1, 2), draw(1, 2), draw(1, 4), draw(1, 7)
+    batch, heads, group, tokens = draw(1, 3), draw(1, 2), draw(1, 4), draw(1, 7)
     width = data.draw(st.sampled_from([8, 16, 24, 48, 64]))
     length, window = draw(1, 70), data.draw(st.sampled_from([0, 1, 5, 40]))
     dtype = data.draw(st.sampled_from([torch.float32, torch.float16]))
     slots = data.draw(st.permutations(range(4)))[:batch]
     slots = torch.tensor([slot if draw(0, 3) else -1 for slot in slots])
     starts = torch.tensor([draw(0, length) for _ in range(batch)])
+    if draw(0, 3) == 0:  # pieces of one text
+        slots, starts = slots[:1].repeat(batch), starts[0] // 2 + tokens * torch.arange(batch)
     torch.manual_seed(0)
     query = torch.randn(batch, tokens, heads * group, width).to(dtype).transpose(1, 2)
     key = torch.randn(batch, tokens, heads, width).to(dtype).transpose(1, 2)
     value = torch.randn(batch, heads, tokens, width).to(dtype)
     buffers = torch.full((2, 4, heads, length + 1, width), torch.nan).to(dtype)
-    for slot, start in zip(slots.tolist(), starts.tolist()):
+    for slot, start in zip(slots.tolist(), starts.clamp_max(length).tolist()):
         if slot >= 0:
             buffers[:, slot, :, :start] = torch.randn(2, heads, start, width).to(dtype)
     ours, theirs = buffers.clone(), buffers

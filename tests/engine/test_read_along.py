@@ -1,0 +1,96 @@
+"""Prompts that the verify forward of other requests reads: the texts are what they were."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from guided_spec.engine import engine
+from guided_spec.engine.outputs import Completion
+from guided_spec.engine.target import SlotTarget
+from guided_spec.types import SamplingParams
+from tests.engine.test_equality import PARAMS, PROMPTS
+from tests.learned_heads import HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm
+
+PROPOSERS = ["none", "ngram", "eagle3", "eagle3:validate", "chain:grammar_forced+eagle3"]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Forwards over prompts alone, and over prompts along with drafts."""
+    calls = Counter[str]()
+    prefill, along = SlotTarget.prefill, SlotTarget._verify_along
+
+    def reading(target: SlotTarget, *arguments: Any) -> None:
+        calls["alone"] += 1
+        prefill(target, *arguments)
+
+    def reading_along(target: SlotTarget, *arguments: Any) -> Any:
+        calls["along"] += 1
+        return along(target, *arguments)
+
+    monkeypatch.setattr(SlotTarget, "prefill", reading)
+    monkeypatch.setattr(SlotTarget, "_verify_along", reading_along)
+    return calls
+
+
+def write(
+    headed: HeadedTarget, proposer: str, params: list[SamplingParams], **options: Any
+) -> list[list[Completion]]:
+    """More requests than slots, so that prompts come while others decode."""
+    with make_llm(headed.target, proposer, headed.draft, max_batch_size=3, **options) as llm:
+        outputs = llm.generate(PROMPTS, params)
+    assert [output.error for output in outputs] == [None] * len(PROMPTS)
+    return [list(output.completions) for output in outputs]
+
+
+def tokens(found: list[list[Completion]]) -> list[list[tuple[list[int], str]]]:
+    return [[(c.token_ids, c.finish_reason) for c in completions] for completions in found]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("proposer", PROPOSERS)
+def test_the_texts_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+    headed: HeadedTarget,
+    reads: Counter[str],
+    proposer: str,
+    temperature: float,
+) -> None:
+    params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
+    found = write(headed, proposer, params, kernels="packed")
+    assert reads["along"] > 1
+    assert reads["alone"] >= 1  # the first ones: nobody decodes yet
+    separate = reads["alone"]
+    reads.clear()
+    monkeypatch.setattr(engine, "ALONG", 0)
+    assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
+    assert reads["along"] == 0
+    assert reads["alone"] > separate
+
+
+def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: Counter[str]) -> None:
+    params = [replace(p, n=2, temperature=1.0, seed=row) for row, p in enumerate(PARAMS)]
+    found = write(headed, "ngram", params, kernels="packed")
+    assert reads["along"] > 1
+    assert tokens(found) == tokens(write(headed, "ngram", params, kernels="stock"))
+
+
+def test_long_prompts_have_forwards_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
+) -> None:
+    monkeypatch.setattr(engine, "ALONG", 2)
+    found = write(headed, "none", PARAMS, kernels="packed")
+    assert reads["along"] == 0
+    reads.clear()
+    assert tokens(write(headed, "none", PARAMS, kernels="stock")) == tokens(found)
+    assert reads["along"] == 0
