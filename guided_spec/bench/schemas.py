@@ -49,7 +49,9 @@ _COLUMNS = (
 
 def main(  # noqa: PLR0913 - the options of a command
     paths: Annotated[list[Path], typer.Argument(help="Files or folders of schemas with tests.")],
-    backend: Annotated[str, typer.Option(help="xgrammar, llguidance or auto.")] = "auto",
+    backend: Annotated[
+        str, typer.Option(help="xgrammar, llguidance, auto or a registered one.")
+    ] = "auto",
     tokenizer: Annotated[str | None, typer.Option(help="Hub id or folder of a model.")] = None,
     limit: Annotated[int | None, typer.Option(help="Schemas of one split at most.")] = None,
     walks: Annotated[int, typer.Option(help="Random texts of each schema.")] = 5,

@@ -10,6 +10,7 @@ import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +18,7 @@ import numpy as np
 
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.start import Start
 from guided_spec.training.data.records import read_lines
 from guided_spec.training.data.segments import Encoded, encode_record
 
@@ -106,19 +108,16 @@ def split_heldout(dataset: Dataset, share: float, seed: int) -> Split:
 
 def write_grammar_text(grammar: GrammarSpec | None) -> str:
     """A grammar as one line of JSON, for a column of text; "" for None."""
-    if grammar is None:
-        return ""
-    fields = {
-        "kind": grammar.kind,
-        "source": grammar.source,
-        "any_whitespace": grammar.any_whitespace,
-    }
-    return json.dumps(fields, ensure_ascii=False)
+    return "" if grammar is None else json.dumps(asdict(grammar), ensure_ascii=False)
 
 
 def read_grammar_text(text: str) -> GrammarSpec | None:
     """The inverse of ``write_grammar_text``."""
-    return GrammarSpec(**json.loads(text)) if text else None
+    if not text:
+        return None
+    fields = json.loads(text)
+    start = fields.pop("start")
+    return GrammarSpec(**fields, start=None if start is None else Start(**start))
 
 
 def _encode_all(

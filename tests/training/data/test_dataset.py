@@ -126,6 +126,9 @@ def test_the_seed_decides_who_is_held_out() -> None:
     [
         None,
         GrammarSpec.json_schema({"const": "ü"}, any_whitespace=True),
+        GrammarSpec.json_schema({"type": "object"}, unsupported="rewrite", key_order="any"),
+        GrammarSpec.ebnf('word ::= "a"', root="word").after("</think>", reasoning_budget=9),
+        GrammarSpec.regex("a").after((5, 7)).with_backend("llguidance"),
         GrammarSpec.regex('"[a-z]"\n'),
         GrammarSpec.choice(["a", "b"]),
     ],
