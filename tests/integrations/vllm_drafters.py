@@ -45,9 +45,9 @@ def use_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     interpreter = importlib.import_module("triton.runtime.interpreter")
     store = interpreter.InterpreterBuilder.create_masked_store
 
-    def store_behind_bools(self: Any, ptrs: Any, value: Any, mask: Any, policy: Any) -> Any:
+    def store_behind_bools(self: Any, ptrs: Any, value: Any, mask: Any, *policies: Any) -> Any:
         mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-        return store(self, ptrs, value, mask, policy)
+        return store(self, ptrs, value, mask, *policies)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_store", store_behind_bools)
     for name in ("v1.utils", "v1.spec_decode.llm_base_proposer"):
