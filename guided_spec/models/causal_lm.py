@@ -133,6 +133,7 @@ class CausalLM:
                 inputs.token_ids, rows, logits, hidden_layers, num_scored=num_scored
             )
             return SlotOutput(*found)
+        assert num_scored is None, "stock models take one row a slot"
         token_ids = inputs.token_ids.to(self.device, non_blocking=True)
         plan = StepPlan(
             inputs.slots,
