@@ -78,6 +78,12 @@ class Lookahead:
         """
         return [walk.is_drafting for walk in self._walks]
 
+    def has_room(self, count: int) -> bool:
+        """Whether any open request may draft ``count`` tokens more, 1 or above."""
+        return any(
+            walk.is_drafting and walk.limit - len(walk.drafted) >= count for walk in self._walks
+        )
+
     @property
     def refused(self) -> list[int | None]:
         """[B]: the illegal token that ended the request's draft, None where there was none."""

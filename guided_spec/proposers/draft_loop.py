@@ -176,18 +176,11 @@ class DraftLoop:
 
     def _goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
-        return any(self._lookahead.is_open) or depth < max(self._rooms)
+        return self._lookahead.has_room(1) or depth < max(self._rooms)
 
     def _may_go_on(self, depth: int) -> bool:
         """``_goes_on`` as far as it can be told before ``_settle``."""
-        ahead = (
-            limit - len(drafted) > 1
-            for limit, drafted, is_open in zip(
-                self._batch.limits, self._lookahead.drafted, self._lookahead.is_open, strict=True
-            )
-            if is_open
-        )
-        return any(ahead) or depth < max(self._rooms)
+        return self._lookahead.has_room(2) or depth < max(self._rooms)
 
     def _draw(self, logits: Tensor, depth: int) -> None:
         """One token for each request from logits [B, D]; ``_settle`` follows."""

@@ -90,6 +90,13 @@ class LookaheadMachine(RuleBasedStateMachine):
         assert self.step is not None
         assert self.step.drafted == self.drafted
         assert self.step.is_open == self.open
+        rooms = [
+            limit - len(drafted) if is_open else 0
+            for limit, drafted, is_open in zip(self.limits, self.drafted, self.open, strict=True)
+        ]
+        assert [self.step.has_room(count) for count in (1, 2, 3)] == [
+            max(rooms) >= count for count in (1, 2, 3)
+        ]
         for request, constraint in enumerate(self.constraints):
             if constraint is None:
                 continue

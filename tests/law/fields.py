@@ -41,6 +41,10 @@ class Fields:
     def is_open(self) -> list[bool]:
         return [False] if any(self._held) else self._is_open.tolist()
 
+    def has_room(self, count: int) -> bool:
+        assert count == 1
+        return any(self.is_open)
+
     @contextmanager
     def holding(self, held: Sequence[bool]) -> Iterator[None]:
         assert all(held) or not any(held), "one policy for all rows"
