@@ -137,7 +137,8 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
 def test_an_interrupt_ends_the_engine(tmp_path: Path) -> None:
     """It runs in a session of its own, where Ctrl-C does not arrive."""
     write_sleeper(tmp_path)
-    code = (
+    code = (  # a shell's background jobs ignore interrupts, and so would what they start
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
         "from guided_spec.bench.gpu_peers import VllmEnvironment, start_vllm;"
         f"start_vllm({{}}, VllmEnvironment(site={str(tmp_path)!r}), 'slow')"
     )
