@@ -86,6 +86,9 @@ class GuidedText:
             self.ended, self.error = "error", committed.error
         if self.ended is None and len(self.tokens) >= self.max_length:
             self.ended = "length"
+        if self.ended not in (None, "error") and self.constraint is not None:
+            self.error = self.constraint.settle()
+            self.ended = self.ended if self.error is None else "error"
         return self.tokens[start:]
 
 

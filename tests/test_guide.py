@@ -16,6 +16,7 @@ from guided_spec.core import DecodeBatch, Proposer, TargetOutput
 from guided_spec.errors import (
     BudgetTooSmallError,
     ConfigError,
+    GrammarStateError,
     NoTokenLeftError,
     PromptError,
     UnsupportedSchemaError,
@@ -143,6 +144,23 @@ def test_what_ends_a_text(guide: Guide) -> None:
     ignoring.append(Committed([6, 6], 1))
     assert ignoring.ended == "length"
     assert ignoring.output_ids == [end, 6, 6, 6]
+
+
+def test_the_original_reads_a_text_before_it_has_ended(guide: Guide) -> None:
+    specs = GrammarSpec.regex("[a-c]+"), GrammarSpec.regex("[A-C]+")
+    params = [SamplingParams(grammar=spec, stop_token_ids=[7]) for spec in specs]
+    text, other = (guide.open(slot, [5], each) for slot, each in enumerate(params))
+    assert text.constraint is not None
+    assert other.constraint is not None
+    text.constraint.compiled = other.constraint.compiled
+    text.constraint._original = other.constraint._original
+    ids = tiny_tokenizer()("a", add_special_tokens=False)["input_ids"]
+    assert text.constraint.commit_ahead(ids) == ids
+    text.append(Committed(ids, 0))
+    assert text.ended is None
+    text.append(Committed([7], 0))
+    assert text.ended == "error"
+    assert isinstance(text.error, GrammarStateError)
 
 
 def test_grammars_compile_ahead(guide: Guide) -> None:

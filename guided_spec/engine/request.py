@@ -129,6 +129,9 @@ class Request:
         """End the request and report its completion. Does nothing if it has ended already."""
         if self.state is State.FINISHED:
             return
+        if self.constraint is not None and error is None:
+            error = self.constraint.settle()
+            reason = reason if error is None else "error"
         self.state = State.FINISHED
         self._output.finish()
         output_ids = self.tokens[self.prompt_length :]

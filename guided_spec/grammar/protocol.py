@@ -73,7 +73,12 @@ def fault_of(matcher: GrammarMatcher) -> str | None:
 
 def may_fail(matcher: GrammarMatcher) -> bool:
     """Whether ``fault_of`` can ever find anything: it never does with xgrammar's own matchers."""
-    return hasattr(matcher, "fault") or hasattr(matcher, "inner")
+    at: Any = matcher
+    while at is not None:
+        if hasattr(at, "fault"):
+            return True
+        at = getattr(at, "inner", None)
+    return False
 
 
 class CompiledGrammar(Protocol):

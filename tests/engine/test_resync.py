@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from guided_spec import step
+from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy
 
@@ -52,17 +56,18 @@ def break_at(
     monkeypatch: pytest.MonkeyPatch, commits: Sequence[int], how: Callable[[Constraint], None]
 ) -> None:
     """Break the matcher of the regular expression's request before these of its commits."""
-    commit = Constraint.commit
+    commit_row = step._commit_row
     seen: list[Constraint] = []
 
-    def breaking(constraint: Constraint, token_ids: Sequence[int]) -> list[int]:
-        if constraint.compiled.new_matcher().accept_token(TEN):
+    def breaking(batch: DecodeBatch, request: int, *row: Any) -> Committed:
+        constraint = batch.constraints[request]
+        if constraint is not None and constraint.compiled.new_matcher().accept_token(TEN):
             seen.append(constraint)
             if len(seen) in commits:
                 how(constraint)
-        return commit(constraint, token_ids)
+        return commit_row(batch, request, *row)
 
-    monkeypatch.setattr(Constraint, "commit", breaking)
+    monkeypatch.setattr(step, "_commit_row", breaking)
 
 
 def tokens(completion: Completion) -> tuple[Any, ...]:
@@ -105,3 +110,15 @@ def test_a_request_that_cannot_be_rebuilt_ends_alone(
     assert broken.token_ids == whole.token_ids[:kept]
     assert whole.text.startswith(broken.text)
     assert [one.token_id for one in broken.logprobs or ()] == broken.token_ids
+
+
+def test_the_original_reads_a_text_before_it_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that ends by a stop string, which the step knows nothing of."""
+    params = [replace(p, stop=("2",)) for p in PARAMS]
+    with make_llm("llama", "none") as llm:
+        assert llm.generate(PROMPTS, params)[BROKEN].finish_reason == "stop"
+    break_at(monkeypatch, (3,), change_grammar)
+    with make_llm("llama", "none") as llm:
+        found = llm.generate(PROMPTS, params)
+    assert [output.error is not None for output in found] == [False, True, False]
+    assert isinstance(found[BROKEN].error, GrammarStateError)
