@@ -152,11 +152,12 @@ class Engine:
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
         unread = [r for r in rows if r.num_cached < r.prompt_length - 1]
         left = [request.prompt_length - 1 - request.num_cached for request in unread]
-        is_along = self._may_read_along(left)
-        self._along = unread if is_along else []
-        self._target.read_along([_rest_of_prompt(request) for request in self._along])
-        for members, width in group_prompts(left, self._config.prefill_tokens):
-            if not is_along:
+        self._along = unread if self._may_read_along(left) else []
+        self._target.read_along(
+            [PromptPiece(r.slot, r.num_cached, _rest_of_prompt(r)) for r in self._along]
+        )
+        if not self._along:
+            for members, width in group_prompts(left, self._config.prefill_tokens):
                 self._read_prompts([unread[at] for at in members], width)
         self._begin_decoding(rows)
         return bool(unread)
@@ -175,7 +176,7 @@ class Engine:
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
         starts = [request.num_cached for request in rows]
-        chunks = [r.tokens[r.num_cached : r.prompt_length - 1][:width] for r in rows]
+        chunks = [_rest_of_prompt(request)[:width] for request in rows]
         self._target.prefill([request.slot for request in rows], starts, chunks)
         for request, chunk in zip(rows, chunks, strict=True):
             request.num_cached += len(chunk)
@@ -253,9 +254,8 @@ class Engine:
         return Brought(outcomes, width, max(0, max(drafted) - chosen))
 
 
-def _rest_of_prompt(request: Request) -> PromptPiece:
-    token_ids = request.tokens[request.num_cached : request.prompt_length - 1]
-    return PromptPiece(request.slot, request.num_cached, token_ids)
+def _rest_of_prompt(request: Request) -> list[int]:
+    return request.tokens[request.num_cached : request.prompt_length - 1]
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

@@ -40,8 +40,7 @@ class SlotTarget:
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
         """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
         counts = [len(row) for row in tokens]
-        padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
-        inputs = SlotInputs(torch.tensor(padded), slots, starts, counts)
+        inputs = SlotInputs(_padded(tokens, max(counts)), slots, starts, counts)
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
         self._model.commit(counts)
         if output.hidden_states is not None:
@@ -91,16 +90,12 @@ class SlotTarget:
             for slot, start, token_ids in prompts
             for at in range(0, len(token_ids), width)
         ]
-        counts = [len(row.token_ids) for row in rows]
-        padded = torch.tensor(
-            [[*row.token_ids, *[0] * (width - len(row.token_ids))] for row in rows]
-        )
-        padded = padded.to(self._model.device, non_blocking=True)
+        padded = _padded([row.token_ids for row in rows], width)
         together = SlotInputs(
-            torch.cat([inputs.token_ids, padded]),
+            torch.cat([inputs.token_ids, padded.to(self._model.device, non_blocking=True)]),
             [*inputs.slots, *(row.slot for row in rows)],
             [*inputs.starts, *(row.start for row in rows)],
-            [*inputs.counts, *counts],
+            [*inputs.counts, *(len(row.token_ids) for row in rows)],
         )
         output = self._model.forward(together, hidden_layers=self._layers, num_scored=batch)
         states = output.hidden_states
@@ -128,3 +123,8 @@ class SlotTarget:
     def release(self, slots: Sequence[int]) -> None:
         """Forget the hidden states of ended requests."""
         self._states.take(slots)
+
+
+def _padded(rows: Sequence[list[int]], width: int) -> Tensor:
+    """int64 [B, width] on the host, zeros behind each row."""
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

@@ -83,13 +83,13 @@ class Constraint:
         self._original = compiled.new_matcher()
         self._may_fail = may_fail(self._original)
         self._fork = Fork(self._original.fork(), compiled.excluded)
-        self._behind: list[int] = []  # committed tokens that the original has not read yet
+        self._num_behind = 0  # committed tokens that the original has not read yet
         self._failure: GrammarStateError | None = None
 
     @property
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
-        return not self._behind and self._original.is_terminated()
+        return not self._num_behind and self._original.is_terminated()
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
@@ -132,7 +132,7 @@ class Constraint:
         if not is_led or fork.matcher.is_terminated():
             return self.commit(token_ids)
         taken = list(token_ids)
-        self._behind = taken.copy()
+        self._num_behind = len(taken)
         self._keep(taken, fork)
         return taken
 
@@ -141,8 +141,8 @@ class Constraint:
 
         Where it refuses a token, both matchers are rebuilt, as by ``commit``.
         """
-        if self._behind:
-            behind, self._behind = self._behind, []
+        if self._num_behind:
+            behind, self._num_behind = self.committed[-self._num_behind :], 0
             is_refused = _advance(self._original, behind) < len(behind)
             if is_refused or self._original.is_terminated():
                 try:
@@ -152,7 +152,7 @@ class Constraint:
         return self._failure
 
     def _require_settled(self) -> None:
-        if (self._behind or self._failure) and (failure := self.settle()) is not None:
+        if (failure := self.settle()) is not None:
             raise failure
 
     def _keep(self, token_ids: list[int], fork: Fork) -> None:

@@ -143,11 +143,11 @@ class Lookahead:
 
     def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
         """``accept`` of what the host has already; starved: [B] 0 or 1."""
-        for request, walk in enumerate(self._walks):
+        for walk in self._walks:
             if walk.is_drafting:
                 if starved is not None:
-                    walk.starved += starved[request]
-                self._accept(walk, token_ids[request])
+                    walk.starved += starved[walk.request]
+                self._accept(walk, token_ids[walk.request])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.
@@ -164,13 +164,13 @@ class Lookahead:
             draft stops at an empty one.
         """
         legal: list[list[int]] = []
-        for request, (walk, positions) in enumerate(zip(self._walks, options, strict=True)):
+        for walk, positions in zip(self._walks, options, strict=True):
             start = len(walk.drafted)
             for token_ids in positions:
                 if not walk.is_drafting or not token_ids:
                     break
                 if any(walk.append(token_id) for token_id in token_ids):
-                    self._check_pause(request, walk)
+                    self._check_pause(walk)
                 else:
                     walk.refuse(token_ids[0])
             legal.append(walk.drafted[start:])
@@ -248,19 +248,20 @@ class Lookahead:
             return
         if walk.fork is not None:
             depth = len(walk.drafted)
-            if walk.filled <= depth:
+            if walk.num_missing:
                 self._fill([walk])
             # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
             if not self._rows.allows(walk.request, depth, token_id):
                 walk.refuse(token_id)
                 return
-        if not walk.append(token_id):
+        if walk.append(token_id):
+            self._check_pause(walk)
+        else:
             walk.refuse(token_id)
-        elif self._pause is not None:
-            self._check_pause(walk.request, walk)
 
-    def _check_pause(self, request: int, walk: Walk) -> None:
-        walk.is_paused = self._pause is not None and walk.is_open and self._pause(request)
+    def _check_pause(self, walk: Walk) -> None:
+        if self._pause is not None:
+            walk.is_paused = walk.is_open and self._pause(walk.request)
 
     def _fill(self, walks: Sequence[Walk]) -> None:
         started = time.perf_counter()

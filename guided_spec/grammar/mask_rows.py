@@ -73,12 +73,12 @@ class MaskRows:
 
         All the matchers are xgrammar's own.
         """
-        width = self._active
-        self._block.fill_many(batch, matchers, [depth * width + at for at, depth in places])
+        rows = [self._at(request, depth) for request, depth in places]
+        self._block.fill_many(batch, matchers, rows)
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
-        return self._block.allows(depth * self._active + request, token_id)
+        return self._block.allows(self._at(request, depth), token_id)
 
     def words(self, request: int, depth: int) -> NDArray[np.int32]:
         """One row, int32 [W], on the host: a view."""

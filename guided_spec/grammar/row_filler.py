@@ -109,15 +109,11 @@ class RowFiller:
             walk.fork.rollback_to(walk.filled)
         while walks:
             self._fill_level(batch, walks)
-            left = []
             for walk in walks:
-                filled, drafted = walk.filled, walk.drafted
-                if filled < len(drafted) and walk.fork is not None:
-                    walk.fork.accept(drafted[filled])
-                walk.filled = filled + 1
-                if walk.num_missing:
-                    left.append(walk)
-            walks = left
+                if walk.filled < len(walk.drafted) and walk.fork is not None:
+                    walk.fork.accept(walk.drafted[walk.filled])
+                walk.filled += 1
+            walks = [walk for walk in walks if walk.num_missing]
 
     def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
         """One row of each walk: xgrammar's in one call, others one by one."""
@@ -126,7 +122,7 @@ class RowFiller:
         for walk in walks:
             assert walk.fork is not None
             matcher = walk.fork.matcher
-            source = matcher if batch.takes(matcher) else row_source(matcher)
+            source = row_source(matcher)
             if batch.takes(source):
                 matchers.append(source)
                 places.append((walk.request, walk.filled))

@@ -102,16 +102,17 @@ class GraphPool:
         }
         if not self._is_cuda:
             return Captured(None, static, None)
+        given = {**static, **fixed}
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):
-                body({**static, **fixed})
+                body(given)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile: mask rows are uploaded on their own stream.
         with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            outputs = body({**static, **fixed})
+            outputs = body(given)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
         return Captured(graph, static, outputs)

@@ -135,10 +135,11 @@ class DraftChooser:
         key = (depth, size, is_sampled)
         if key not in self._rooms:
             ids = logits.new_empty(4, size, dtype=torch.int64)
-            shape = (size if is_sampled else 0, logits.shape[1])
-            probs = logits.new_empty(shape, dtype=torch.float32)
             rescued = None if self._target_ids is None else ids[3]
-            self._rooms[key] = Chosen(ids[:3], probs if is_sampled else None, rescued)
+            probs = None
+            if is_sampled:
+                probs = logits.new_empty(size, logits.shape[1], dtype=torch.float32)
+            self._rooms[key] = Chosen(ids[:3], probs, rescued)
         return self._rooms[key]
 
     def _body(

@@ -141,15 +141,21 @@ def test_a_matcher_that_refuses_once_is_rebuilt() -> None:
     assert constraint.resyncs == 1
 
 
+@pytest.mark.parametrize("is_later", [False, True])
 @pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
-def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt(which: int) -> None:
+def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt(
+    which: int, *, is_later: bool
+) -> None:
     constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])))
+    commit = constraint.commit_ahead if is_later else constraint.commit
     constraint.commit([0])
     matchers(constraint)[which].tokens = [0, 1, EOS]
-    assert constraint.commit([1]) == [1]
+    assert commit([1]) == [1]
+    assert constraint.settle() is None
     assert constraint.resyncs == 1
     assert not constraint.is_terminated
-    assert constraint.commit([2, EOS]) == [2, EOS]
+    assert commit([2, EOS]) == [2, EOS]
+    assert constraint.is_terminated
 
 
 def test_a_rebuilt_matcher_that_refuses_raises() -> None:
@@ -229,16 +235,3 @@ def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
         with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
             commit([2])
     assert constraint.committed == [0, 1]
-
-
-@pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
-def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt_later(which: int) -> None:
-    constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])))
-    constraint.commit([0])
-    matchers(constraint)[which].tokens = [0, 1, EOS]
-    assert constraint.commit_ahead([1]) == [1]
-    assert constraint.settle() is None
-    assert constraint.resyncs == 1
-    assert not constraint.is_terminated
-    assert constraint.commit_ahead([2, EOS]) == [2, EOS]
-    assert constraint.is_terminated
