@@ -11,6 +11,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.engine.kept_states import KeptStates, TakenStates
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
+from guided_spec.ops.mailbox import before_waiting
 from guided_spec.types import Draft
 
 __all__ = ["PromptPiece", "SlotTarget"]
@@ -84,6 +85,7 @@ class SlotTarget:
     def _verify_along(self, inputs: SlotInputs) -> SlotOutput:
         """``inputs`` in one forward with the prompts, cut into rows as long as theirs."""
         prompts, self._along = self._along, ()
+        before_waiting()  # so many tokens may have to wait for their copy
         batch, width = inputs.token_ids.shape
         rows = [
             PromptPiece(slot, start + at, token_ids[at : at + width])

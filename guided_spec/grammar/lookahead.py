@@ -124,12 +124,20 @@ class Lookahead:
 
         None when no request is constrained. Rows of free, closed and held requests forbid nothing.
         """
-        if not self._is_constrained:
-            return None
+        return self._rows.at_depths(self._next_depths()) if self._is_constrained else None
+
+    def next_rows(self, count: int) -> NDArray[np.int64]:
+        """Where the rows of ``next_mask`` lie on the host, int64 [count]: addresses.
+
+        count: B or more; those behind the batch's own forbid nothing. The rows stay as they are
+        until the step after the next one.
+        """
+        return self._rows.addresses(self._next_depths(), count)
+
+    def _next_depths(self) -> list[int | None]:
+        """Fill what comes next; returns where those rows are."""
         self._fill([walk for walk in self._walks if walk.is_drafting])
-        return self._rows.at_depths(
-            [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
-        )
+        return [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
 
     def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
         """Append one drafted token, int64 [B], to every open request; one download.
@@ -248,7 +256,7 @@ class Lookahead:
             return
         if walk.fork is not None:
             depth = len(walk.drafted)
-            if walk.num_missing:
+            if walk.filled <= depth:
                 self._fill([walk])
             # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
             if not self._rows.allows(walk.request, depth, token_id):

@@ -80,6 +80,13 @@ class MaskBlock:
         self._restore(start, stop)
         return self._rows[start:stop]
 
+    def addresses(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """Where rows in any order lie in memory, int64 [len(rows)]."""
+        at = np.array(rows, dtype=np.int64)
+        for row in at[self._is_stale[at] & ~self._is_filled[at]].tolist():
+            self._restore(row, row + 1)
+        return self._rows.data_ptr() + at * self._array.strides[0]
+
     def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
         """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if given."""
         for row in rows:

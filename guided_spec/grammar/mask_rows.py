@@ -16,6 +16,7 @@ from guided_spec.grammar.mask_upload import MaskUpload
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.xgrammar_batch import XGrammarBatch
 from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mailbox import answer_later
 
 __all__ = ["MaskRows", "row_allows"]
 
@@ -54,6 +55,7 @@ class MaskRows:
         if self.filling is not None:  # a step that failed half-way may have left it running
             self.filling.exception()
             self.filling = None
+        answer_later()  # so may a draft that this thread should have walked
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)
@@ -73,7 +75,7 @@ class MaskRows:
 
         All the matchers are xgrammar's own.
         """
-        rows = [self._at(request, depth) for request, depth in places]
+        rows = [depth * self._active + request for request, depth in places]
         self._block.fill_many(batch, matchers, rows)
 
     def allows(self, request: int, depth: int, token_id: int) -> bool:
@@ -105,6 +107,14 @@ class MaskRows:
         staged = self._upload.stage(len(depths))
         self._block.gather(places, staged)
         return self._upload.next_rows(staged).rows
+
+    def addresses(self, depths: Sequence[int | None], count: int) -> NDArray[np.int64]:
+        """Where the rows of ``at_depths`` lie on the host, int64 [count]; the rest forbids nothing.
+
+        Whoever reads there has to be done before the next ``clear`` but one.
+        """
+        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        return self._block.addresses([*places, *[self._none] * (count - len(places))])
 
     def first(self, requests: int, depths: int) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.

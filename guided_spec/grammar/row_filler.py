@@ -105,15 +105,18 @@ class RowFiller:
     def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
         """Every walk's next missing row, then the row after that, ..."""
         for walk in walks:
-            assert walk.fork is not None
-            walk.fork.rollback_to(walk.filled)
+            if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
+                walk.fork.rollback_to(walk.filled)
         while walks:
             self._fill_level(batch, walks)
+            left: list[Walk] = []
             for walk in walks:
-                if walk.filled < len(walk.drafted) and walk.fork is not None:
-                    walk.fork.accept(walk.drafted[walk.filled])
-                walk.filled += 1
-            walks = [walk for walk in walks if walk.num_missing]
+                at, walk.filled = walk.filled, walk.filled + 1
+                if at < len(walk.drafted) and walk.fork is not None:
+                    walk.fork.accept(walk.drafted[at])
+                    if walk.num_missing:
+                        left.append(walk)
+            walks = left
 
     def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
         """One row of each walk: xgrammar's in one call, others one by one."""

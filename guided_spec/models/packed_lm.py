@@ -7,10 +7,10 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed_decoder import PackedDecoder
+from guided_spec.models.padding import pack_places, pad_to
 from guided_spec.models.stock_decoder import StockDecoder
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -20,8 +20,6 @@ __all__ = [
     "PackedForward",
     "PackedLM",
     "Rows",
-    "pack_places",
-    "pad_to",
 ]
 
 LogitsKind = Literal["all", "last", "none"]
@@ -134,23 +132,3 @@ class PackedLM:
         if kind == "last":
             states = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[2]))
         return PackedForward(self._decoder.logits(states), output.hidden_states)
-
-
-def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
-    if tensor.shape == torch.Size(shape):
-        return tensor
-    room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
-    return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
-
-
-def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
-    """int64 [len(rows), size] on the host; unused places behind the rows' own.
-
-    rows: of B integers each, the slots before all others: -1 is what marks an unused place.
-
-    Not pinned: so few bytes are staged by the driver, which costs less than pinned memory does.
-    """
-    missing = size - len(rows[0])
-    first, *others = rows
-    return torch.tensor([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])

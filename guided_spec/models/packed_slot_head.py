@@ -1,31 +1,23 @@
-"""A packed EAGLE-3 head over KV slots: its steps, and whole greedy drafts, as CUDA graphs."""
+"""A packed EAGLE-3 head over KV slots: its steps, and whole drafts, as CUDA graphs."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
+from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs, bucket
 from guided_spec.models.packed_eagle3 import PackedEagle3
-from guided_spec.models.packed_lm import WIDEST_GRAPH, pack_places, pad_to
+from guided_spec.models.packed_lm import WIDEST_GRAPH
+from guided_spec.models.padding import pack_places, pad_rows, pad_states, pad_to
+from guided_spec.models.picker import BestTokens, GreedyWalk, Picker
 from guided_spec.models.slot_head import SlotRoom
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["GreedyWalk", "PackedSlotHead"]
-
-
-class GreedyWalk(NamedTuple):
-    """A draft whose every token is the best one.
-
-    tokens: int64 [R, count] target ids. logits: [R, count, D] that they are the best of.
-    """
-
-    tokens: Tensor
-    logits: Tensor
+__all__ = ["PackedSlotHead"]
 
 
 class Scored(NamedTuple):
@@ -140,8 +132,7 @@ class PackedSlotHead:
             "states": pad_to(states, (size, length, states.shape[2])),
             "places": places,
         }
-        scored = self.graphs.run(("read", size, length), inputs, self._read)
-        self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
+        self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
         self._begin_draft(slots)
 
     def confirm(self, slot: int, count: int) -> None:
@@ -151,15 +142,13 @@ class PackedSlotHead:
     @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
-        key, size = tuple(slots), bucket(len(slots))
-        inputs = {"token_ids": pad_to(token_ids, (size,))}
-        if self._scored is None or self._scored[0] != key or not self._has_walked:
+        size = bucket(len(slots))
+        inputs = {"token_ids": pad_rows(token_ids, size)}
+        if self._still_scored(slots) is None or not self._has_walked:
             hidden = self._hidden[self._index(slots)]
-            starts = [self._lengths[slot] + self._depths[slot] for slot in slots]
-            inputs["hidden"] = pad_to(hidden, (size, hidden.shape[1]))
-            inputs["places"] = pack_places((slots, starts), size)
-        scored: Scored = self.graphs.run(("walk", size), inputs, self._walk)
-        self._keep(key, Scored(*(part[: len(key)] for part in scored)))
+            inputs["hidden"] = pad_rows(hidden, size)
+            inputs["places"] = pack_places((slots, self._ends(slots)), size)
+        self._keep(slots, self.graphs.run(("walk", size), inputs, self._walk))
         self._has_walked = True
         for slot in slots:
             self._depths[slot] += 1
@@ -170,27 +159,36 @@ class PackedSlotHead:
 
         All but the last are appended. On CUDA the next such draft overwrites the result.
         """
-        key, size = tuple(slots), bucket(len(slots))
-        hidden = self._hidden[self._index(slots)]
-        starts = [self._lengths[slot] + self._depths[slot] for slot in slots]
-        inputs = {
-            "hidden": pad_to(hidden, (size, hidden.shape[1])),
-            "places": pack_places((slots, starts), size),
-        }
-        walk, last = self.graphs.run(
-            ("draft", size, count), inputs, lambda tensors: self._draft(tensors, count)
-        )
-        self._keep(key, Scored(last[: len(key)], walk.logits[: len(key), -1]))
-        for slot in slots:
-            self._depths[slot] += count - 1
-        return GreedyWalk(*(part[: len(key)] for part in walk))
+        body = partial(self._draft_best, count)
+        walk = self._run_draft("best", count, (slots, self._ends(slots)), body)
+        return GreedyWalk(*(part[: len(slots)] for part in walk))
+
+    @torch.inference_mode()
+    def walk_by(self, picker: Picker, slots: Sequence[int], count: int) -> None:
+        """Draft ``count`` tokens that ``picker`` picks: one graph for all.
+
+        All but the last are appended.
+        """
+        rows = (slots, self._ends(slots), [picker.ticket] * len(slots))
+        body = partial(self._draft_by, picker, count)
+        self._run_draft(picker.key, count, rows, body, picker.inputs)
 
     @torch.inference_mode()
     def logits(self, slots: Sequence[int]) -> Tensor:
         """[R, D]: the scores of the token that follows each slot's draft."""
-        if self._scored is not None and self._scored[0] == tuple(slots):
-            return self._scored[1].logits
+        scored = self._still_scored(slots)
+        if scored is not None:
+            return scored.logits
         return self._packed.logits(self._hidden[self._index(slots)])
+
+    def _still_scored(self, slots: Sequence[int]) -> Scored | None:
+        """The rows of these slots as the last forward left them."""
+        is_same = self._scored is not None and self._scored[0] == tuple(slots)
+        return self._scored[1] if is_same and self._scored is not None else None
+
+    def _ends(self, slots: Sequence[int]) -> list[int]:
+        """Where the next token of each slot's draft goes."""
+        return [self._lengths[slot] + self._depths[slot] for slot in slots]
 
     def _begin_draft(self, slots: Sequence[int]) -> None:
         for slot in slots:
@@ -206,7 +204,7 @@ class PackedSlotHead:
         is_wide = width > WIDEST_GRAPH
         size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
         ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in tokens])
-        padded = _pad(states, width)
+        padded = pad_states(states, width)
         starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
         inputs = {
             "token_ids": pad_to(ids, (size, length)),
@@ -214,10 +212,9 @@ class PackedSlotHead:
             "places": pack_places((slots, starts, last), size),
         }
         if is_wide:
-            scored = self._read({k: v.to(self._device) for k, v in inputs.items()})
+            self._keep(slots, self._read({k: v.to(self._device) for k, v in inputs.items()}))
         else:
-            scored = self.graphs.run(("read", size, length), inputs, self._read)
-        self._keep(tuple(slots), Scored(*(part[: len(slots)] for part in scored)))
+            self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
         for slot, count in zip(slots, counts, strict=True):
             self._lengths[slot] += count
 
@@ -237,18 +234,51 @@ class PackedSlotHead:
         places[1] += 1
         return self._score(places[0], output)
 
-    def _draft(self, inputs: Inputs, count: int) -> tuple[GreedyWalk, Tensor]:
-        hidden, (slots, starts) = inputs["hidden"], inputs["places"].unbind(0)
-        vocabulary = self._packed.head.vocabulary
-        tokens, logits = [], [self._packed.logits(hidden)]
+    def _run_draft(
+        self,
+        name: Hashable,
+        count: int,
+        rows: Sequence[Sequence[int]],
+        body: Callable[[Inputs], tuple[Any, Scored]],
+        others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
+    ) -> Any:
+        """rows: of the places, slots first. Returns the first of what ``body`` does."""
+        slots, size = rows[0], bucket(len(rows[0]))
+        scored = self._still_scored(slots)
+        inputs = others(key := (name, count, size, scored is None), size)
+        if scored is not None:
+            inputs = {**inputs, "logits": pad_rows(scored.logits, size)}
+        if key not in self.graphs:
+            # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
+            still = pack_places([[] for _ in rows], size)
+            self.graphs.prepare(key, {**inputs, "places": still}, body)
+        found, last = self.graphs.run(key, {**inputs, "places": pack_places(rows, size)}, body)
+        self._keep(slots, last)
+        for slot in slots:
+            self._depths[slot] += count - 1
+        return found
+
+    def _draft_best(self, count: int, inputs: Inputs) -> tuple[GreedyWalk, Scored]:
+        best = BestTokens(self._packed.head.vocabulary)
+        last = self._draft(inputs, count, best.pick)
+        return best.walk, last
+
+    def _draft_by(self, picker: Picker, count: int, inputs: Inputs) -> tuple[None, Scored]:
+        ticket = inputs["places"][2, :1]
+        return None, self._draft(inputs, count, partial(picker.pick, ticket, inputs))
+
+    def _draft(self, inputs: Inputs, count: int, pick: Callable[[int, Tensor], Tensor]) -> Scored:
+        """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
+        slots, starts = inputs["places"][:2].unbind(0)
+        hidden = self._hidden[slots]
+        logits = inputs["logits"] if "logits" in inputs else self._packed.logits(hidden)
         for depth in range(count):
-            best = logits[-1].argmax(-1)
-            tokens.append(best if vocabulary is None else vocabulary.to_target(best))
+            token_ids = pick(depth, logits)
             if depth < count - 1:
-                hidden = self._step(tokens[-1], hidden, SlotPlaces(slots, starts + depth))
-                logits.append(self._packed.logits(hidden))
+                hidden = self._step(token_ids, hidden, SlotPlaces(slots, starts + depth))
+                logits = self._packed.logits(hidden)
         self._hidden[slots] = hidden
-        return GreedyWalk(torch.stack(tokens, 1), torch.stack(logits, 1)), hidden
+        return Scored(hidden, logits)
 
     def _step(self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces) -> Tensor:
         fed = (token_ids.unsqueeze(1), hidden.unsqueeze(1))
@@ -258,28 +288,12 @@ class PackedSlotHead:
         self._hidden[slots] = hidden
         return Scored(hidden, self._packed.logits(hidden))
 
-    def _keep(self, slots: tuple[int, ...], scored: Scored) -> None:
-        self._scored, self._has_walked = (slots, scored), False
+    def _keep(self, slots: Sequence[int], scored: Scored) -> None:
+        rows = Scored(*(part[: len(slots)] for part in scored))
+        self._scored, self._has_walked = (tuple(slots), rows), False
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         key = tuple(slots)
         if self._indexed is None or self._indexed[0] != key:
             self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
         return self._indexed[1]
-
-
-def _pad(states: Sequence[Tensor], width: int) -> Tensor:
-    """[R, width, X] of R tensors [n, X], n at most ``width``; what is behind a row's end is any.
-
-    As many launches for many rows as for one.
-    """
-    if len(states) == 1:
-        return states[0].unsqueeze(0)
-    counts = [len(state) for state in states]
-    ends = itertools.accumulate(counts)
-    rows = [
-        [end - count + min(column, count - 1) for column in range(width)]
-        for end, count in zip(ends, counts, strict=True)
-    ]
-    flat = torch.cat(list(states))
-    return flat[torch.tensor(rows).to(flat.device, non_blocking=True)]

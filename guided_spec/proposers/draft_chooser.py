@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
-from guided_spec.models.packed_lm import pad_to
+from guided_spec.models.padding import pad_rows
 from guided_spec.ops.draft_choice import DraftNoise, choose_draft
 from guided_spec.ops.warp import Sampling
 
@@ -116,7 +116,7 @@ class DraftChooser:
                 inputs |= {"seeds": noise.seeds}
                 inputs |= {name: getattr(sampling, name) for name in PARAMETERS}
                 self._given[key] = (sampling, batch)
-        padded = {name: pad_to(value, (size, *value.shape[1:])) for name, value in inputs.items()}
+        padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
         room = self._room(depth, size, logits, is_sampled=noise is not None)
         self._graphs.run(key, padded, self._body(depth, sampling, noise, room), fixed)

@@ -26,13 +26,14 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.models.packed_slot_head import GreedyWalk
+from guided_spec.models.picker import GreedyWalk
 from guided_spec.ops.download import Download
 from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.types import Draft, DraftPolicy
 
 __all__ = ["DraftLoop", "draft_autoregressively"]
@@ -87,8 +88,8 @@ class _Place(NamedTuple):
 class DraftLoop:
     """What is drafted in one step, and how each request keeps to its grammar.
 
-    ``run`` or ``take`` once, then ``finish`` or ``pending`` once. The arguments are those of
-    ``draft_autoregressively``.
+    ``run``, ``take`` or ``take_masked`` once, then ``finish`` or ``pending`` once. The arguments
+    are those of ``draft_autoregressively``.
     chooser: kept by the drafter from step to step, made with the target ids of ``vocabulary``; None
         launches every choice by itself.
     """
@@ -130,6 +131,7 @@ class DraftLoop:
         self._noise = None if self._sampling.all_greedy else self._keys()
         self._places: list[_Place] = []
         self._drawn: Download | None = None
+        self._running: MaskedDraft | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
 
     def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
@@ -151,6 +153,17 @@ class DraftLoop:
         for depth, tokens in enumerate(walk.tokens.unbind(1)):
             best = None if top is None else top[:, depth]
             self._places.append(_Place(tokens, tokens, None, best, None))
+
+    def take_masked(self, walk: MaskedWalk, slots: Sequence[int]) -> None:
+        """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``."""
+        with self._lookahead.holding(self._is_later):
+            drawing = (self._sampling, self._noise)
+            self._running = walk.begin(slots, self._batch, self._lookahead, *drawing)
+            # The device works on while whoever reads the draft launches what comes behind it.
+            self._running.walk(self._lookahead, 1)
+        for depth in range(self._batch.num_draft_tokens):
+            ids, probs, rescued = self._running.room.at(depth)
+            self._places.append(_Place(ids, ids, probs, None, rescued))
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -195,6 +208,9 @@ class DraftLoop:
 
     def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
+        if self._running is not None:
+            self._running.walk(self._lookahead)
+            self._running = None
         if self._drawn is not None:
             tokens, starved = self._drawn.wait().tolist()
             self._lookahead.accept_ids(tokens, starved)

@@ -6,7 +6,7 @@ from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError
 from guided_spec.types import DRAFT_POLICIES, DraftPolicy
 
-__all__ = ["drafts_best", "read_policy"]
+__all__ = ["drafts_best", "drafts_masked", "read_policy"]
 
 
 def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
@@ -37,3 +37,15 @@ def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
         ):
             return False
     return True
+
+
+def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+    """Whether every request of the batch drafts under masks, and nothing but them changes logits.
+
+    policy: of the requests that do not ask for one. Such a draft can be made by a ``MaskedWalk``,
+    and handed to ``DraftLoop.take_masked``.
+    """
+    asked = batch.policies or (None,) * len(batch)
+    is_constrained = any(constraint is not None for constraint in batch.constraints)
+    is_masked = all((own or policy) == "mask" for own in asked)
+    return batch.adjustments is None and is_constrained and is_masked

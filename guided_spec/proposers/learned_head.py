@@ -16,10 +16,12 @@ from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.models.slot_head import SlotHead, SlotRoom
 from guided_spec.ops.download import Download
+from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
-from guided_spec.proposers.draft_policy import drafts_best, read_policy
+from guided_spec.proposers.draft_policy import drafts_best, drafts_masked, read_policy
+from guided_spec.proposers.masked_walk import MaskedWalk
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = ["LearnedHead"]
@@ -56,6 +58,9 @@ class LearnedHead:
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = self._head.graphs if isinstance(self._head, PackedSlotHead) else None
         self._chooser = DraftChooser.on(context.device, target_ids, sources)
+        self._masked: MaskedWalk | None = None
+        if isinstance(self._head, PackedSlotHead) and can_share(context.device):
+            self._masked = MaskedWalk(self._head, target_ids, context)
         self._ahead: _Ahead | None = None
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
@@ -96,44 +101,53 @@ class LearnedHead:
         self._read(batch)
         loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser)
         drafted, is_open = lookahead.drafted, lookahead.is_open
-        rows = [
+        able = [
             row
             for row, slot in enumerate(batch.slots)
-            if is_open[row] and self._may_draft(batch, slot, batch.contexts[row], drafted[row])
+            if self._may_draft(batch, slot, batch.contexts[row], drafted[row])
         ]
+        rows = [row for row in able if is_open[row]]
         if not rows:
+            return loop
+        if len(able) == len(batch) and self._draft_at_once(loop, batch, lookahead):
             return loop
         slots = [batch.slots[row] for row in rows]
         self._follow(slots, [drafted[row] for row in rows], batch.device)
-        if len(rows) == len(batch):
-            self._draft_all(loop, batch, slots)
-            return loop
-        index = torch.tensor(rows).to(batch.device, non_blocking=True)
+        index = None  # nothing has to be picked or spread
+        if len(rows) < len(batch):
+            index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits() -> Tensor:
             scores = self._head.logits(slots)
+            if index is None:
+                return scores
             full = scores.new_full((len(batch), scores.shape[1]), float("-inf"))
             return full.index_copy_(0, index, scores)
 
         def forward(token_ids: Tensor) -> Tensor:
-            self._head.walk(slots, token_ids[index])
+            self._head.walk(slots, token_ids if index is None else token_ids[index])
             return logits()
 
         loop.run(logits(), forward)
         return loop
 
-    def _draft_all(self, loop: DraftLoop, batch: DecodeBatch, slots: list[int]) -> None:
-        """The same where every request drafts: nothing has to be picked or spread."""
-        head = self._head
-        if isinstance(head, PackedSlotHead) and drafts_best(batch, self._policy):
+    def _draft_at_once(self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead) -> bool:
+        """Draft by one graph, if it can be; closed requests draft too, and nobody looks."""
+        head, slots = self._head, batch.slots
+        if not isinstance(head, PackedSlotHead):
+            return False
+        is_masked = self._masked is not None and drafts_masked(batch, self._policy)
+        if not is_masked and not drafts_best(batch, self._policy):
+            return False
+        pairs = zip(lookahead.drafted, lookahead.is_open, strict=True)
+        self._follow(
+            slots, [drafted if is_open else () for drafted, is_open in pairs], batch.device
+        )
+        if self._masked is not None and is_masked:
+            loop.take_masked(self._masked, slots)
+        else:
             loop.take(head.walk_greedily(slots, batch.num_draft_tokens))
-            return
-
-        def forward(token_ids: Tensor) -> Tensor:
-            head.walk(slots, token_ids)
-            return head.logits(slots)
-
-        loop.run(head.logits(slots), forward)
+        return True
 
     def _may_draft(
         self, batch: DecodeBatch, slot: int, context: Sequence[int], drafted: Sequence[int]
@@ -181,7 +195,7 @@ class LearnedHead:
             self._head.read(slots, tokens, states)
 
     def _follow(
-        self, slots: list[int], drafted: Sequence[Sequence[int]], device: torch.device
+        self, slots: Sequence[int], drafted: Sequence[Sequence[int]], device: torch.device
     ) -> None:
         """Walk the tokens that the drafts already hold, from where the last call began."""
         self._head.rewind(slots)

@@ -11,6 +11,8 @@ import torch
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.models.head_loading import load_head
 from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
+from guided_spec.proposers import learned_head
+from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.types import SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
@@ -57,6 +59,30 @@ def test_sampled_in_bfloat16(tmp_path: Path, method: str, policy: str) -> None:
     outputs = generate(headed, f"{method}:{policy}", 1.0)
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     assert outputs[3].text in ("cat", "dog", "cattle")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_graph_that_waits_for_masks_drafts_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    headed = on_cuda(tmp_path / "head", "eagle3", torch.float32)
+    walks: list[int] = []
+    begin = MaskedWalk.begin
+
+    def watched(*arguments: Any) -> MaskedDraft:
+        walks.append(len(arguments[1]))
+        return begin(*arguments)
+
+    monkeypatch.setattr(MaskedWalk, "begin", watched)
+    found = generate(headed, "eagle3:mask", temperature)
+    assert len(walks) > 10
+    assert max(walks) == 3
+    monkeypatch.setattr(learned_head, "can_share", lambda _: False)
+    expected = generate(headed, "eagle3:mask", temperature)
+    assert [output.error for output in found] == [None] * len(PROMPTS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [o.stats.drafted for o in found] == [o.stats.drafted for o in expected]
+    assert [o.stats.accepted for o in found] == [o.stats.accepted for o in expected]
 
 
 @pytest.mark.parametrize(("vocab_size", "draft_size"), [(12, 5), (4097, 1000), (151_669, 32_000)])

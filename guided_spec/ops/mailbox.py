@@ -1,0 +1,203 @@
+"""Memory through which the host and a running CUDA graph hand each other mask rows and tokens.
+
+A draft under masks goes back and forth: a token needs the mask behind the token before it, which
+only the host can fill. Launching every piece of the draft when its mask is there leaves the device
+waiting for launches. So all of it is launched at once: it waits on the device for each mask, and
+tells each token by writing it where the host looks.
+
+Every draft has a ticket. An order and an answer count only with the ticket of their draft, so that
+nothing has to be wiped between two of them. An answer is one word with its ticket inside. An order
+is its rows' addresses first and its ticket last: x86 processors show their writes in that order
+(``can_share``).
+
+The device waits for a limited time, and goes on with whatever rows it finds. Whatever it drew from
+them, it drew with the probabilities that it reports: the draft is poor, and the text exact. So a
+thread that is about to wait for the device answers it first: ``before_waiting``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+import threading
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = [
+    "UNTICKETED",
+    "Answer",
+    "Mailbox",
+    "answer",
+    "answer_later",
+    "before_waiting",
+    "can_share",
+    "fetch_rows",
+    "is_awaited",
+]
+
+UNTICKETED = 0  # whoever holds it does not wait
+LAST_TICKET = 2**31 - 1
+# Looks at an order before the device goes on without it; each takes it a microsecond or more. Where
+# rows are slow, a host takes tens of milliseconds for a position.
+PATIENCE = 300_000
+IMPATIENCE = 1.0  # seconds without an answer before the host asks the device what is wrong
+TOKEN_BITS = 31
+
+
+class Answer(NamedTuple):
+    """What was drawn at one position, [B] each.
+
+    token_ids: -1 where there is none. starved: 1 where the drafter's vocabulary had no legal token.
+    """
+
+    token_ids: list[int]
+    starved: list[int]
+
+
+class Mailbox:
+    """Orders to the device and answers from it, for ``depths`` positions of a draft.
+
+    rows: requests at most. words: of a mask row. device: that reads and writes here; the memory is
+    pinned where it is a CUDA device.
+
+    orders: int64 [depths, 1 + rows], a ticket and addresses. answers: int64 [depths, rows].
+    """
+
+    def __init__(self, depths: int, rows: int, words: int, device: torch.device) -> None:
+        pin = device.type == "cuda"
+        self._nothing = torch.full((words,), -1, dtype=torch.int32, pin_memory=pin)
+        self.orders = torch.zeros(depths, 1 + rows, dtype=torch.int64, pin_memory=pin)
+        self.answers = torch.zeros(depths, rows, dtype=torch.int64, pin_memory=pin)
+        self._orders: NDArray[np.int64] = self.orders.numpy()
+        self._answers: NDArray[np.int64] = self.answers.numpy()
+        self._orders[:, 1:] = self._nothing.data_ptr()
+        self.ticket = UNTICKETED
+
+    def begin(self) -> int:
+        """The ticket of the next draft, 1 to ``LAST_TICKET``."""
+        self.ticket = self.ticket % LAST_TICKET + 1
+        return self.ticket
+
+    def post(self, depth: int, addresses: NDArray[np.int64]) -> None:
+        """The rows of one position are filled, int32 [W] in pinned memory at [R] addresses."""
+        self._orders[depth, 1 : 1 + len(addresses)] = addresses
+        self._orders[depth, 0] = self.ticket
+
+    def release(self) -> None:
+        """The device waits for no position any more: it finds rows that forbid nothing."""
+        for depth in np.flatnonzero(self._orders[:, 0] != self.ticket):
+            self._orders[depth, 1:] = self._nothing.data_ptr()
+            self._orders[depth, 0] = self.ticket
+
+    def wait(self, depth: int, count: int, check: Callable[[], None]) -> Answer:
+        """The first ``count`` answers of one position, once all are there.
+
+        check: called where they are late, and has to wait for the device. Raises what it raises,
+        and RuntimeError where there is no answer behind it.
+        """
+        words = self._answers[depth, :count]
+        late = time.monotonic() + IMPATIENCE
+        while (words >> 32 != self.ticket).any():
+            time.sleep(0)  # other threads have work to do
+            if time.monotonic() > late:
+                check()
+                if (words >> 32 != self.ticket).any():
+                    raise RuntimeError(f"the device drafted no token {depth}")
+        low = words & (2**32 - 1)
+        tokens = (low & (2**TOKEN_BITS - 1)) - 1
+        return Answer(tokens.tolist(), (low >> TOKEN_BITS).tolist())
+
+
+class _Unanswered(threading.local):
+    """What this thread still has to do for a device that waits for it."""
+
+    def __init__(self) -> None:
+        self.tasks: list[Callable[[], None]] = []
+
+
+_unanswered = _Unanswered()
+
+
+def answer_later(*tasks: Callable[[], None]) -> None:
+    """The device waits for this thread until it has done these, which may be done twice.
+
+    They replace the last ones: one draft is made at a time.
+    """
+    _unanswered.tasks = [*tasks]
+
+
+def is_awaited() -> bool:
+    """Whether the device waits for this thread."""
+    return bool(_unanswered.tasks)
+
+
+def before_waiting() -> None:
+    """To be called by whoever waits for the device: this thread does first what that waits for."""
+    tasks, _unanswered.tasks = _unanswered.tasks, []
+    for task in tasks:
+        task()
+
+
+def can_share(device: torch.device) -> bool:
+    """Whether a CUDA device can take part.
+
+    It has to be NVIDIA's, with Triton, and to see the host's writes in the order they were made in.
+    """
+    is_nvidia = device.type == "cuda" and torch.version.hip is None
+    is_ordered = platform.machine().lower() in ("x86_64", "amd64")
+    return is_nvidia and is_ordered and find_spec("triton") is not None
+
+
+def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor) -> None:
+    """Wait for an order, and copy its rows.
+
+    order: int64 [1 + R or more], of ``Mailbox.orders``. ticket: int64 [1] that it will show;
+        ``UNTICKETED`` does not wait. out: int32 [R, W] on the device of ``ticket``.
+    """
+    if out.is_cuda:
+        _kernels().fetch_rows(order, ticket, out, PATIENCE)
+        return
+    for _ in range(PATIENCE):
+        if int(ticket) in (UNTICKETED, int(order[0])):
+            break
+        time.sleep(0)
+    for row, address in zip(out, order[1 : 1 + len(out)].tolist(), strict=True):
+        words = (ctypes.c_int32 * len(row)).from_address(address)
+        row.copy_(torch.frombuffer(words, dtype=torch.int32))
+
+
+def answer(
+    token_ids: Tensor, starved: Tensor | None, ticket: Tensor, told: Tensor, out: Tensor
+) -> None:
+    """Tell what was drawn.
+
+    token_ids: int64 [R], -1 where there is none. starved: bool [R], None for nowhere.
+    ticket: int64 [1]. told: int64 [R or more], of ``Mailbox.answers``. out: int64 [R], gets the
+        tokens as ids that a model can read, 0 where there is none; its elements may lie apart.
+    """
+    if token_ids.is_cuda:
+        _kernels().answer(token_ids, starved, ticket, told, out)
+        return
+    flags = torch.zeros_like(token_ids) if starved is None else starved.to(torch.int64)
+    out.copy_(token_ids.clamp_min(0))
+    told[: len(token_ids)] = (ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
+
+
+class _Kernels(NamedTuple):
+    fetch_rows: Callable[[Tensor, Tensor, Tensor, int], None]
+    answer: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
+
+
+@cache
+def _kernels() -> _Kernels:
+    from guided_spec.ops import mailbox_triton  # imported here: it needs triton
+
+    return _Kernels(mailbox_triton.fetch_rows, mailbox_triton.answer)

@@ -1,0 +1,203 @@
+"""A draft under masks as one CUDA graph, which waits for each mask while it runs.
+
+The host fills a mask when it has seen the token before it, and launches nothing in between: see
+``guided_spec.ops.mailbox``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.models.graph_pool import Inputs, bucket
+from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.models.padding import pad_rows
+from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.draft_choice import DraftNoise, choose_draft
+from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
+from guided_spec.ops.warp import Sampling
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.proposers.draft_chooser import PARAMETERS
+
+__all__ = ["MaskedDraft", "MaskedWalk", "Room"]
+
+
+class Room(NamedTuple):
+    """Where graphs leave what they drew; the next draft overwrites it.
+
+    ids: int64 [K, R], 0 where there is none. probs: float32 [K, R, D], None where all are greedy.
+    rescued: int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary.
+    """
+
+    ids: Tensor
+    probs: Tensor | None
+    rescued: Tensor | None
+
+    def cut(self, depths: int, rows: int) -> Room:
+        """The first positions of the first rows."""
+        return self._of((slice(depths), slice(rows)))
+
+    def at(self, depth: int) -> Room:
+        """The same of one position, without the dimension K."""
+        return self._of(depth)
+
+    def _of(self, index: int | tuple[slice, ...]) -> Room:
+        probs = None if self.probs is None else self.probs[index]
+        return Room(self.ids[index], probs, None if self.rescued is None else self.rescued[index])
+
+
+class MaskedDraft:
+    """A draft that the device makes, waiting for the masks that ``walk`` fills.
+
+    room: where it comes to lie. size: rows of its graph.
+    """
+
+    def __init__(self, mailbox: Mailbox, room: Room, size: int) -> None:
+        self.room = room
+        self._mailbox, self._size = mailbox, size
+        self._depth = 0  # the next position to walk
+
+    def walk(self, lookahead: Lookahead, count: int | None = None) -> None:
+        """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each."""
+        depths = self.room.ids.shape[0]
+        end = depths if count is None else min(depths, self._depth + count)
+        try:
+            while self._depth < end:
+                self._walk_one(lookahead, depths)
+        except BaseException:
+            self._mailbox.release()
+            raise
+
+    def _walk_one(self, lookahead: Lookahead, depths: int) -> None:
+        drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
+        lookahead.accept_ids(drawn.token_ids, drawn.starved)
+        self._depth += 1
+        if self._depth < depths and lookahead.has_room(1):
+            self._mailbox.post(self._depth, lookahead.next_rows(self._size))
+        else:  # nobody drafts any more
+            self._depth = depths
+            self._mailbox.release()
+            answer_later()
+
+    def _check(self) -> None:
+        if self.room.ids.is_cuda:
+            torch.cuda.current_stream(self.room.ids.device).synchronize()
+
+
+class MaskedWalk:
+    """Such drafts of one head, from step to step.
+
+    target_ids: int64 [D], which target token each draft token is; None: the target's own.
+    context: of the head's proposer.
+    """
+
+    def __init__(
+        self, head: PackedSlotHead, target_ids: Tensor | None, context: ProposerContext
+    ) -> None:
+        self._head, self._target_ids, self._device = head, target_ids, context.device
+        self._words = num_mask_words(context.vocabulary.vocab_size)
+        depths, rows = context.config.num_draft_tokens, bucket(context.num_slots)
+        self._mailbox = Mailbox(depths, rows, self._words, context.device)
+        self._shape = depths, rows
+        self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
+        self._given: dict[Hashable, tuple[Sampling, int]] = {}  # whose parameters a graph holds
+
+    def begin(
+        self,
+        slots: Sequence[int],
+        batch: DecodeBatch,
+        lookahead: Lookahead,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+    ) -> MaskedDraft:
+        """Launch a draft of ``batch.num_draft_tokens`` for all requests, which stand in ``slots``.
+
+        sampling: of the draft. noise: of its first tokens; None where every request is greedy.
+        """
+        size, count = bucket(len(slots)), batch.num_draft_tokens
+        ticket = self._mailbox.begin()
+        answer_later(lambda: self._mailbox.post(0, lookahead.next_rows(size)))
+        room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
+        self._head.walk_by(_Picker(self, ticket, len(slots), room, sampling, noise), slots, count)
+        before_waiting()
+        draft = MaskedDraft(self._mailbox, room.cut(count, len(slots)), size)
+        answer_later(partial(draft.walk, lookahead))
+        return draft
+
+    def draw(
+        self,
+        ticket: Tensor,
+        depth: int,
+        room: Room,
+        logits: Tensor,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+    ) -> Tensor:
+        """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
+        mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
+        fetch_rows(self._mailbox.orders[depth], ticket, mask)
+        drawn = choose_draft(logits, mask, self._target_ids, sampling, noise)
+        told = self._mailbox.answers[depth]
+        answer(drawn.tokens, drawn.starved, ticket, told, room.ids[depth])
+        if room.probs is not None and drawn.probs is not None:
+            room.probs[depth].copy_(drawn.probs)
+        if room.rescued is not None and drawn.rescued is not None:
+            room.rescued[depth].copy_(drawn.rescued)
+        return room.ids[depth]
+
+    def holds(self, graph: Hashable, sampling: Sampling, batch: int) -> bool:
+        """Whether a graph holds these parameters already; from now on it does."""
+        held = self._given.get(graph)
+        self._given[graph] = (sampling, batch)
+        return held is not None and held[0] is sampling and held[1] == batch
+
+    def _room(self, vocab_size: int, *, is_sampled: bool) -> Room:
+        if is_sampled not in self._rooms:
+            ids = torch.empty(2, *self._shape, dtype=torch.int64, device=self._device)
+            width = vocab_size if self._target_ids is None else len(self._target_ids)
+            probs = torch.empty(*self._shape, width, device=self._device) if is_sampled else None
+            rescued = None if self._target_ids is None else ids[1]
+            self._rooms[is_sampled] = Room(ids[0], probs, rescued)
+        return self._rooms[is_sampled]
+
+
+class _Picker(NamedTuple):
+    """See ``guided_spec.models.picker.Picker``; batch: rows that are used."""
+
+    walk: MaskedWalk
+    ticket: int
+    batch: int
+    room: Room
+    sampling: Sampling
+    noise: DraftNoise | None
+
+    @property
+    def key(self) -> Hashable:
+        used = self.sampling
+        flags = (used.all_greedy, used.any_top_k, used.any_top_p, used.any_min_p)
+        return ("masked", *flags, self.noise and self.noise[2:])
+
+    def inputs(self, graph: Hashable, size: int) -> Inputs:
+        if self.noise is None:
+            return {}
+        given = {"positions": self.noise.positions}
+        if not self.walk.holds(graph, self.sampling, self.batch):
+            given["seeds"] = self.noise.seeds
+            given |= {name: getattr(self.sampling, name) for name in PARAMETERS}
+        return {name: pad_rows(value, size) for name, value in given.items()}
+
+    def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
+        sampling, noise = self.sampling, self.noise
+        if noise is not None:
+            parameters: Any = {name: inputs[name] for name in PARAMETERS}
+            sampling = replace(sampling, **parameters)
+            positions = inputs["positions"] + depth
+            noise = noise._replace(seeds=inputs["seeds"], positions=positions)
+        return self.walk.draw(ticket, depth, self.room, logits, sampling, noise)

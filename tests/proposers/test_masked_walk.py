@@ -1,0 +1,212 @@
+"""A draft whose graph waits for its masks, against the loop that launches token by token.
+
+A thread plays the device: it runs the graph's body while this one walks the grammars.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import pytest
+import torch
+
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.engine.outputs import RequestOutput
+from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.models import packed_slot_head
+from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
+from guided_spec.models.packed_slot_head import Scored
+from guided_spec.ops.mailbox import is_awaited
+from guided_spec.proposers import build_proposer, learned_head
+from guided_spec.proposers.learned_head import LearnedHead
+from guided_spec.proposers.masked_walk import MaskedDraft
+from guided_spec.types import Draft, SamplingParams
+from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
+from tests.learned_heads import HeadedTarget, write_head
+from tests.loops import toy_features
+from tests.tiny_llm import VOCAB_SIZE as LLM_VOCAB_SIZE
+from tests.tiny_llm import make_llm
+from tests.toys import (
+    VOCAB_SIZE,
+    Rule,
+    ToyCompiled,
+    hashed_rule,
+    text_rule,
+    toy_batch,
+    toy_context,
+)
+
+CPU = torch.device("cpu")
+K = 3
+RULES: list[Rule | None] = [text_rule([b'{"ab":1}', b'{"ab":0,"cd":1}']), hashed_rule(3), None]
+CONTEXTS = [[4, 1], [0, 1, 2, 0, 1], [1, 5, 5]]
+MIXED = (0.8, 0.0, 1.0)
+
+
+class Device(GraphPool):
+    """Runs what waits for masks in a thread, as a device runs it beside the host."""
+
+    running: ClassVar[list[threading.Thread]] = []
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+
+    def run(
+        self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs = NOTHING
+    ) -> Any:
+        self.join()
+        name = key[0] if isinstance(key, tuple) else None
+        if not (isinstance(name, tuple) and name[0] == "masked"):
+            return super().run(key, inputs, body, fixed)
+        held = self._captured[key].inputs
+        for at, value in inputs.items():
+            held[at].copy_(value)
+        self.running.append(threading.Thread(target=self._run, args=(body, held)))
+        self.running[-1].start()
+        size = len(inputs["places"][0])
+        return None, Scored(torch.empty(size, 0), torch.empty(size, 0))  # nobody looks here
+
+    @torch.inference_mode()
+    def _run(self, body: Callable[[Inputs], Any], inputs: Inputs) -> None:
+        body(inputs)
+
+    @classmethod
+    def join(cls) -> None:
+        while cls.running:
+            cls.running.pop().join()
+
+
+class Drafted(NamedTuple):
+    draft: Draft
+    drafted: list[list[int]]
+    starved: list[int]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head"), "eagle3", VOCAB_SIZE)
+
+
+@pytest.fixture(autouse=True)
+def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has walked a draft finds all of it, as what a device does behind it would."""
+    walk = MaskedDraft.walk
+
+    def walk_and_wait(self: MaskedDraft, lookahead: Lookahead, count: int | None = None) -> None:
+        walk(self, lookahead, count)
+        if count is None:
+            Device.join()
+
+    monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
+
+
+def build(headed: HeadedTarget, *, is_waiting: bool) -> LearnedHead:
+    config = EngineConfig(kernels="packed", num_draft_tokens=K)
+    context = toy_context(target=headed.target, draft=headed.draft, config=config)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned_head, "can_share", lambda _: is_waiting)
+        found: Any = build_proposer("eagle3:mask", context)
+    if is_waiting:
+        found._head.graphs = Device()
+    return found  # type: ignore[no-any-return]
+
+
+def make_batch(
+    proposer: LearnedHead, temperatures: Sequence[float], limits: Sequence[int]
+) -> DecodeBatch:
+    constraints = [None if rule is None else Constraint(ToyCompiled(rule)) for rule in RULES]
+    params = [SamplingParams(temperature=temperature) for temperature in temperatures]
+    batch = toy_batch(CONTEXTS, constraints, k=K, limits=limits, params=params)
+    batch.features = [toy_features(proposer, context, 0) for context in CONTEXTS]
+    return batch
+
+
+def draft(
+    headed: HeadedTarget, temperatures: Sequence[float], limits: Sequence[int], *, is_waiting: bool
+) -> Drafted:
+    proposer = build(headed, is_waiting=is_waiting)
+    batch = make_batch(proposer, temperatures, limits)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    found = proposer.propose(batch, lookahead)
+    return Drafted(found, lookahead.drafted, lookahead.starved)
+
+
+@pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
+@pytest.mark.parametrize("limits", [(3, 3, 3), (1, 3, 2), (0, 2, 0)])
+def test_the_same_draft(
+    headed: HeadedTarget, temperatures: Sequence[float], limits: Sequence[int]
+) -> None:
+    found = draft(headed, temperatures, limits, is_waiting=True)
+    expected = draft(headed, temperatures, limits, is_waiting=False)
+    assert found.drafted == expected.drafted
+    assert found.starved == expected.starved
+    lengths = expected.draft.num_tokens
+    assert torch.equal(found.draft.num_tokens, lengths)
+    for row, length in enumerate(lengths.tolist()):
+        one, other = found.draft.token_ids[row, :length], expected.draft.token_ids[row, :length]
+        assert torch.equal(one, other)
+        if expected.draft.probs is not None:
+            assert found.draft.probs is not None
+            torch.testing.assert_close(
+                found.draft.probs[row, :length], expected.draft.probs[row, :length]
+            )
+
+
+def test_a_walk_that_fails_lets_the_device_go(
+    headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposer = build(headed, is_waiting=True)
+    batch = make_batch(proposer, (0.0,) * 3, (3, 3, 3))
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    monkeypatch.setattr(lookahead, "accept_ids", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        proposer.propose(batch, lookahead)
+    Device.join()  # it waits for no mask any more
+    monkeypatch.undo()
+    again = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    assert not is_awaited()
+    found = proposer.propose(batch, again)
+    Device.join()
+    assert (
+        found.token_ids.tolist()
+        == draft(headed, (0.0,) * 3, (3, 3, 3), is_waiting=False).draft.token_ids.tolist()
+    )
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_same_texts_by_the_same_drafts(
+    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    params = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=4, grammar=grammar)
+        for grammar in GRAMMARS
+    ]
+    monkeypatch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+    monkeypatch.setattr(LearnedHead, "begin", begin_and_finish)
+    found: list[list[RequestOutput]] = []
+    for is_waiting in (True, False):
+        monkeypatch.setattr(learned_head, "can_share", lambda _, now=is_waiting: now)
+        with make_llm(
+            headed_llm.target, "eagle3:mask", headed_llm.draft, kernels="packed", max_batch_size=3
+        ) as llm:
+            found.append(llm.generate(PROMPTS, params))
+    assert [output.error for output in found[0]] == [None] * len(PROMPTS)
+    for new, old in zip(*found, strict=True):
+        assert new.token_ids == old.token_ids
+        assert new.stats.drafted == old.stats.drafted
+        assert new.stats.accepted == old.stats.accepted
+
+
+def begin_and_finish(self: LearnedHead, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+    """A CPU reads at once what it is given."""
+    found = self.propose(batch, lookahead)
+    return PendingDraft(found, lambda: found)
+
+
+@pytest.fixture(scope="module")
+def headed_llm(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head"), "eagle3", LLM_VOCAB_SIZE)
