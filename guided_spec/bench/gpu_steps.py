@@ -146,7 +146,9 @@ def _measure_engine(
 
 def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineConfig:
     config: Any = subject.model.config.get_text_config(decoder=True)
-    length = plan.context + (plan.steps + plan.warm_up + 2) * (depth + 1) + 1
+    piece = plan.options.get("prefill_tokens", PREFILL_TOKENS)
+    joining = -(-batch * plan.context // piece)  # steps in which the first requests decode already
+    length = plan.context + (joining + plan.steps + plan.warm_up + 2) * (depth + 1) + 1
     own: dict[str, Any] = {
         "num_draft_tokens": depth,
         "max_batch_size": batch,

@@ -126,6 +126,13 @@ def test_what_cannot_be_timed(subject: Subject) -> None:
     assert all("raise kv_memory_bytes" in (time.problem or "") for time in times)
 
 
+def test_requests_that_join_one_after_another(subject: Subject) -> None:
+    """The first ones write on meanwhile, and have to last until all of them have been timed."""
+    plan = StepPlan(("none",), (8,), context=40, steps=3, warm_up=1, options={"prefill_tokens": 40})
+    for time in sum(measure_steps(subject, plan, nobody), []):
+        assert (time.problem, time.steps) == (None, 3)
+
+
 def test_what_was_measured_so_far_is_kept(folders: Folders) -> None:
     plan = GpuPlan(("steps",), str(folders.target), device="cpu", dtype="float32")
     plan = plan._replace(steps=StepPlan(("none",), (1, 2), context=40, steps=2, warm_up=1))
