@@ -11,6 +11,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.engine.kept_states import KeptStates, TakenStates
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
+from guided_spec.models.padding import pad_ids
 from guided_spec.ops.mailbox import before_waiting
 from guided_spec.types import Draft
 
@@ -41,7 +42,7 @@ class SlotTarget:
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
         """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
         counts = [len(row) for row in tokens]
-        inputs = SlotInputs(_padded(tokens, max(counts)), slots, starts, counts)
+        inputs = SlotInputs(pad_ids(tokens, max(counts)), slots, starts, counts)
         output = self._model.forward(inputs, logits="none", hidden_layers=self._layers)
         self._model.commit(counts)
         if output.hidden_states is not None:
@@ -92,7 +93,7 @@ class SlotTarget:
             for slot, start, token_ids in prompts
             for at in range(0, len(token_ids), width)
         ]
-        padded = _padded([row.token_ids for row in rows], width)
+        padded = pad_ids([row.token_ids for row in rows], width)
         together = SlotInputs(
             torch.cat([inputs.token_ids, padded.to(self._model.device, non_blocking=True)]),
             [*inputs.slots, *(row.slot for row in rows)],
@@ -125,8 +126,3 @@ class SlotTarget:
     def release(self, slots: Sequence[int]) -> None:
         """Forget the hidden states of ended requests."""
         self._states.take(slots)
-
-
-def _padded(rows: Sequence[list[int]], width: int) -> Tensor:
-    """int64 [B, width] on the host, zeros behind each row."""
-    return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])

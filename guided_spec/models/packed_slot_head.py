@@ -12,7 +12,7 @@ from torch import Tensor
 from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs, bucket
 from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_lm import WIDEST_GRAPH
-from guided_spec.models.padding import pack_places, pad_rows, pad_states, pad_to
+from guided_spec.models.padding import pack_places, pad_ids, pad_rows, pad_states, pad_to
 from guided_spec.models.picker import BestTokens, GreedyWalk, Picker
 from guided_spec.models.slot_head import SlotRoom
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -203,7 +203,7 @@ class PackedSlotHead:
         width = max(counts)
         is_wide = width > WIDEST_GRAPH
         size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
-        ids = torch.tensor([[*row, *[0] * (length - len(row))] for row in tokens])
+        ids = pad_ids(tokens, length)
         padded = pad_states(states, width)
         starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
         inputs = {

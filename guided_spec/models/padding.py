@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["pack_places", "pad_rows", "pad_states", "pad_to"]
+__all__ = ["pack_places", "pad_ids", "pad_rows", "pad_states", "pad_to"]
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
@@ -18,6 +18,12 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return tensor
     room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
     return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
+
+
+def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
+    """int64 [B, width] on the host, zeros behind each row."""
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    return torch.tensor(padded, dtype=torch.int64).view(len(padded), width)
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:

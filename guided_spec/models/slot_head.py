@@ -21,6 +21,7 @@ from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.models.attention_mask import MaskBuilder
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.kv_cache import SlotCache
+from guided_spec.models.padding import pad_ids
 from guided_spec.models.step_plan import StepPlan
 
 __all__ = ["SlotHead", "SlotRoom"]
@@ -178,7 +179,7 @@ class SlotHead:
     ) -> None:
         index, counts = self._index(slots), [len(row) for row in tokens]
         starts, width = [self._lengths[slot] for slot in slots], max(counts)
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in tokens])
+        ids = pad_ids(tokens, width)
         ids = ids.to(self._device, non_blocking=True)
         padded = pad_sequence(list(states), batch_first=True)  # [R, width, X]
         hidden = self.head.features(padded.to(self._device, self._dtype))

@@ -14,6 +14,7 @@ from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.padding import pad_ids
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
@@ -137,8 +138,7 @@ class _Feeder:
         counts = [len(row) for row in tokens]
         self.ends = [start + count for start, count in zip(starts, counts, strict=True)]
         if any(counts):
-            padded = [[*row, *[0] * (max(counts) - len(row))] for row in tokens]
-            self._forward(torch.tensor(padded), starts, counts)
+            self._forward(pad_ids(tokens, max(counts)), starts, counts)
 
     def next(self, token_ids: Tensor) -> Tensor:
         """[B, V] logits after one more token a row, int64 [B]."""

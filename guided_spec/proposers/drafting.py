@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
+from guided_spec.models.padding import pad_ids
 from guided_spec.types import Draft
 
 __all__ = ["concatenate", "host_draft"]
@@ -16,8 +17,7 @@ __all__ = ["concatenate", "host_draft"]
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     """A one-hot draft on the batch's device from [B] lists of token ids."""
     longest = max(map(len, token_ids), default=0)
-    padded = [[*row, *[0] * (longest - len(row))] for row in token_ids]
-    ids = torch.tensor(padded, dtype=torch.int64).view(len(token_ids), longest)
+    ids = pad_ids(token_ids, longest)
     lengths = torch.tensor([len(row) for row in token_ids], dtype=torch.int64)
     device = batch.device
     return Draft(ids.to(device, non_blocking=True), lengths.to(device, non_blocking=True))

@@ -14,6 +14,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_head import DraftHead
 from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.models.padding import pad_ids
 from guided_spec.models.slot_head import SlotHead, SlotRoom
 from guided_spec.ops.download import Download
 from guided_spec.ops.mailbox import can_share
@@ -206,8 +207,7 @@ class LearnedHead:
         longest = max(map(len, missing))
         if longest == 0:
             return
-        padded = torch.tensor([[*row, *[0] * (longest - len(row))] for row in missing])
-        tokens = padded.to(device, non_blocking=True)
+        tokens = pad_ids(missing, longest).to(device, non_blocking=True)
         for depth in range(longest):
             rows = [row for row, one in enumerate(missing) if len(one) > depth]
             column = tokens[torch.tensor(rows).to(device, non_blocking=True), depth]
