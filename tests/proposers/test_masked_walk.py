@@ -20,6 +20,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models import packed_slot_head
 from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.models.packed_slot_head import Scored
+from guided_spec.ops import mailbox
 from guided_spec.ops.mailbox import is_awaited
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.learned_head import LearnedHead
@@ -199,6 +200,31 @@ def test_the_same_texts_by_the_same_drafts(
         assert new.token_ids == old.token_ids
         assert new.stats.drafted == old.stats.drafted
         assert new.stats.accepted == old.stats.accepted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_device_that_waits_in_vain_changes_no_text(
+    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
+) -> None:
+    """It draws from masks of other positions, or none. Coupled texts are those without drafts."""
+    params = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=4, grammar=grammar)
+        for grammar in GRAMMARS
+    ]
+    monkeypatch.setattr(mailbox, "PATIENCE", 0)
+    monkeypatch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+    monkeypatch.setattr(LearnedHead, "begin", begin_and_finish)
+    monkeypatch.setattr(learned_head, "can_share", lambda _: True)
+    found: list[list[RequestOutput]] = []
+    for proposer in ("none", "eagle3:mask"):
+        options = {"kernels": "packed", "max_batch_size": 3, "verifier": "coupled"}
+        with make_llm(headed_llm.target, proposer, headed_llm.draft, **options) as llm:
+            found.append(llm.generate(PROMPTS, params))
+    plain, drafted = found
+    assert [output.error for output in drafted] == [None] * len(PROMPTS)
+    assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
+    starts = sum(len(output.stats.drafted) > 0 for output in drafted)
+    assert starts == len(PROMPTS)
 
 
 def begin_and_finish(self: LearnedHead, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
