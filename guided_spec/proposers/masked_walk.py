@@ -72,7 +72,7 @@ class MaskedDraft:
             while self._depth < end:
                 self._walk_one(lookahead, depths)
         except BaseException:
-            self._mailbox.release()
+            self._end(depths)
             raise
 
     def _walk_one(self, lookahead: Lookahead, depths: int) -> None:
@@ -82,9 +82,12 @@ class MaskedDraft:
         if self._depth < depths and lookahead.has_room(1):
             self._mailbox.post(self._depth, lookahead.next_rows(self._size))
         else:  # nobody drafts any more
-            self._depth = depths
-            self._mailbox.release()
-            answer_later()
+            self._end(depths)
+
+    def _end(self, depths: int) -> None:
+        self._depth = depths
+        self._mailbox.release()
+        answer_later()
 
     def _check(self) -> None:
         if self.room.ids.is_cuda:

@@ -167,9 +167,9 @@ def test_a_walk_that_fails_lets_the_device_go(
     with pytest.raises(ZeroDivisionError):
         proposer.propose(batch, lookahead)
     Device.join()  # it waits for no mask any more
+    assert not is_awaited()
     monkeypatch.undo()
     again = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    assert not is_awaited()
     found = proposer.propose(batch, again)
     Device.join()
     assert (
