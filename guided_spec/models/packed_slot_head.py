@@ -144,7 +144,8 @@ class PackedSlotHead:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         size = bucket(len(slots))
         inputs = {"token_ids": pad_rows(token_ids, size)}
-        if self._still_scored(slots) is None or not self._has_walked:
+        is_scored = self._scored is not None and self._scored[0] == tuple(slots)
+        if not is_scored or not self._has_walked:
             hidden = self._hidden[self._index(slots)]
             inputs["hidden"] = pad_rows(hidden, size)
             inputs["places"] = pack_places((slots, self._ends(slots)), size)
@@ -176,15 +177,9 @@ class PackedSlotHead:
     @torch.inference_mode()
     def logits(self, slots: Sequence[int]) -> Tensor:
         """[R, D]: the scores of the token that follows each slot's draft."""
-        scored = self._still_scored(slots)
-        if scored is not None:
-            return scored.logits
+        if self._scored is not None and self._scored[0] == tuple(slots):
+            return self._scored[1].logits
         return self._packed.logits(self._hidden[self._index(slots)])
-
-    def _still_scored(self, slots: Sequence[int]) -> Scored | None:
-        """The rows of these slots as the last forward left them."""
-        is_same = self._scored is not None and self._scored[0] == tuple(slots)
-        return self._scored[1] if is_same and self._scored is not None else None
 
     def _ends(self, slots: Sequence[int]) -> list[int]:
         """Where the next token of each slot's draft goes."""
@@ -244,10 +239,10 @@ class PackedSlotHead:
     ) -> Any:
         """rows: of the places, slots first. Returns the first of what ``body`` does."""
         slots, size = rows[0], bucket(len(rows[0]))
-        scored = self._still_scored(slots)
-        inputs = others(key := (name, count, size, scored is None), size)
-        if scored is not None:
-            inputs = {**inputs, "logits": pad_rows(scored.logits, size)}
+        # What the last forward left; computed here where it is of other slots, so that a graph of
+        # each size serves both.
+        scores = pad_rows(self.logits(slots), size)
+        inputs = {**others(key := (name, count, size), size), "logits": scores}
         if key not in self.graphs:
             # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
             still = pack_places([[] for _ in rows], size)
@@ -271,7 +266,7 @@ class PackedSlotHead:
         """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
         slots, starts = inputs["places"][:2].unbind(0)
         hidden = self._hidden[slots]
-        logits = inputs["logits"] if "logits" in inputs else self._packed.logits(hidden)
+        logits = inputs["logits"]
         for depth in range(count):
             token_ids = pick(depth, logits)
             if depth < count - 1:
