@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import xgrammar
 
+from guided_spec.bench.heap import frozen_heap
 from guided_spec.bench.workload import WorkItem
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -49,25 +50,27 @@ def run_transformers(
     texts: list[str] = []
     ended: list[bool] = []
     tokens = 0
-    started = time.perf_counter()
-    for prompt, grammar in zip(prompts, grammars, strict=True):
-        processors = []
-        if grammar is not None:
-            processors.append(xgrammar.contrib.hf.LogitsProcessor(grammar.compiled))
-        input_ids = torch.tensor([prompt], device=model.device)
-        with torch.inference_mode():
-            output = model.generate(
-                input_ids,
-                attention_mask=torch.ones_like(input_ids),
-                do_sample=False,
-                max_new_tokens=max_tokens,
-                logits_processor=processors,
-                eos_token_id=list(vocabulary.stop_token_ids),
-                pad_token_id=vocabulary.stop_token_ids[0],
-                **assisted,
-            )
-        new = output[0, len(prompt) :].tolist()
-        tokens += len(new)
-        texts.append(vocabulary.decode(new))
-        ended.append(bool(new) and new[-1] in vocabulary.stop_token_ids)
-    return BaselineRun(texts, tokens, time.perf_counter() - started, ended)
+    with frozen_heap():
+        started = time.perf_counter()
+        for prompt, grammar in zip(prompts, grammars, strict=True):
+            processors = []
+            if grammar is not None:
+                processors.append(xgrammar.contrib.hf.LogitsProcessor(grammar.compiled))
+            input_ids = torch.tensor([prompt], device=model.device)
+            with torch.inference_mode():
+                output = model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    do_sample=False,
+                    max_new_tokens=max_tokens,
+                    logits_processor=processors,
+                    eos_token_id=list(vocabulary.stop_token_ids),
+                    pad_token_id=vocabulary.stop_token_ids[0],
+                    **assisted,
+                )
+            new = output[0, len(prompt) :].tolist()
+            tokens += len(new)
+            texts.append(vocabulary.decode(new))
+            ended.append(bool(new) and new[-1] in vocabulary.stop_token_ids)
+        seconds = time.perf_counter() - started
+    return BaselineRun(texts, tokens, seconds, ended)

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from guided_spec.bench.baseline import run_transformers
+from guided_spec.bench.heap import frozen_heap
 from guided_spec.bench.measurement import Measurement, measure_completions
 from guided_spec.bench.validity import is_valid, valid_share
 from guided_spec.bench.workload import WorkItem
@@ -83,9 +84,10 @@ def run_items(
     with llm:
         llm.compile(item.grammar for item in items if item.grammar is not None)
         llm.generate(prompts[:warm_up], matched[:warm_up])
-        started = time.perf_counter()
-        outputs = llm.generate(prompts, matched)
-        seconds = time.perf_counter() - started
+        with frozen_heap():
+            started = time.perf_counter()
+            outputs = llm.generate(prompts, matched)
+            seconds = time.perf_counter() - started
     return Timed([output.completions[0] for output in outputs], seconds)
 
 

@@ -20,6 +20,7 @@ from guided_spec.bench.gpu_subject import (
     kv_budget,
     with_draft,
 )
+from guided_spec.bench.heap import frozen_heap
 from guided_spec.config import EngineConfig
 from guided_spec.engine.memory import slots_that_fit
 from guided_spec.engine.outputs import Chunk
@@ -175,13 +176,14 @@ def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTi
         engine.add(request)
     clock: list[float] = []
     counts: list[tuple[int, int]] = []
-    while engine.has_work and len(clock) <= plan.warm_up + plan.steps:
-        engine.step()
-        if all(request.state is State.DECODE and request.stats.steps for request in requests):
-            clock.append(time.perf_counter())
-            counts.append(_counts(requests))
-        elif clock:
-            break  # one has come to its end
+    with frozen_heap():
+        while engine.has_work and len(clock) <= plan.warm_up + plan.steps:
+            engine.step()
+            if all(request.state is State.DECODE and request.stats.steps for request in requests):
+                clock.append(time.perf_counter())
+                counts.append(_counts(requests))
+            elif clock:
+                break  # one has come to its end
     engine.cancel_all()
     failed = next((c.completion.error for c in ended if c.completion and c.completion.error), None)
     timed = clock[plan.warm_up :]
