@@ -105,9 +105,9 @@ class GraphPool:
         Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
         graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
         """
-        found = self._captured.get(key)
-        if found is None:
-            found = self._captured[key] = self._capture(inputs, body, fixed)
+        if key not in self._captured:
+            self.prepare(key, inputs, body, fixed)
+        found = self._captured[key]
         for name, value in inputs.items():
             found.inputs[name].copy_(value, non_blocking=True)
         if found.graph is None:

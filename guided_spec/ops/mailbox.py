@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
+from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -191,13 +192,8 @@ def answer(
     told[: len(token_ids)] = (ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
 
 
-class _Kernels(NamedTuple):
-    fetch_rows: Callable[[Tensor, Tensor, Tensor, int], None]
-    answer: Callable[[Tensor, Tensor | None, Tensor, Tensor, Tensor], None]
-
-
 @cache
-def _kernels() -> _Kernels:
+def _kernels() -> ModuleType:
     from guided_spec.ops import mailbox_triton  # imported here: it needs triton
 
-    return _Kernels(mailbox_triton.fetch_rows, mailbox_triton.answer)
+    return mailbox_triton

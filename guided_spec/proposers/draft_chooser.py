@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,10 +12,10 @@ from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.padding import pad_rows
 from guided_spec.ops.draft_choice import DraftNoise, choose_draft
 from guided_spec.ops.warp import Sampling
+from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key
 
 __all__ = ["Chosen", "DraftChooser"]
 
-PARAMETERS = ("temperature", "top_k", "top_p", "min_p")
 # Logits of a graph at most. More of them keep the device busy for longer than the launches take,
 # and a graph that samples keeps as many probabilities for itself.
 LARGEST = 2**23
@@ -69,7 +68,7 @@ class DraftChooser:
         self._target_ids = target_ids
         self._graphs = graphs
         self._sources = sources
-        self._given: dict[Any, tuple[Sampling, int]] = {}  # whose parameters each graph holds
+        self._held = GraphSampling()
         self._rooms: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
@@ -106,16 +105,12 @@ class DraftChooser:
         if noise is not None:
             fixed["positions"] = self._positions_of(noise, size)
         key = (
-            *(depth, size, logits.shape[1], logits.dtype, mask is None, noise and noise[2:]),
-            *(sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p),
+            *(depth, size, logits.shape[1], logits.dtype, mask is None),
+            *sampling_key(sampling, noise),
             *(tensor.data_ptr() for tensor in fixed.values()),
         )
         if noise is not None:
-            given = self._given.get(key)
-            if given is None or given[0] is not sampling or given[1] != batch:
-                inputs |= {"seeds": noise.seeds}
-                inputs |= {name: getattr(sampling, name) for name in PARAMETERS}
-                self._given[key] = (sampling, batch)
+            inputs |= self._held.changed(key, sampling, noise, batch)
         padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
         room = self._room(depth, size, logits, is_sampled=noise is not None)
@@ -149,13 +144,7 @@ class DraftChooser:
 
         def body(tensors: Inputs) -> None:
             drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
-            if noise is None:
-                found = _choose(*drawn, sampling, None)
-            else:
-                positions = tensors["positions"] + depth
-                keys = noise._replace(seeds=tensors["seeds"], positions=positions)
-                parameters: Any = {name: tensors[name] for name in PARAMETERS}
-                found = _choose(*drawn, replace(sampling, **parameters), keys)
+            found = _choose(*drawn, *read_sampling(tensors, depth, sampling, noise))
             for kept, value in zip(room, found, strict=True):
                 if kept is not None and value is not None:
                     kept.copy_(value)

@@ -32,6 +32,7 @@ from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_policy import used_policies
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.types import Draft, DraftPolicy
@@ -105,8 +106,7 @@ class DraftLoop:
         target_ids = None if vocabulary is None else vocabulary.target_ids
         self._chooser = chooser or DraftChooser(target_ids)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
-        asked = batch.policies or (None,) * len(batch)
-        policies = [one or policy for one in asked]
+        policies = used_policies(batch, policy)
         masked = [one == "mask" for one in policies]
         # Free requests go with the masked ones where there are any: their download comes anyway.
         is_waiting = any(
@@ -156,11 +156,10 @@ class DraftLoop:
 
     def take_masked(self, walk: MaskedWalk, slots: Sequence[int]) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``."""
-        with self._lookahead.holding(self._is_later):
-            drawing = (self._sampling, self._noise)
-            self._running = walk.begin(slots, self._batch, self._lookahead, *drawing)
-            # The device works on while whoever reads the draft launches what comes behind it.
-            self._running.walk(self._lookahead, 1)
+        drawing = (self._sampling, self._noise)
+        self._running = walk.begin(slots, self._batch, self._lookahead, *drawing)
+        # The device works on while whoever reads the draft launches what comes behind it.
+        self._running.walk(self._lookahead, 1)
         for depth in range(self._batch.num_draft_tokens):
             ids, probs, rescued = self._running.room.at(depth)
             self._places.append(_Place(ids, ids, probs, None, rescued))

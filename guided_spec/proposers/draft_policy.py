@@ -6,7 +6,7 @@ from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError
 from guided_spec.types import DRAFT_POLICIES, DraftPolicy
 
-__all__ = ["drafts_best", "drafts_masked", "read_policy"]
+__all__ = ["drafts_best", "drafts_masked", "read_policy", "used_policies"]
 
 
 def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
@@ -20,17 +20,20 @@ def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
     raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
 
 
+def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
+    """[B]: what each request drafts under; policy: of those that do not ask for one."""
+    return [own or policy for own in batch.policies or (None,) * len(batch)]
+
+
 def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
 
     policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
     to ``DraftLoop.take``.
     """
-    asked = batch.policies or (None,) * len(batch)
     if batch.adjustments is not None:
         return False
-    for own, constraint in zip(asked, batch.constraints, strict=True):
-        used = own or policy
+    for used, constraint in zip(used_policies(batch, policy), batch.constraints, strict=True):
         is_walking = used == "topk_walk" and constraint is not None
         if (used == "mask" and constraint is not None) or not (
             is_walking or batch.sampling.all_greedy
@@ -45,7 +48,6 @@ def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     policy: of the requests that do not ask for one. Such a draft can be made by a ``MaskedWalk``,
     and handed to ``DraftLoop.take_masked``.
     """
-    asked = batch.policies or (None,) * len(batch)
     is_constrained = any(constraint is not None for constraint in batch.constraints)
-    is_masked = all((own or policy) == "mask" for own in asked)
+    is_masked = all(used == "mask" for used in used_policies(batch, policy))
     return batch.adjustments is None and is_constrained and is_masked

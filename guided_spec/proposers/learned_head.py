@@ -110,8 +110,10 @@ class LearnedHead:
         rows = [row for row in able if is_open[row]]
         if not rows:
             return loop
-        if len(able) == len(batch) and self._draft_at_once(loop, batch, lookahead):
-            return loop
+        if len(able) == len(batch):
+            walked = [row if one else () for row, one in zip(drafted, is_open, strict=True)]
+            if self._draft_at_once(loop, batch, walked):
+                return loop
         slots = [batch.slots[row] for row in rows]
         self._follow(slots, [drafted[row] for row in rows], batch.device)
         index = None  # nothing has to be picked or spread
@@ -132,18 +134,20 @@ class LearnedHead:
         loop.run(logits(), forward)
         return loop
 
-    def _draft_at_once(self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead) -> bool:
-        """Draft by one graph, if it can be; closed requests draft too, and nobody looks."""
+    def _draft_at_once(
+        self, loop: DraftLoop, batch: DecodeBatch, drafted: Sequence[Sequence[int]]
+    ) -> bool:
+        """Draft by one graph, if it can be; closed requests draft too, and nobody looks.
+
+        drafted: [B] what the drafts hold, nothing for those that are closed.
+        """
         head, slots = self._head, batch.slots
         if not isinstance(head, PackedSlotHead):
             return False
         is_masked = self._masked is not None and drafts_masked(batch, self._policy)
         if not is_masked and not drafts_best(batch, self._policy):
             return False
-        pairs = zip(lookahead.drafted, lookahead.is_open, strict=True)
-        self._follow(
-            slots, [drafted if is_open else () for drafted, is_open in pairs], batch.device
-        )
+        self._follow(slots, drafted, batch.device)
         if self._masked is not None and is_masked:
             loop.take_masked(self._masked, slots)
         else:

@@ -7,9 +7,8 @@ The host fills a mask when it has seen the token before it, and launches nothing
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from guided_spec.ops.draft_choice import DraftNoise, choose_draft
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.draft_chooser import PARAMETERS
+from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key
 
 __all__ = ["MaskedDraft", "MaskedWalk", "Room"]
 
@@ -63,29 +62,29 @@ class MaskedDraft:
         self.room = room
         self._mailbox, self._size = mailbox, size
         self._depth = 0  # the next position to walk
+        self._depths = len(room.ids)
 
     def walk(self, lookahead: Lookahead, count: int | None = None) -> None:
         """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each."""
-        depths = self.room.ids.shape[0]
-        end = depths if count is None else min(depths, self._depth + count)
+        end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
             while self._depth < end:
-                self._walk_one(lookahead, depths)
+                self._walk_one(lookahead)
         except BaseException:
-            self._end(depths)
+            self._end()
             raise
 
-    def _walk_one(self, lookahead: Lookahead, depths: int) -> None:
+    def _walk_one(self, lookahead: Lookahead) -> None:
         drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
         lookahead.accept_ids(drawn.token_ids, drawn.starved)
         self._depth += 1
-        if self._depth < depths and lookahead.has_room(1):
+        if self._depth < self._depths and lookahead.has_room(1):
             self._mailbox.post(self._depth, lookahead.next_rows(self._size))
         else:  # nobody drafts any more
-            self._end(depths)
+            self._end()
 
-    def _end(self, depths: int) -> None:
-        self._depth = depths
+    def _end(self) -> None:
+        self._depth = self._depths
         self._mailbox.release()
         answer_later()
 
@@ -99,6 +98,7 @@ class MaskedWalk:
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
+    held: what its graphs sample with.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class MaskedWalk:
         self._mailbox = Mailbox(depths, rows, self._words, context.device)
         self._shape = depths, rows
         self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
-        self._given: dict[Hashable, tuple[Sampling, int]] = {}  # whose parameters a graph holds
+        self.held = GraphSampling()
 
     def begin(
         self,
@@ -155,12 +155,6 @@ class MaskedWalk:
             room.rescued[depth].copy_(drawn.rescued)
         return room.ids[depth]
 
-    def holds(self, graph: Hashable, sampling: Sampling, batch: int) -> bool:
-        """Whether a graph holds these parameters already; from now on it does."""
-        held = self._given.get(graph)
-        self._given[graph] = (sampling, batch)
-        return held is not None and held[0] is sampling and held[1] == batch
-
     def _room(self, vocab_size: int, *, is_sampled: bool) -> Room:
         if is_sampled not in self._rooms:
             ids = torch.empty(2, *self._shape, dtype=torch.int64, device=self._device)
@@ -183,24 +177,15 @@ class _Picker(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        used = self.sampling
-        flags = (used.all_greedy, used.any_top_k, used.any_top_p, used.any_min_p)
-        return ("masked", *flags, self.noise and self.noise[2:])
+        return ("masked", *sampling_key(self.sampling, self.noise))
 
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         if self.noise is None:
             return {}
-        given = {"positions": self.noise.positions}
-        if not self.walk.holds(graph, self.sampling, self.batch):
-            given["seeds"] = self.noise.seeds
-            given |= {name: getattr(self.sampling, name) for name in PARAMETERS}
+        given = self.walk.held.changed(graph, self.sampling, self.noise, self.batch)
+        given["positions"] = self.noise.positions
         return {name: pad_rows(value, size) for name, value in given.items()}
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
-        sampling, noise = self.sampling, self.noise
-        if noise is not None:
-            parameters: Any = {name: inputs[name] for name in PARAMETERS}
-            sampling = replace(sampling, **parameters)
-            positions = inputs["positions"] + depth
-            noise = noise._replace(seeds=inputs["seeds"], positions=positions)
-        return self.walk.draw(ticket, depth, self.room, logits, sampling, noise)
+        drawing = read_sampling(inputs, depth, self.sampling, self.noise)
+        return self.walk.draw(ticket, depth, self.room, logits, *drawing)
