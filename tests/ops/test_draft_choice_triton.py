@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.ops.interpreted import run_interpreted
 
-# A process of its own: the interpreter has to be chosen before triton is imported.
 START = """
 import torch
 from guided_spec.ops.draft_choice import choose_draft_reference
@@ -58,10 +52,4 @@ for temperatures in (GREEDY, MIXED):
 @pytest.mark.parametrize("comparison", [EVERY_MASK, SEVERAL_CHUNKS, ODD_LOGITS])
 def test_the_kernels_agree_with_torch(comparison: str) -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", START + comparison + "print('alike')"]
-    found = subprocess.run(
-        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "alike"
+    assert run_interpreted("-c", START + comparison + "print('alike')") == "alike"

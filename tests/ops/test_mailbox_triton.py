@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-# A process of its own: the interpreter has to be chosen before triton is imported.
+from tests.ops.interpreted import run_interpreted
+
 COMPARE = """
 import torch
 from guided_spec.ops import mailbox, mailbox_triton as kernels
@@ -42,8 +39,4 @@ print("equal")
 
 def test_the_kernels_do_the_same() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "equal"
+    assert run_interpreted("-c", COMPARE) == "equal"

@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -14,12 +9,11 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from guided_spec.ops.rotary import HeadNorms, HeadShape, Rotation, rotate_and_store
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from tests.ops.interpreted import run_interpreted
 
 SHAPES = [HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)]
 SLOTS, LENGTH = 4, 9
-ROOT = Path(__file__).parents[2]
 
-# A process of its own: the interpreter has to be chosen before triton is imported.
 COMPARE = """
 import torch
 from guided_spec.ops.rotary import HeadNorms, rotate_and_store
@@ -100,8 +94,4 @@ def test_bfloat16_is_rounded_once() -> None:
 
 def test_the_kernel_computes_the_same() -> None:
     pytest.importorskip("triton")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", COMPARE]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "equal"
+    assert run_interpreted("-c", COMPARE) == "equal"

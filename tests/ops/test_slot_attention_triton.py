@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-# A process of its own: the interpreter has to be chosen before triton is imported.
+from tests.ops.interpreted import run_interpreted
+
 COMPARE = """
 import torch
 from hypothesis import given, settings, strategies as st
@@ -74,8 +71,4 @@ print("equal")
 def test_the_kernels_agree_with_the_reference() -> None:
     # The interpreter of older versions turns arrays into integers as numpy no longer allows.
     pytest.importorskip("triton", minversion="3.9")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", COMPARE]
-    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.strip() == "equal"
+    assert run_interpreted("-c", COMPARE) == "equal"

@@ -182,19 +182,10 @@ def test_a_walk_that_fails_lets_the_device_go(
 def test_the_same_texts_by_the_same_drafts(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
-    params = [
-        SamplingParams(max_tokens=30, temperature=temperature, seed=4, grammar=grammar)
-        for grammar in GRAMMARS
-    ]
-    monkeypatch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
-    monkeypatch.setattr(LearnedHead, "begin", begin_and_finish)
     found: list[list[RequestOutput]] = []
     for is_waiting in (True, False):
         monkeypatch.setattr(learned_head, "can_share", lambda _, now=is_waiting: now)
-        with make_llm(
-            headed_llm.target, "eagle3:mask", headed_llm.draft, kernels="packed", max_batch_size=3
-        ) as llm:
-            found.append(llm.generate(PROMPTS, params))
+        found.append(generate(headed_llm, "eagle3:mask", temperature))
     assert [output.error for output in found[0]] == [None] * len(PROMPTS)
     for new, old in zip(*found, strict=True):
         assert new.token_ids == old.token_ids
@@ -207,24 +198,30 @@ def test_a_device_that_waits_in_vain_changes_no_text(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
     """It draws from masks of other positions, or none. Coupled texts are those without drafts."""
-    params = [
-        SamplingParams(max_tokens=30, temperature=temperature, seed=4, grammar=grammar)
-        for grammar in GRAMMARS
-    ]
     monkeypatch.setattr(mailbox, "PATIENCE", 0)
-    monkeypatch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
-    monkeypatch.setattr(LearnedHead, "begin", begin_and_finish)
     monkeypatch.setattr(learned_head, "can_share", lambda _: True)
-    found: list[list[RequestOutput]] = []
-    for proposer in ("none", "eagle3:mask"):
-        options = {"kernels": "packed", "max_batch_size": 3, "verifier": "coupled"}
-        with make_llm(headed_llm.target, proposer, headed_llm.draft, **options) as llm:
-            found.append(llm.generate(PROMPTS, params))
-    plain, drafted = found
+    plain = generate(headed_llm, "none", temperature, verifier="coupled")
+    drafted = generate(headed_llm, "eagle3:mask", temperature, verifier="coupled")
     assert [output.error for output in drafted] == [None] * len(PROMPTS)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     starts = sum(len(output.stats.drafted) > 0 for output in drafted)
     assert starts == len(PROMPTS)
+
+
+def generate(
+    headed: HeadedTarget, proposer: str, temperature: float, **options: Any
+) -> list[RequestOutput]:
+    """Three requests at a time, whose drafts a thread makes where they wait for masks."""
+    params = [
+        SamplingParams(max_tokens=30, temperature=temperature, seed=4, grammar=grammar)
+        for grammar in GRAMMARS
+    ]
+    options |= {"kernels": "packed", "max_batch_size": 3}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+        patch.setattr(LearnedHead, "begin", begin_and_finish)
+        with make_llm(headed.target, proposer, headed.draft, **options) as llm:
+            return llm.generate(PROMPTS, params)
 
 
 def begin_and_finish(self: LearnedHead, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
