@@ -19,6 +19,7 @@ _INFINITY = tl.constexpr(float("inf"))
 _BOTH = tl.constexpr(DRAW.value + FILTERED.value)
 _TURNS = tl.constexpr(12)  # halvings of a bracket
 _VALUES = tl.constexpr(8)  # most that are listed together
+_SINGLE = tl.constexpr(32)  # tokens of a chunk that are listed each for itself
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -116,10 +117,9 @@ def bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _list(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    work, row, depth, low, high, capacity, few: tl.constexpr, size: tl.constexpr
+    work, row, depth, low, high, left, capacity, few: tl.constexpr, size: tl.constexpr
 ):
-    """Append the depths of a chunk, [size], that are between ``low`` and ``high``."""
-    left = tl.sum(((depth > low) & (depth <= high)).to(tl.int32), 0)
+    """Append the depths of a chunk, [size], between ``low`` and ``high``: ``left`` of them."""
     turn = left * 0
     while (left > few) & (turn < _VALUES):
         first = tl.min(tl.where(depth > low, depth, _INFINITY), 0)
@@ -133,11 +133,51 @@ def _list(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         turn += 1
     if left > 0:
         is_in = (depth > low) & (depth <= high)
-        at = tl.atomic_add(work.num_listed + row, left) + tl.cumsum(is_in.to(tl.int32), 0) - 1
-        is_stored = is_in & (at < capacity)
         ones = tl.full([size], 1, tl.int32)
+        if left > _SINGLE:
+            at = tl.atomic_add(work.num_listed + row, left) + tl.cumsum(is_in.to(tl.int32), 0) - 1
+        else:  # each for itself: sooner done than a running sum
+            numbers = work.num_listed + row + tl.zeros([size], tl.int32)
+            at = tl.atomic_add(numbers, ones, mask=is_in)
+        is_stored = is_in & (at < capacity)
         tl.store(work.listed_depths + row * capacity + at, depth, mask=is_stored)
         tl.store(work.listed_counts + row * capacity + at, ones, mask=is_stored)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    step,
+    rules,
+    work,
+    request,
+    place,
+    chunk,
+    num_chunks,
+    capacity,
+    few: tl.constexpr,
+    words: tl.constexpr,
+):
+    """One chunk of one row."""
+    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    temperature = tl.load(step.temperature + request)
+    largest = tl.load(work.row_max + row)
+    at = row * num_chunks + chunk
+    behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
+    low, high = tl.load(work.low + row), tl.minimum(tl.load(work.high + row), 3e38)
+    mass, number = 0.0, 0
+    if behind <= high:
+        scores = load_tile(step, rules, request, place, chunk, words)
+        depth = tl.reshape(depth_of(scores, largest, temperature), [words * 32])
+        is_sure = (depth <= low) & (depth < _INFINITY)
+        is_in = (depth > low) & (depth <= high)
+        # A chunk has fewer tokens than 2^16.
+        both = tl.sum(is_sure.to(tl.int32) + (is_in.to(tl.int32) << 16), 0)
+        number = both & 65535
+        if number > 0:
+            mass = tl.sum(tl.where(is_sure, tl.exp(-depth), 0.0), 0)
+        _list(work, row, depth, low, high, both >> 16, capacity, few, words * 32)
+    tl.store(work.sure_mass + at, mass)
+    tl.store(work.sure_number + at, number)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -150,31 +190,21 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     stride,
     few: tl.constexpr,
     words: tl.constexpr,
+    rows: tl.constexpr,
 ):
     """Add up what is above the brackets and list what is inside: grid (B, C, stride).
 
     A program goes over every ``stride``-th row of its request; most rows need nothing. Up to
     ``few`` tokens of a chunk are listed one by one, and of more those together that are equal.
+    rows: a power of two, at least K + 1.
     """
     request, chunk = tl.program_id(0), tl.program_id(1)
-    temperature = tl.load(step.temperature + request)
     length = tl.load(step.lengths + request)
-    for turn in range(tl.cdiv(step.num_draft + 1, stride)):
-        place = tl.program_id(2) + turn * stride
-        row = (request * (step.num_draft + 1) + place).to(tl.int64)
-        state = tl.load(work.state + row, mask=place <= length, other=0)
-        if (state & _BOTH) == _BOTH:
-            largest = tl.load(work.row_max + row)
-            at = row * num_chunks + chunk
-            behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
-            low, high = tl.load(work.low + row), tl.minimum(tl.load(work.high + row), 3e38)
-            mass, number = 0.0, 0
-            if behind <= high:
-                scores = load_tile(step, rules, request, place, chunk, words)
-                depth = tl.reshape(depth_of(scores, largest, temperature), [words * 32])
-                is_sure = (depth <= low) & (depth < _INFINITY)
-                number = tl.sum(is_sure.to(tl.int32), 0)
-                mass = tl.sum(tl.where(is_sure, tl.exp(-depth), 0.0), 0)
-                _list(work, row, depth, low, high, capacity, few, words * 32)
-            tl.store(work.sure_mass + at, mass)
-            tl.store(work.sure_number + at, number)
+    places = tl.arange(0, rows)
+    states = work.state + (request * (step.num_draft + 1)).to(tl.int64) + places
+    state = tl.load(states, mask=places <= length, other=0)
+    is_wanted = ((state & _BOTH) == _BOTH) & (places % stride == tl.program_id(2))
+    place = tl.min(tl.where(is_wanted, places, rows), 0)
+    while place < rows:
+        _collect(step, rules, work, request, place, chunk, num_chunks, capacity, few, words)
+        place = tl.min(tl.where(is_wanted & (places > place), places, rows), 0)

@@ -203,12 +203,13 @@ def threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     capacity,
     words: tl.constexpr,
     chunks: tl.constexpr,
+    short: tl.constexpr,
     listed: tl.constexpr,
 ):
     """``work.cut`` and ``work.total`` of filtered rows as they are: grid (N,).
 
     Also whether the draft token stays where that was open. chunks, listed: powers of two, at least
-    C and ``capacity``.
+    C and ``capacity``. short: likewise; lists of up to so many are searched as such.
     """
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
@@ -216,9 +217,14 @@ def threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     length = tl.load(step.lengths + request)
     state = tl.load(work.state + row, mask=place <= length, other=0)
     if (state & _BOTH) == _BOTH:
-        level, kept, is_right = _listed_threshold(
-            step, work, filters, num_chunks, capacity, row, chunks, listed
-        )
+        if tl.load(work.num_listed + row) <= short:
+            level, kept, is_right = _listed_threshold(
+                step, work, filters, num_chunks, capacity, row, chunks, short
+            )
+        else:
+            level, kept, is_right = _listed_threshold(
+                step, work, filters, num_chunks, capacity, row, chunks, listed
+            )
         if is_right == 0:
             level, kept = _scanned_threshold(step, rules, work, filters, num_chunks, row, words)
         tl.debug_barrier()  # all have read what is written here

@@ -29,10 +29,12 @@ __all__ = ["verify"]
 
 MOST_WORDS = 64  # of a tile
 CAPACITY = 8192  # depths of a filtered row that are listed; rows of more are searched slowly
+SHORT = 512  # depths that are searched without looking at what room there is for more
 SAMPLED = 8192  # tokens of a filtered row that bracket its threshold
 SURENESS = 5.0  # standard errors between the bracket and its estimate
 FEW = 128  # tokens of a chunk from which on equal ones are listed together
 MANY_PROGRAMS = 8192  # from which on one program serves all rows of a request
+AT_ONCE = 1024  # programs of eight warps that a large device runs at once
 BAN_BLOCK = 64
 
 
@@ -83,7 +85,7 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: _Shape) -> Accept
             _filter(step, rules, work, filters, shape, coupled=coupled)
         race_kernel[(batch, num_chunks, num_rows if coupled else 1)](
             *(step, rules, work, num_chunks, coupled, filtered, is_split, words, width),
-            num_warps=8,
+            num_warps=_warps(shape),
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
@@ -104,12 +106,24 @@ def _filter(
     bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=8)
     stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
     collect_kernel[(batch, num_chunks, stride)](
-        step, rules, work, num_chunks, capacity, stride, FEW, words, num_warps=8
+        *(step, rules, work, num_chunks, capacity, stride, FEW, words),
+        triton.next_power_of_2(num_rows),
+        num_warps=_warps(shape),
     )
     chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)
     threshold_kernel[(total,)](
-        step, rules, work, filters, num_chunks, capacity, words, chunks, listed, num_warps=16
+        *(step, rules, work, filters, num_chunks, capacity, words, chunks),
+        *(min(SHORT, listed), listed),
+        num_warps=16,
     )
+
+
+def _warps(shape: _Shape) -> int:
+    """Of programs that go over one chunk of a request each.
+
+    The sooner each is done where all run at once, the more run at once where they take turns.
+    """
+    return 8 if shape.batch * shape.num_chunks <= AT_ONCE else 4
 
 
 def _step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Step:
