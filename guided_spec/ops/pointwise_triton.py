@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.dependents_triton import follow, following
+
 __all__ = ["add_rms_norm", "rms_norm", "silu_mul"]
 
 BLOCK = 1024  # products a program of silu_mul
@@ -33,6 +35,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
             _silu_mul[grid](
                 *(_dense(gates), _dense(ups), product, width),
                 *(_dense(gates).stride(0), _dense(ups).stride(0), BLOCK),
+                **following(gate),
             )
     return product.view(gate.shape)
 
@@ -51,6 +54,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
                 *(rows, added, weight.contiguous(), total, normed, eps, width),
                 *(rows.stride(0), added.stride(0), residual is not None, block),
                 num_warps=min(max(block // 512, 1), 16),
+                **following(x),
             )
     return total.view(x.shape), normed.view(x.shape)
 
@@ -73,7 +77,9 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     residual_row,
     ADDS: tl.constexpr,
     BLOCK: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
+    follow(FOLLOWS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
@@ -93,8 +99,9 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_mul(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    gate, up, product, width, gate_row, up_row, BLOCK: tl.constexpr
+    gate, up, product, width, gate_row, up_row, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr
 ):
+    follow(FOLLOWS)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.dependents_triton import follow, following
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ def rotate_and_store(
             heads=HEADS,
             has_norms=norms is not None,
             num_warps=2,
+            **following(packed),
         )
 
 
@@ -72,8 +74,10 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     half_block: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
+    follow(FOLLOWS)
     token = tl.program_id(0).to(tl.int64)
     row = token // tokens
     half: tl.constexpr = size // 2

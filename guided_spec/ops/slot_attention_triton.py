@@ -11,50 +11,17 @@ The grids depend on shapes only; how the parts of each text are cut is worked ou
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["Tiling", "choose_tiling", "slot_attention"]
+from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.slot_tiling import Tiling, choose_tiling
+
+__all__ = ["slot_attention"]
 
 LOG2_E = 1.4426950408889634
-PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
-MAX_SPLITS = 64
-
-
-class Tiling(NamedTuple):
-    """How the attention is divided into programs; no choice changes a result beyond rounding.
-
-    rows: queries (token and head) of a program, a power of 2 from 16. block: keys it reads at a
-    time, likewise. splits: parts of a text, a power of 2. num_warps, num_stages: of the kernel.
-    """
-
-    rows: int
-    block: int
-    splits: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tiling(query: Tensor, num_kv_heads: int, view: int) -> Tiling:
-    """The tiling for query [B, Hq, T, D] over texts of up to about ``view`` positions."""
-    batch, heads, tokens, width = query.shape
-    padded = max(triton.next_power_of_2(width), 16)
-    queries = heads // num_kv_heads * tokens
-    if query.dtype == torch.float32:
-        # Exact products take no tensor cores but registers: small tiles.
-        largest, block, stages = (32, 32, 1) if padded <= 64 else (16, 16, 1)
-    else:
-        largest, block, stages = (128, 64, 3) if padded <= 128 else (64, 32, 3)
-    rows = min(max(16, triton.next_power_of_2(queries)), largest)
-    programs = batch * num_kv_heads * triton.cdiv(queries, rows)
-    wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
-    useful = triton.next_power_of_2(triton.cdiv(view, block))
-    splits = min(1 << (wanted.bit_length() - 1), useful)
-    return Tiling(rows, block, splits, 8 if rows * padded > 64 * 128 else 4, stages)
 
 
 def slot_attention(  # noqa: PLR0913 - the schema of the operator
@@ -97,17 +64,20 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 *(key, value, keys, values, slots, starts, tokens, max_length),
                 *(*key.stride()[:3], *value.stride()[:3], width, padded, few),
                 num_warps=1 if few * padded <= 256 else 4,
+                **following(query),
             )
         _attend[(tiles, pairs, tile.splits)](
             *(query, keys, values, slots, starts, output, partial, lse, scale * LOG2_E),
             *(tokens, max_length, *query.stride()[:3], *cut, window),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
+            **following(query),
         )
         if tile.splits > 1:
             _combine[(queries, pairs)](
                 *(partial, lse, slots, starts, output, tokens, max_length, *cut, window),
                 num_warps=1 if tile.splits * padded <= 2048 else 4,
+                **following(query),
             )
     return output
 
@@ -137,8 +107,10 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Writes the keys and values of TOKENS tokens of one row and head."""
+    follow(FOLLOWS)
     groups = tl.cdiv(num_tokens, TOKENS)
     row, head = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(1)
     token = (tl.program_id(0) % groups) * TOKENS + tl.arange(0, TOKENS)
@@ -180,7 +152,7 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=["num_tokens", "max_length"])  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     query,
     keys,
     values,
@@ -203,8 +175,10 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """ROWS queries of one row and key head over one split of what they see."""
+    follow(FOLLOWS)
     tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
     slot, start = tl.load(slots + row), tl.load(starts + row).to(tl.int32)
@@ -274,8 +248,10 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Weighs the splits of one query by the sums that each of them found."""
+    follow(FOLLOWS)
     member, pair = tl.program_id(0), tl.program_id(1)
     tile, token = member // ROWS, member // GROUP
     row = (pair // HEADS).to(tl.int64)

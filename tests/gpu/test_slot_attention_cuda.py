@@ -140,3 +140,32 @@ def test_pointwise_operators(width: int, dtype: torch.dtype) -> None:
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.cpu(), expected, atol=place, rtol=place)
+
+
+def test_kernels_that_follow_each_other_wait_for_each_other() -> None:
+    """A long chain in a graph: each kernel begins early, and reads what the one before it wrote."""
+    torch.manual_seed(0)
+    x = torch.randn(300, 4096, device="cuda", dtype=torch.bfloat16)
+    weight = torch.ones(4096, device="cuda", dtype=torch.bfloat16)
+
+    def chain() -> torch.Tensor:
+        residual, normed = x, x
+        for _ in range(100):
+            residual, normed = add_rms_norm(normed, residual, weight, 1e-5)
+        return normed
+
+    expected = x
+    total = x
+    for _ in range(100):
+        total = total + expected
+        wide = total.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        expected = wide.to(x.dtype)
+    chain()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = chain()
+    for _ in range(3):
+        graph.replay()
+        torch.testing.assert_close(found, expected, atol=2e-2, rtol=2e-2)
