@@ -17,6 +17,7 @@ KERNELS = MappingProxyType(
         "sampler": "guided_spec.bench.sampler",
         "drafting": "guided_spec.bench.drafting",
         "attention": "guided_spec.bench.attention",
+        "forwards": "guided_spec.bench.forwards",
     }
 )
 

@@ -240,5 +240,7 @@ def test_kernels() -> None:
     assert told == ["kernels: drafting", "kernels: attention"]
     assert found["drafting"].startswith("TypeError: ")
     assert "us a layer" in found["attention"]
+    forwards = measure_kernels("cpu", nobody, {"forwards": {}})["forwards"]
+    assert forwards.startswith("ConfigError: device='cpu': must be a CUDA device")
     plan = GpuPlan(sections=("kernels",), device="cpu", kernels={})
     assert [section.name for section in run_gpu(plan, nobody)] == ["machine", "kernels"]

@@ -9,6 +9,7 @@ import torch
 
 from guided_spec.bench.gpu import GpuPlan, run_gpu
 from guided_spec.bench.gpu_end_to_end import DocumentPlan
+from guided_spec.bench.gpu_kernels import measure_kernels
 from guided_spec.bench.gpu_steps import StepPlan
 from guided_spec.bench.widening import wide_model
 from tests.bench.small_llama import SMALL, write_small
@@ -45,3 +46,9 @@ def test_steps_and_documents(tmp_path: Path) -> None:
     assert len(rows) == 2 * 2 * 2 + 2
     assert [row["problem"] for row in rows] == [None] * len(rows)
     assert sections["machine"]["device"] == torch.cuda.get_device_name(0)
+
+
+def test_forwards() -> None:
+    given = {"layers": 1, "batch_sizes": "1,2", "context": 20}
+    found = measure_kernels("cuda", lambda _: None, {"forwards": given})
+    assert "weights read ms" in found["forwards"]
