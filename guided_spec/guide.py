@@ -227,4 +227,4 @@ class Guide:
             budget = text.max_length - text.prompt_length
             endings = self._grammars.endings
             grammar = endings.bound(grammar, budget, is_required=params.complete is True)
-        text.constraint = Constraint(grammar)
+        text.constraint = Constraint(grammar, self.vocabulary.stop_token_ids)

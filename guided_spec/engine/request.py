@@ -86,9 +86,10 @@ class Request:
         self._stop_ids = frozenset(job.params.stop_token_ids)
         if not job.params.ignore_eos:
             self._stop_ids |= frozenset(vocabulary.stop_token_ids)
+        self._grammar_ends = vocabulary.stop_token_ids  # ``ignore_eos`` or not
         ends = self._stop_ids
-        if job.grammar is not None:  # it ends at the vocabulary's, ``ignore_eos`` or not
-            ends |= frozenset(vocabulary.stop_token_ids)
+        if job.grammar is not None:
+            ends |= frozenset(self._grammar_ends)
         self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
 
     @property
@@ -110,7 +111,7 @@ class Request:
         if endings is not None and complete is not False:
             budget = self._max_length - self.prompt_length
             grammar = endings.bound(grammar, budget, is_required=complete is True)
-        self.constraint = Constraint(grammar)
+        self.constraint = Constraint(grammar, self._grammar_ends)
 
     def append(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Commit tokens one by one until something ends the text; the rest is dropped.

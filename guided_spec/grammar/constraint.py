@@ -4,13 +4,13 @@ The original moves on committed tokens only. The fork follows drafts; it is made
 and brought back by rollback, because forking copies the whole history while rollback does not.
 
 The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
-fork has seen most of them in its draft, so that it takes them at once; the original reads them all,
-and may do so while the next step runs on the device.
+fork has seen most of them in its draft; the original reads them all. Where they do not end the
+text, both may do so later, while the next step runs on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of, may_fail
@@ -70,13 +70,15 @@ class Constraint:
     """One request's grammar, at the end of its committed text.
 
     compiled: shared with other requests; this constraint makes its own matchers from it.
+    ends: the tokens that can end the text; None where only the matchers know.
     committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
     steered: indices of those at which a budget took tokens out of the mask, see
         ``guided_spec.grammar.completion``.
     """
 
-    def __init__(self, compiled: CompiledGrammar) -> None:
+    def __init__(self, compiled: CompiledGrammar, ends: Iterable[int] | None = None) -> None:
         self.compiled = compiled
+        self._ends = None if ends is None else frozenset(ends)
         self.committed: list[int] = []
         self.steered: list[int] = []
         self.resyncs = 0
@@ -84,6 +86,7 @@ class Constraint:
         self._may_fail = may_fail(self._original)
         self._fork = Fork(self._original.fork(), compiled.excluded)
         self._num_behind = 0  # committed tokens that the original has not read yet
+        self._is_led = True  # whether the fork stands behind them
         self._failure: GrammarStateError | None = None
 
     @property
@@ -93,6 +96,7 @@ class Constraint:
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
+        self._lead()
         self._fork.rollback_to(0)
         return self._fork
 
@@ -116,53 +120,72 @@ class Constraint:
             or fork.matcher.is_terminated() != original.is_terminated()
         ):
             taken = self._resync(token_ids)
-        self._keep(taken, fork)
+        start = len(self.committed)
+        self.committed.extend(taken)
+        self._confirm(fork, start)
         return taken
 
     def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
-        """``commit``, but the original reads the tokens at the next ``settle``.
+        """``commit``, but the matchers read the tokens later: the fork when it is asked for.
 
-        So it costs little where the fork has walked most of them. Only for a text that goes on: one
-        that ends with these tokens, or is refused, is committed at once, as is every text of a
-        matcher that can be at fault. Raises what ``settle`` would have returned, too.
+        So it costs next to nothing. Only where no token can end the text; every other text is
+        committed at once, as is that of a matcher that can be at fault. Raises what ``settle``
+        would have returned, too.
         """
         self._require_settled()
-        fork = self._fork
-        is_led = not self._may_fail and fork.lead(token_ids) == len(token_ids)
-        if not is_led or fork.matcher.is_terminated():
+        may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
+        if may_end or self._may_fail or not token_ids:
             return self.commit(token_ids)
         taken = list(token_ids)
-        self._num_behind = len(taken)
-        self._keep(taken, fork)
+        self._num_behind, self._is_led = len(taken), False
+        self.committed.extend(taken)
         return taken
 
     def settle(self) -> GrammarStateError | None:
-        """Bring the original to the end of the committed text; returns why that cannot be.
+        """Bring both matchers to the end of the committed text; returns why that cannot be.
 
-        Where it refuses a token, both matchers are rebuilt, as by ``commit``.
+        Where one refuses a token, both are rebuilt, as by ``commit``.
         """
+        self._lead()
         if self._num_behind:
             behind, self._num_behind = self.committed[-self._num_behind :], 0
             is_refused = _advance(self._original, behind) < len(behind)
             if is_refused or self._original.is_terminated():
-                try:
-                    self._resync(())
-                except GrammarStateError as error:
-                    self._failure = error
+                self._rebuild()
         return self._failure
 
     def _require_settled(self) -> None:
         if (failure := self.settle()) is not None:
             raise failure
 
-    def _keep(self, token_ids: list[int], fork: Fork) -> None:
-        """fork: it filled the rows, and still knows those on the way that was committed."""
+    def _lead(self) -> None:
+        """Bring the fork to the end of the committed text."""
+        if self._is_led:
+            return
+        self._is_led, fork = True, self._fork
+        behind = self.committed[-self._num_behind :]
+        is_refused = fork.lead(behind) < len(behind)
+        self._confirm(fork, len(self.committed) - len(behind))
+        if is_refused or fork.matcher.is_terminated():
+            self._rebuild()
+
+    def _confirm(self, fork: Fork, start: int) -> None:
+        """The draft of ``fork`` is committed from ``start`` on.
+
+        It filled the rows, and still knows those on the way that was committed.
+        """
         steered = getattr(fork.matcher, "steered", _NOWHERE)
         if steered:
-            start = len(self.committed)
-            self.steered.extend(at for at in range(start, start + len(token_ids)) if at in steered)
-        self._fork.confirm()
-        self.committed.extend(token_ids)
+            self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
+        fork.confirm()
+
+    def _rebuild(self) -> None:
+        """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
+        self._num_behind = 0
+        try:
+            self._resync(())
+        except GrammarStateError as error:
+            self._failure = error
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
         """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""

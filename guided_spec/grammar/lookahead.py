@@ -39,11 +39,14 @@ class Lookahead:
     proposer continues from there.
     """
 
-    def __init__(self, walks: list[Walk], rows: MaskRows) -> None:
+    def __init__(
+        self, walks: list[Walk], rows: MaskRows, constraints: Sequence[Constraint | None]
+    ) -> None:
         self._walks = walks
         self._rows = rows
         self._filler = RowFiller(rows)
-        self._is_constrained = any(walk.fork is not None for walk in walks)
+        self._constraints = constraints  # until their forks are asked for
+        self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pause: Callable[[int], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
         self.fill_seconds = 0.0
@@ -52,17 +55,19 @@ class Lookahead:
     def fork(
         cls, constraints: Sequence[Constraint | None], rows: MaskRows, limits: Sequence[int]
     ) -> Lookahead:
-        """Put every request's fork where its original stands; the originals are not touched.
+        """Every request's fork, from where its text ends; the originals are not touched.
+
+        The forks go there when they are first needed, which may be while the target runs.
 
         constraints: B of them, None for a free request. limits: B, draft tokens at most; never
         more than ``rows.depths - 1``, since the last row belongs to the token after the draft.
         """
         rows.clear(len(constraints))
-        walks = [
-            Walk(at, None if constraint is None else constraint.fork(), min(limit, rows.depths - 1))
-            for at, (constraint, limit) in enumerate(zip(constraints, limits, strict=True))
-        ]
-        return cls(walks, rows)
+        walks = [Walk(at, None, min(limit, rows.depths - 1)) for at, limit in enumerate(limits)]
+        for walk, constraint in zip(walks, constraints, strict=True):
+            if constraint is not None and constraint.is_terminated:
+                walk.end()
+        return cls(walks, rows, constraints)
 
     @property
     def drafted(self) -> list[list[int]]:
@@ -151,6 +156,7 @@ class Lookahead:
 
     def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
         """``accept`` of what the host has already; starved: [B] 0 or 1."""
+        self._wake()
         for walk in self._walks:
             if walk.is_drafting:
                 if starved is not None:
@@ -171,6 +177,7 @@ class Lookahead:
         options: [B] lists with, for each position, tokens in the order of preference; a request's
             draft stops at an empty one.
         """
+        self._wake()
         legal: list[list[int]] = []
         for walk, positions in zip(self._walks, options, strict=True):
             start = len(walk.drafted)
@@ -197,6 +204,7 @@ class Lookahead:
 
         Whoever borrows it must leave it where it was before any other call.
         """
+        self._wake()
         walk = self._walks[request]
         return walk.fork if walk.is_open else None
 
@@ -205,6 +213,7 @@ class Lookahead:
 
         Read only. It is the row that ``next_mask`` and ``finish`` hand out: it is not filled twice.
         """
+        self._wake()
         walk = self._walks[request]
         if walk.fork is None or not walk.is_open:
             return None
@@ -219,7 +228,9 @@ class Lookahead:
         """
         if draft.token_ids.shape[1] > 0 and not any(walk.drafted for walk in self._walks):
             draft = self._follow(draft)
-        if sum(walk.num_missing for walk in self._walks) >= ROWS_WORTH_A_THREAD:
+        # Before the forks are asked for nothing is drafted: one row each.
+        missing = len(self._constraints) or sum(walk.num_missing for walk in self._walks)
+        if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
             self._rows.filling = _beside().submit(self._fill, self._walks)
         return draft
 
@@ -271,8 +282,15 @@ class Lookahead:
         if self._pause is not None:
             walk.is_paused = walk.is_open and self._pause(walk.request)
 
+    def _wake(self) -> None:
+        constraints, self._constraints = self._constraints, ()
+        for walk, constraint in zip(self._walks, constraints, strict=False):
+            if constraint is not None:
+                walk.take(constraint.fork())
+
     def _fill(self, walks: Sequence[Walk]) -> None:
         started = time.perf_counter()
+        self._wake()
         self._filler.fill(walks)
         self.fill_seconds += time.perf_counter() - started
 

@@ -10,8 +10,8 @@ __all__ = ["Walk"]
 class Walk:
     """Made once a step and request.
 
-    request: its index in the batch. drafted: the legal draft tokens so far. filled: mask rows 0 to
-    filled - 1 are filled.
+    request: its index in the batch. fork: None for a free text, and until it is needed.
+    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
     has_ended: the draft's last token ended the text, or nothing could follow it from the start.
     is_open: nothing has ended the draft. is_paused: the turn is another proposer's; is_held: the
     request's tokens are walked later. refused: the illegal token that ended the draft. starved:
@@ -68,6 +68,16 @@ class Walk:
         self.drafted.append(token_id)
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
+
+    def take(self, fork: Fork) -> None:
+        """From here on the fork goes with the draft, of which there is nothing yet."""
+        self.fork = fork
+        if fork.matcher.is_terminated():  # it disagrees with its text, which fails at the commit
+            self.end()
+
+    def end(self) -> None:
+        """The text is complete: nothing follows."""
+        self.has_ended, self.is_open = True, False
 
     def refuse(self, token_id: int) -> None:
         """An illegal token ends the draft."""

@@ -146,7 +146,7 @@ def test_a_matcher_that_refuses_once_is_rebuilt() -> None:
 def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt(
     which: int, *, is_later: bool
 ) -> None:
-    constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])))
+    constraint = Constraint(ToyCompiled(text_rule([b"ab", b"abc"])), [EOS])
     commit = constraint.commit_ahead if is_later else constraint.commit
     constraint.commit([0])
     matchers(constraint)[which].tokens = [0, 1, EOS]
@@ -177,17 +177,18 @@ def test_a_rebuilt_matcher_that_ends_too_early_raises() -> None:
         constraint.commit([1])
 
 
-# --- the original may read later ---
+# --- matchers may read later ---
 
 
 @given(st.integers(0, 5), st.lists(st.tuples(PICKS, st.integers(0, 6), PICKS), max_size=5))
-def test_an_original_that_reads_later_changes_nothing(
+def test_matchers_that_read_later_change_nothing(
     seed: int, steps: list[tuple[list[int], int, list[int]]]
 ) -> None:
     rule = hashed_rule(seed)
-    later, at_once = (Constraint(ToyCompiled(rule)) for _ in range(2))
+    later, at_once = (Constraint(ToyCompiled(rule), [EOS]) for _ in range(2))
     for picks, agreed, others in steps:
         fork = later.fork()
+        assert matchers(later)[1].tokens == later.committed
         for pick in picks:
             if not fork.matcher.is_terminated():
                 options = sorted(rule((*later.committed, *fork.token_ids)))
@@ -199,12 +200,12 @@ def test_an_original_that_reads_later_changes_nothing(
         assert later.commit_ahead(taken) == at_once.commit(taken)
         assert later.committed == at_once.committed
         assert later.is_terminated == at_once.is_terminated
-        original, ahead = matchers(later)
-        assert ahead.tokens == later.committed
-        assert later.is_terminated <= (original.tokens == later.committed)
+        both = matchers(later)
+        if later.is_terminated:
+            assert all(matcher.tokens == later.committed for matcher in both)
         if len(picks) % 2:  # else the next commit sees to it
             assert later.settle() is None
-            assert original.tokens == later.committed
+            assert all(matcher.tokens == later.committed for matcher in both)
         if later.is_terminated:
             break
     assert later.resyncs == 0
@@ -213,7 +214,7 @@ def test_an_original_that_reads_later_changes_nothing(
 @pytest.mark.parametrize("which", [0, 1], ids=["original", "fork"])
 @pytest.mark.parametrize("settles", [False, True])
 def test_what_was_forgotten_is_found_later(which: int, *, settles: bool) -> None:
-    constraint = Constraint(ToyCompiled(text_rule([TEXT])))
+    constraint = Constraint(ToyCompiled(text_rule([TEXT])), [EOS])
     constraint.commit_ahead(WALK[:2])
     constraint.settle()
     matchers(constraint)[which].tokens.clear()
@@ -226,7 +227,7 @@ def test_what_was_forgotten_is_found_later(which: int, *, settles: bool) -> None
 
 
 def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
-    constraint = Constraint(ToyCompiled(text_rule([b"abc"])))
+    constraint = Constraint(ToyCompiled(text_rule([b"abc"])), [EOS])
     constraint.compiled = ToyCompiled(text_rule([b"adc"]))
     matchers(constraint)[0].compiled = constraint.compiled
     assert constraint.commit_ahead([0, 1]) == [0, 1]
@@ -234,4 +235,32 @@ def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
     for commit in (constraint.commit, constraint.commit_ahead):
         with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
             commit([2])
+    assert constraint.committed == [0, 1]
+
+
+def test_matchers_are_not_asked_about_a_text_that_goes_on() -> None:
+    constraint = Constraint(ToyCompiled(text_rule([TEXT])), [EOS])
+    assert constraint.commit_ahead(WALK[:2]) == WALK[:2]
+    assert all(not matcher.tokens for matcher in matchers(constraint))
+    assert constraint.fork().token_ids == []
+    assert [matcher.tokens for matcher in matchers(constraint)] == [[], WALK[:2]]
+    assert constraint.settle() is None
+    assert [matcher.tokens for matcher in matchers(constraint)] == [WALK[:2], WALK[:2]]
+
+
+@pytest.mark.parametrize("ends", [None, [WALK[1]]], ids=["unknown", "known"])
+def test_a_text_that_may_end_is_committed_at_once(ends: list[int] | None) -> None:
+    constraint = Constraint(ToyCompiled(text_rule([TEXT])), ends)
+    assert constraint.commit_ahead(WALK[:2]) == WALK[:2]
+    assert all(matcher.tokens == WALK[:2] for matcher in matchers(constraint))
+
+
+def test_a_fork_that_refuses_for_good_ends_the_next_commit() -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"abc"])), [EOS])
+    constraint.compiled = ToyCompiled(text_rule([b"adc"]))
+    matchers(constraint)[1].compiled = constraint.compiled
+    assert constraint.commit_ahead([0, 1]) == [0, 1]
+    assert constraint.fork().token_ids == []  # as far as it went
+    with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
+        constraint.commit_ahead([2])
     assert constraint.committed == [0, 1]

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
+from guided_spec.errors import GrammarStateError
 from guided_spec.grammar import lookahead as lookahead_module
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
@@ -43,7 +44,7 @@ class LookaheadMachine(RuleBasedStateMachine):
         self.rows = MaskRows(3, DEPTHS, self.vocab_size, CPU)
         self.grammars = [self.grammar(0), self.grammar(1), None]
         self.twins = [self.grammar(0), self.grammar(1), None]
-        self.constraints = [None if g is None else Constraint(g) for g in self.grammars]
+        self.constraints = [None if g is None else Constraint(g, [self.eos]) for g in self.grammars]
         self.committed: list[list[int]] = [[], [], []]
         self.step: Lookahead | None = None
 
@@ -101,10 +102,13 @@ class LookaheadMachine(RuleBasedStateMachine):
             if constraint is None:
                 continue
             original, fork = constraint._original, constraint._fork.matcher
-            assert constraint._fork.token_ids == self.drafted[request]
+            is_there = constraint._is_led and not self.step._constraints
+            if is_there:
+                assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
-                assert original.tokens == self.committed[request]
-                assert fork.tokens == self.text(request)
+                read = len(self.committed[request]) - constraint._num_behind
+                assert original.tokens == self.committed[request][:read]
+                assert not is_there or fork.tokens == self.text(request)
                 assert max(original.compiled.fills.values(), default=0) <= 1
 
     @precondition(lambda self: self.step is None)
@@ -190,14 +194,17 @@ class LookaheadMachine(RuleBasedStateMachine):
         tokens = self.drafted[request][: kept % (len(self.drafted[request]) + 1)]
         legal = self.legal(request, self.committed[request] + tokens)
         after = [legal[pick % len(legal)]] if legal else [0]  # behind the end: dropped
-        assert constraint.commit(tokens + after) == tokens + (after if legal else [])
+        commit = constraint.commit if pick % 3 == 0 else constraint.commit_ahead
+        if not legal:  # a text that goes on has something legal
+            commit = constraint.commit
+        assert commit(tokens + after) == tokens + (after if legal else [])
         self.committed[request] += tokens + (after if legal else [])
         assert constraint.committed == self.committed[request]
         if constraint.is_terminated:  # the request has ended; another one takes its place
             self.committed[request] = []
             grammar = self.grammars[request]
             assert grammar is not None
-            self.constraints[request] = Constraint(grammar)
+            self.constraints[request] = Constraint(grammar, [self.eos])
 
 
 class XGrammarMachine(LookaheadMachine):
@@ -280,6 +287,37 @@ def test_a_text_that_has_ended_is_left_alone() -> None:
     masks = lookahead.finish(1)
     assert masks is not None
     assert bool((masks == -1).all())
+
+
+def test_forks_are_asked_for_when_they_are_needed() -> None:
+    constraint = Constraint(ToyCompiled(text_rule([b"abcd"])), [EOS])
+    assert constraint.commit_ahead([0]) == [0]
+    lookahead = Lookahead.fork([constraint], MaskRows(1, DEPTHS, VOCAB_SIZE, CPU), [4])
+    lookahead.start(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
+    assert lookahead.is_open == [True]
+    assert constraint._fork.matcher.tokens == []  # type: ignore[attr-defined]
+    masks = lookahead.finish(0)
+    assert masks is not None
+    assert masks[0, :, 0].tolist() == [1 << 1]
+    assert lookahead.extend([[1, 2]]) == [[1, 2]]
+
+
+def test_a_fork_that_has_parted_from_its_text_concerns_no_other() -> None:
+    constraints = [Constraint(ToyCompiled(text_rule([b"ab"])), [EOS]) for _ in range(2)]
+    broken, healthy = constraints
+    for constraint in constraints:
+        assert constraint.commit_ahead([0]) == [0]
+    broken._fork.matcher.tokens = [0, 1, EOS]  # type: ignore[attr-defined]
+    broken._fork.token_ids = [0]
+    broken.compiled = ToyCompiled(text_rule([b"b"]))  # so does what it is made anew from
+    lookahead = Lookahead.fork(constraints, MaskRows(2, DEPTHS, VOCAB_SIZE, CPU), [2, 2])
+    masks = lookahead.finish(0)
+    assert masks is not None
+    assert masks[1, :, 0].tolist() == [1 << 1]
+    assert lookahead.is_open == [False, True]
+    with pytest.raises(GrammarStateError, match="token 0 at output position 0"):
+        broken.commit_ahead([1])
+    assert healthy.commit_ahead([1]) == [1]
 
 
 def test_a_failure_on_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:

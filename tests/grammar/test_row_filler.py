@@ -219,6 +219,7 @@ def test_other_threads_help_where_rows_take_long(
 def test_a_failure_waits_for_the_other_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = [ToyCompiled(hashed_rule(at, longest=6), BYTES) for at in range(6)]
     lookahead = _lookahead(6, lambda at: compiled[at])
+    assert lookahead.fork_of(0) is not None  # so that all are there
     fill = ToyMatcher.fill_next_token_bitmask
 
     def failing(matcher: ToyMatcher, bitmask: Tensor, index: int = 0) -> bool:
