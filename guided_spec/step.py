@@ -108,8 +108,8 @@ def commit(
 ) -> list[Committed]:
     """Move the matchers over the accepted tokens; one download.
 
-    The originals of texts that go on read these tokens at the next commit, while the device still
-    works: till then they are behind their forks.
+    Those of texts that go on read them later, while the device works: the fork when the next step
+    needs a row, the original at the next commit.
 
     follow: of the step. The proposer then goes on while the host commits.
 

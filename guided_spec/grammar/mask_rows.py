@@ -55,7 +55,7 @@ class MaskRows:
         if self.filling is not None:  # a step that failed half-way may have left it running
             self.filling.exception()
             self.filling = None
-        answer_later()  # so may a draft that this thread should have walked
+        answer_later(None)  # so may a draft that this thread should have walked
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)

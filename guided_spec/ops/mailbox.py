@@ -120,30 +120,29 @@ class Mailbox:
 class _Unanswered(threading.local):
     """What this thread still has to do for a device that waits for it."""
 
-    def __init__(self) -> None:
-        self.tasks: list[Callable[[], None]] = []
+    task: Callable[[], None] | None = None
 
 
 _unanswered = _Unanswered()
 
 
-def answer_later(*tasks: Callable[[], None]) -> None:
-    """The device waits for this thread until it has done these, which may be done twice.
+def answer_later(task: Callable[[], None] | None) -> None:
+    """The device waits for this thread until it has done this, which may be done twice.
 
-    They replace the last ones: one draft is made at a time.
+    It replaces the last one: one draft is made at a time. None: the device waits no more.
     """
-    _unanswered.tasks = [*tasks]
+    _unanswered.task = task
 
 
 def is_awaited() -> bool:
     """Whether the device waits for this thread."""
-    return bool(_unanswered.tasks)
+    return _unanswered.task is not None
 
 
 def before_waiting() -> None:
     """To be called by whoever waits for the device: this thread does first what that waits for."""
-    tasks, _unanswered.tasks = _unanswered.tasks, []
-    for task in tasks:
+    task, _unanswered.task = _unanswered.task, None
+    if task is not None:
         task()
 
 

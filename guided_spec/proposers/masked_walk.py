@@ -86,7 +86,7 @@ class MaskedDraft:
     def _end(self) -> None:
         self._depth = self._depths
         self._mailbox.release()
-        answer_later()
+        answer_later(None)
 
     def _check(self) -> None:
         if self.room.ids.is_cuda:
