@@ -289,8 +289,8 @@ class Lookahead:
                 walk.take(constraint.fork())
 
     def _fill(self, walks: Sequence[Walk]) -> None:
-        started = time.perf_counter()
         self._wake()
+        started = time.perf_counter()
         self._filler.fill(walks)
         self.fill_seconds += time.perf_counter() - started
 
