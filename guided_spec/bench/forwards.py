@@ -6,7 +6,7 @@ beside it the matrix products alone, by the library, and what reading the weight
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -15,28 +15,15 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
-from guided_spec.bench.graph_time import graph_seconds, require_graphs
+from guided_spec.bench.device_time import graph_seconds, read_bandwidth, require_graphs
+from guided_spec.bench.widening_shape import LLAMA_8B, Shape
 from guided_spec.cli.console import stdout
 from guided_spec.models.packed_decoder import PackedDecoder
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["LLAMA_8B", "Shape", "main"]
+__all__ = ["main"]
 
-NUMBERS = 2**28  # of 8 bytes, to measure the bandwidth with
-
-
-class Shape(NamedTuple):
-    """Of a Llama. heads: of queries; kv_heads: of keys."""
-
-    layers: int
-    hidden: int
-    inner: int
-    heads: int
-    kv_heads: int
-    vocab_size: int
-
-
-LLAMA_8B = Shape(32, 4096, 14336, 32, 8, 128_256)
+WIDEST = 64  # tokens a row
 
 
 @torch.inference_mode()
@@ -44,16 +31,18 @@ def main(
     batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64,256",
     tokens: Annotated[str, typer.Option(help="A row, separated by commas.")] = "1,6",
     context: Annotated[int, typer.Option(help="Tokens that each row holds.")] = 1000,
-    layers: Annotated[int, typer.Option(help="Of Llama-3.1-8B's shape.")] = LLAMA_8B.layers,
+    layers: Annotated[
+        int, typer.Option(help="Of Llama-3.1-8B's shape.")
+    ] = LLAMA_8B.num_hidden_layers,
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
 ) -> None:
     """Median milliseconds of a forward in bfloat16, by batch size and tokens a row."""
-    place, shape = require_graphs(device), LLAMA_8B._replace(layers=layers)
+    place, shape = require_graphs(device), LLAMA_8B._replace(num_hidden_layers=layers)
     model = _model(shape, place)
-    decoder = PackedDecoder.of(model, context + 64, [None] * shape.layers)
+    decoder = PackedDecoder.of(model, context + WIDEST, [None] * shape.num_hidden_layers)
     assert decoder is not None
     weights = _streamed(model)
-    floor = sum(weight.nbytes for weight in weights) / _bandwidth(place)
+    floor = sum(weight.nbytes for weight in weights) / read_bandwidth(place)
     table = Table("requests", "tokens", "forward ms", "products ms", "weights read ms")
     for batch in map(int, batch_sizes.split(",")):
         memory = _memory(shape, batch, context, place)
@@ -67,14 +56,9 @@ def main(
 
 
 def _model(shape: Shape, device: torch.device) -> PreTrainedModel:
-    config = LlamaConfig(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden,
-        intermediate_size=shape.inner,
-        num_hidden_layers=shape.layers,
-        num_attention_heads=shape.heads,
-        num_key_value_heads=shape.kv_heads,
-    )
+    sizes = shape._asdict()
+    del sizes["draft_vocab_size"]
+    config = LlamaConfig(**sizes)
     with device:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.eval()
@@ -88,10 +72,10 @@ def _streamed(model: Any) -> list[Tensor]:
 
 
 def _memory(shape: Shape, batch: int, context: int, device: torch.device) -> list[KeyValues]:
-    size = (batch, shape.kv_heads, context + 65, shape.hidden // shape.heads)
+    size = (batch, shape.num_key_value_heads, context + WIDEST + 1, shape.head_dim)
     return [
         KeyValues(*(torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2)))
-        for _ in range(shape.layers)
+        for _ in range(shape.num_hidden_layers)
     ]
 
 
@@ -121,12 +105,6 @@ def _products(weights: list[Tensor], count: int) -> float:
             functional.linear(states[weight.shape[1]], weight)
 
     return graph_seconds(run, weights[0].device)
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that a sum reads."""
-    source = torch.zeros(NUMBERS, dtype=torch.int64, device=device)
-    return source.nbytes / graph_seconds(source.sum, device)
 
 
 if __name__ == "__main__":

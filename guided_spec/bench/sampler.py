@@ -17,6 +17,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
+from guided_spec.bench.device_time import event_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
@@ -64,7 +65,7 @@ def main(
     where = torch.device(device)
     columns = ("requests", "logits", "verifier", "sampling", "masks")
     table = Table(*columns, "one reading", "kernels", "in a graph", "reference")
-    bandwidth = _bandwidth(where)
+    bandwidth = read_bandwidth(where)
     for size in map(int, batch_sizes.split(",")):
         for shape in EXPONENTS:
             logits = _logits((size, num_draft_tokens + 1, vocab_size), EXPONENTS[shape], where)
@@ -122,35 +123,13 @@ def _median(run: Callable[[], object], case: Case) -> float:
     """Of single runs, each from an idle device to an idle device; on CUDA by events."""
     run()
     if case.logits.is_cuda:
-        return statistics.median(_cuda_microseconds(run) for _ in range(REPEATS))
+        return statistics.median(event_seconds(run) for _ in range(REPEATS)) * 1e6
     seconds = []
     for _ in range(REPEATS):
         began = time.perf_counter()
         run()
         seconds.append(time.perf_counter() - began)
     return statistics.median(seconds) * 1e6
-
-
-def _cuda_microseconds(run: Callable[[], object]) -> float:
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    start.record()
-    run()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end)) * 1e3
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that the device reads, from memory that no cache holds."""
-    values = torch.ones(2**28 if device.type == "cuda" else 2**24, device=device)
-    values.sum()
-    if device.type == "cuda":
-        microseconds = min(_cuda_microseconds(values.sum) for _ in range(REPEATS))
-        return values.numel() * 4 / microseconds * 1e6
-    began = time.perf_counter()
-    values.sum()
-    return values.numel() * 4 / (time.perf_counter() - began)
 
 
 if __name__ == "__main__":
