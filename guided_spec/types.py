@@ -47,13 +47,27 @@ class Draft(NamedTuple):
     token_ids: [B, K] int64, target-vocabulary ids; entries at or past ``num_tokens`` are padding
         but must still be valid ids (0 will do), because the target reads them.
     num_tokens: [B] int64 in [0, K]: rows may be shorter than K.
-    probs: [B, K, V] float, the distribution each token was sampled from, after mask and warp;
+    probs: [B, K, D] float, the distribution each token was sampled from, after mask and warp;
         None: the draft is deterministic, which the verifier treats as one-hot.
+    columns: int32 [V], where in ``probs`` each target token stands, -1 for one that is never drawn;
+        None: D is V, and every token stands at its id.
+    is_certain: bool [B, K], tokens that are one-hot whatever ``probs`` says; None: no token is.
     """
 
     token_ids: Tensor
     num_tokens: Tensor
     probs: Tensor | None = None
+    columns: Tensor | None = None
+    is_certain: Tensor | None = None
+
+    def cut(self, width: int) -> Draft:
+        """The first ``width`` positions; ``num_tokens`` stays."""
+        probs, is_certain = self.probs, self.is_certain
+        return self._replace(
+            token_ids=self.token_ids[:, :width],
+            probs=None if probs is None else probs[:, :width],
+            is_certain=None if is_certain is None else is_certain[:, :width],
+        )
 
 
 class Noise(NamedTuple):

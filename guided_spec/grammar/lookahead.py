@@ -220,14 +220,23 @@ class Lookahead:
         self._fill([walk])
         return self._rows.words(request, len(walk.drafted))
 
-    def start(self, draft: Draft) -> Draft:
-        """Begin to fill the rows that are still missing, beside whatever runs next.
+    def follow(self, draft: Draft) -> Draft:
+        """The draft to verify: walked now and cut to the requests' room, where nobody did so.
 
-        Returns the draft to verify: cut to what the requests have room for, where its proposer
-        never looked ahead.
+        An illegal token stays in it, where the verifier refuses it.
         """
-        if draft.token_ids.shape[1] > 0 and not any(walk.drafted for walk in self._walks):
-            draft = self._follow(draft)
+        if draft.token_ids.shape[1] == 0 or any(walk.drafted for walk in self._walks):
+            return draft
+        limits = torch.tensor([walk.limit for walk in self._walks])
+        lengths = torch.minimum(draft.num_tokens.cpu(), limits)
+        width = int(lengths.max())
+        rows = draft.token_ids[:, :width].tolist()
+        self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
+        return draft.cut(width)._replace(num_tokens=lengths.to(draft.num_tokens.device))
+
+    def start(self, draft: Draft) -> Draft:
+        """``follow``; and begin to fill the rows that are still missing, beside what runs next."""
+        draft = self.follow(draft)
         # Before the forks are asked for nothing is drafted: one row each.
         missing = len(self._constraints) or sum(walk.num_missing for walk in self._walks)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
@@ -249,17 +258,6 @@ class Lookahead:
             self._rows.filling.result()
             self._rows.filling = None
         return self._rows.first(len(self._walks), num_draft + 1)
-
-    def _follow(self, draft: Draft) -> Draft:
-        # The tokens are walked now, so that the rows are right; an illegal one stays in the draft,
-        # where the verifier refuses it.
-        limits = torch.tensor([walk.limit for walk in self._walks])
-        lengths = torch.minimum(draft.num_tokens.cpu(), limits)
-        width = int(lengths.max())
-        rows = draft.token_ids[:, :width].tolist()
-        self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
-        probs = None if draft.probs is None else draft.probs[:, :width]
-        return Draft(draft.token_ids[:, :width], lengths.to(draft.num_tokens.device), probs)
 
     def _accept(self, walk: Walk, token_id: int) -> None:
         if token_id < 0:

@@ -32,11 +32,15 @@ class DraftVocabulary:
     """Which target token each draft token is.
 
     target_ids: int64 [D], on the device of the head; distinct ids below ``target_size``.
+    columns: int32 [V] beside them: which draft token each target token is, -1 for none.
     """
 
     def __init__(self, target_ids: Tensor, target_size: int) -> None:
         self.target_ids = target_ids
         self.target_size = target_size
+        order = torch.arange(len(target_ids), dtype=torch.int32, device=target_ids.device)
+        self.columns = torch.full_like(order[:1], -1).repeat(target_size)
+        self.columns[target_ids] = order
 
     @classmethod
     def from_offsets(cls, offsets: Tensor, target_size: int, source: str) -> DraftVocabulary:

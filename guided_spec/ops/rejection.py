@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from guided_spec.ops.draft_probs import dense_probs, draft_at, proposed_probs
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = ["rejection_sample"]
@@ -31,12 +32,7 @@ def rejection_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accept
         return Accepted(_race(target_probs[:, 0], noise.sample).unsqueeze(1), draft.num_tokens)
     depth = torch.arange(num_draft, device=target_probs.device)
     target = target_probs[:, :num_draft].gather(-1, draft.token_ids.unsqueeze(-1)).squeeze(-1)
-    proposed = (
-        torch.ones_like(target)
-        if draft.probs is None
-        else draft.probs.gather(-1, draft.token_ids.unsqueeze(-1)).squeeze(-1)
-    )
-    passed = (noise.accept[:, :num_draft] * proposed < target) & (
+    passed = (noise.accept[:, :num_draft] * proposed_probs(draft) < target) & (
         depth < draft.num_tokens.unsqueeze(1)
     )
     num_accepted = passed.long().cumprod(1).sum(1)
@@ -53,7 +49,8 @@ def _draw_next(
     """[B] int64: drawn from the residual after a refusal, else from the target; -1 if it is 0."""
     rows = torch.arange(len(num_accepted), device=target_probs.device)
     probs = target_probs[rows, num_accepted]
-    residual = (probs - _refused_probs(probs, draft, num_accepted)).clamp_min(0)
+    drafted = draft_at(draft, num_accepted.clamp_max(draft.token_ids.shape[1] - 1))
+    residual = (probs - dense_probs(drafted, probs.shape[1]).squeeze(1)).clamp_min(0)
     # Rounding can leave nothing of a residual that is not empty in exact arithmetic (target and
     # draft equal up to an ulp): the target itself is then the right distribution.
     refused = (num_accepted < draft.num_tokens) & (residual > 0).any(1)
@@ -67,11 +64,3 @@ def _race(probs: Tensor, exponential: Tensor) -> Tensor:
     """
     winner = (probs / exponential).max(1)
     return torch.where(winner.values > 0, winner.indices, -1)
-
-
-def _refused_probs(probs: Tensor, draft: Draft, num_accepted: Tensor) -> Tensor:
-    rows = torch.arange(len(num_accepted), device=probs.device)
-    at = num_accepted.clamp_max(draft.token_ids.shape[1] - 1)
-    if draft.probs is not None:
-        return draft.probs[rows, at]
-    return torch.zeros_like(probs).scatter_(1, draft.token_ids[rows, at].unsqueeze(1), 1.0)

@@ -60,8 +60,16 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
     test = (bits >> 8).to(tl.float32) * 5.9604644775390625e-08
     if step.probs is not None:
         start = step.probs + request.to(tl.int64) * step.probs_batch_stride
-        q = start + place.to(tl.int64) * step.probs_row_stride + drafted
-        test *= tl.load(q, mask=is_drafted, other=0.0).to(tl.float32)
+        column, is_known = drafted, is_drafted
+        if step.columns is not None:
+            column = tl.load(step.columns + drafted, mask=is_drafted, other=-1)
+            is_known = is_drafted & (column >= 0)
+        at = start + place.to(tl.int64) * step.probs_row_stride + column
+        q = tl.load(at, mask=is_known, other=0.0).to(tl.float32)
+        if step.is_certain is not None:
+            flags = step.is_certain + request * step.num_draft + place
+            q = tl.where(tl.load(flags, mask=is_drafted, other=0) != 0, 1.0, q)
+        test *= q
     return test
 
 

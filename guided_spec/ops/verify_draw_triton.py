@@ -41,6 +41,24 @@ def _drawn_place(step, work, request, length, coupled: tl.constexpr, rows: tl.co
     return place
 
 
+@triton.jit
+def _draft_probs(step, request, place, token, is_read):  # type: ignore[no-untyped-def]
+    """float32, of a tile of tokens: with which probability the drafter drew each at a position."""
+    start = step.probs + request.to(tl.int64) * step.probs_batch_stride
+    start += place.to(tl.int64) * step.probs_row_stride
+    column, is_known = token, is_read
+    if step.columns is not None:
+        column = tl.load(step.columns + token, mask=is_read, other=-1)
+        is_known = is_read & (column >= 0)
+    q = tl.load(start + column, mask=is_known, other=0.0).to(tl.float32)
+    if step.is_certain is not None:
+        at = request * step.num_draft + place
+        drafted = tl.load(step.drafted + at)
+        is_certain = tl.load(step.is_certain + at) != 0
+        q = tl.where(is_certain, (token == drafted).to(tl.float32), q)
+    return q
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
@@ -88,9 +106,7 @@ def race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
             if is_split:
                 plain, plain_winner = _best(weight / noise, token)
                 if place < length:
-                    start = step.probs + request.to(tl.int64) * step.probs_batch_stride
-                    start += place.to(tl.int64) * step.probs_row_stride
-                    q = tl.load(start + token, mask=weight > 0, other=0.0).to(tl.float32)
+                    q = _draft_probs(step, request, place, token, weight > 0)
                     weight = tl.maximum(weight / tl.load(work.total + row) - q, 0.0)
             elif not coupled:
                 drafts = step.drafted + request * step.num_draft

@@ -33,7 +33,8 @@ class Step(NamedTuple):
     """One step's inputs.
 
     logits: [B, K + 1, V] with its two strides. mask: int32 [B, K + 1, W] or None.
-    drafted: int64 [B, K], lengths: int64 [B]. probs: [B, K, V] or None, with two strides.
+    drafted: int64 [B, K], lengths: int64 [B]. probs: [B, K, D] or None, with two strides.
+    columns: int32 [V] or None, is_certain: bool [B, K] or None, see ``Draft``.
     seeds, first: int64 [B], the keys of the noise.
     """
 
@@ -46,6 +47,8 @@ class Step(NamedTuple):
     probs: Any
     probs_batch_stride: Any
     probs_row_stride: Any
+    columns: Any
+    is_certain: Any
     temperature: Any
     top_k: Any
     top_p: Any

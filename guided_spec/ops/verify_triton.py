@@ -132,7 +132,7 @@ def _step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows
     num_words = num_mask_words(logits.shape[-1])
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
-    probs = draft.probs
+    probs, certain = draft.probs, draft.is_certain
     if probs is not None and probs.stride(-1) != 1:
         probs = probs.contiguous()
     has_probs = probs is not None and probs.numel() > 0
@@ -148,6 +148,8 @@ def _step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows
         probs=probs if has_probs else None,
         probs_batch_stride=probs.stride(0) if probs is not None else 0,
         probs_row_stride=probs.stride(1) if probs is not None else 0,
+        columns=draft.columns.contiguous() if has_probs and draft.columns is not None else None,
+        is_certain=certain.contiguous() if has_probs and certain is not None else None,
         temperature=sampling.temperature.contiguous(),
         top_k=sampling.top_k.contiguous(),
         top_p=sampling.top_p.contiguous(),

@@ -73,8 +73,7 @@ class Chain:
         # are mask rows. One column stays for an illegal token, which is not among ``drafted``.
         longest = max(map(len, lookahead.drafted)) + 1
         width = min(draft.token_ids.shape[1], longest, batch.mask_rows.depths - 1)
-        probs = None if draft.probs is None else draft.probs[:, :width]
-        return Draft(draft.token_ids[:, :width], draft.num_tokens, probs)
+        return draft.cut(width)
 
     def _fill(self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         lead = self._members[0]

@@ -168,7 +168,7 @@ class DraftLoop:
         """The draft, once the host has walked it."""
         rows = self._walk(self._download())
         draft = host_draft(self._batch, rows)
-        return draft._replace(probs=self._probs(draft))
+        return self._with_probs(draft)
 
     def pending(self) -> PendingDraft:
         """The draft as the target may read it at once; finished where a walk picks its tokens."""
@@ -181,8 +181,7 @@ class DraftLoop:
 
         def finish() -> Draft:
             lengths = torch.tensor([len(row) for row in self._walk(walked)], dtype=torch.int64)
-            draft = Draft(ids, lengths.to(ids.device, non_blocking=True))
-            return draft._replace(probs=self._probs(draft))
+            return self._with_probs(Draft(ids, lengths.to(ids.device, non_blocking=True)))
 
         return PendingDraft(Draft(ids, most), finish)
 
@@ -273,23 +272,25 @@ class DraftLoop:
             options.append(found)
         return options
 
-    def _probs(self, draft: Draft) -> Tensor | None:
-        """[B, K, V] what the tokens of the draft were drawn from; None where all are certain."""
+    def _with_probs(self, draft: Draft) -> Draft:
+        """The draft and what its tokens were drawn from; as it is where all are certain."""
         if self._sampling.all_greedy or not self._places:
-            return None
-        width = draft.token_ids.shape[1]
+            return draft
         drawn_from = [place.probs for place in self._places if place.probs is not None]
-        probs = torch.stack(drawn_from, 1)[:, :width]
+        is_certain = None if self._is_walking is None else self._is_walking.unsqueeze(1)
+        columns = None
         if self._vocabulary is not None:
-            full = probs.new_zeros(*probs.shape[:2], self._vocabulary.target_size)
-            probs = full.index_copy_(2, self._vocabulary.target_ids, probs)
-            rescued = torch.stack([p.rescued for p in self._places if p.rescued is not None], 1)
-            index = rescued[:, :width].unsqueeze(-1)
-            probs.scatter_add_(2, index.clamp_min(0), (index >= 0).to(probs.dtype))
-        if self._is_walking is not None:
-            one_hot = torch.nn.functional.one_hot(draft.token_ids, probs.shape[2])
-            probs = torch.where(self._is_walking[:, None, None], one_hot.to(probs.dtype), probs)
-        return probs
+            columns = self._vocabulary.columns
+            rescued = (
+                torch.stack([p.rescued for p in self._places if p.rescued is not None], 1) >= 0
+            )
+            is_certain = rescued if is_certain is None else rescued | is_certain
+        if is_certain is not None:
+            is_certain = is_certain.expand(-1, len(drawn_from))
+        whole = draft._replace(
+            probs=torch.stack(drawn_from, 1), columns=columns, is_certain=is_certain
+        )
+        return whole.cut(draft.token_ids.shape[1])
 
     def _top(self, logits: Tensor) -> Tensor | None:
         """The best tokens of logits [B, ..., D], where some request walks."""

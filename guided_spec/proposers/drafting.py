@@ -9,6 +9,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch
 from guided_spec.models.padding import pad_ids
+from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.types import Draft
 
 __all__ = ["concatenate", "host_draft"]
@@ -25,24 +26,46 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
 
 def concatenate(first: Draft, second: Draft) -> Draft:
     """Each request's tokens of ``first``, then those of ``second``; no sync."""
-    num_tokens = first.num_tokens + second.num_tokens
-    width = first.token_ids.shape[1] + second.token_ids.shape[1]
+    batch, left = first.token_ids.shape
+    width = left + second.token_ids.shape[1]
     device = first.token_ids.device
-    columns = torch.arange(second.token_ids.shape[1], device=device)
-    index = first.num_tokens.unsqueeze(1) + columns
-    ids = torch.zeros(len(num_tokens), width, dtype=torch.int64, device=device)
-    ids[:, : first.token_ids.shape[1]] = first.token_ids
-    ids.scatter_(1, index, second.token_ids)
+    columns = torch.arange(width, device=device)
+    index = first.num_tokens.unsqueeze(1) + columns[: width - left]
+    parts = [(first, columns[:left].expand(batch, -1)), (second, index)]
+    ids = torch.zeros(batch, width, dtype=torch.int64, device=device)
+    for draft, at in parts:
+        ids.scatter_(1, at, draft.token_ids)
+    joined = Draft(ids, first.num_tokens + second.num_tokens)
     if first.probs is None and second.probs is None:
-        return Draft(ids, num_tokens)
-    vocab_size = next(d.probs.shape[-1] for d in (first, second) if d.probs is not None)
-    probs = torch.zeros(len(num_tokens), width, vocab_size, device=device)
-    probs[:, : first.token_ids.shape[1]] = _probs(first, vocab_size)
-    probs.scatter_(1, index.unsqueeze(-1).expand(-1, -1, vocab_size), _probs(second, vocab_size))
-    return Draft(ids, num_tokens, probs)
+        return joined
+    if first.probs is not None and second.probs is not None and first.columns is not second.columns:
+        parts = [(_over_target(draft), at) for draft, at in parts]
+    return _with_probs(joined, parts)
 
 
-def _probs(draft: Draft, vocab_size: int) -> Tensor:
-    if draft.probs is not None:
-        return draft.probs
-    return torch.nn.functional.one_hot(draft.token_ids, vocab_size).float()
+def _with_probs(joined: Draft, parts: Sequence[tuple[Draft, Tensor]]) -> Draft:
+    """parts: what was joined, and where each token of it went, int64 [B, its width]."""
+    source = next(draft for draft, _ in parts if draft.probs is not None)
+    assert source.probs is not None
+    size = source.probs.shape[-1]
+    probs = torch.zeros(*joined.token_ids.shape, size, device=joined.token_ids.device)
+    is_certain = torch.ones_like(joined.token_ids, dtype=torch.bool)
+    for draft, at in parts:
+        is_certain.scatter_(1, at, _certain(draft))
+        if draft.probs is not None:
+            probs.scatter_(1, at.unsqueeze(-1).expand(-1, -1, size), draft.probs)
+    return joined._replace(probs=probs, columns=source.columns, is_certain=is_certain)
+
+
+def _certain(draft: Draft) -> Tensor:
+    if draft.probs is not None and draft.is_certain is not None:
+        return draft.is_certain
+    return torch.full_like(draft.token_ids, draft.probs is None, dtype=torch.bool)
+
+
+def _over_target(draft: Draft) -> Draft:
+    """The same with a probability for each of the target's tokens."""
+    if draft.columns is None:
+        return draft
+    probs = dense_probs(draft, len(draft.columns))
+    return draft._replace(probs=probs, columns=None)

@@ -11,7 +11,7 @@ from guided_spec.ops.token_rules import RuleTable, TokenRules
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, verify
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import Accepted, Draft, SamplingParams, Verifier
-from tests.ops.verify_cases import Case, unexplained
+from tests.ops.verify_cases import Case, narrowed, unexplained
 from tests.toys import chi_square_p_value
 
 pytestmark = pytest.mark.gpu
@@ -77,9 +77,14 @@ def test_kernels_decide_as_the_reference(
     check(make_case(size, batch, dtype, verifier))
 
 
+@pytest.mark.parametrize("is_narrow", [False, True])
 @pytest.mark.parametrize("size", [1000, 128_256])
-def test_drafts_with_probabilities(size: int) -> None:
-    check(make_case(size, 16, torch.bfloat16, "rejection", has_probs=True))
+def test_drafts_with_probabilities(size: int, *, is_narrow: bool) -> None:
+    case = make_case(size, 16, torch.bfloat16, "rejection", has_probs=True)
+    if is_narrow:
+        draft = narrowed(case.draft, torch.Generator(CUDA).manual_seed(1))
+        case = Case(case.logits, case.bitmask, draft, case.rows)
+    check(case)
 
 
 def with_rules(case: Case, params: SamplingParams) -> Case:

@@ -115,7 +115,7 @@ class WideLoop(DraftLoop):
                 assert offered is not None
                 fields.extend_best(offered, place.tokens >= 0)
         draft = Draft(*fields.taken(with_refused=not is_walk))
-        return draft if is_walk else draft._replace(probs=self._probs(draft))
+        return draft if is_walk else self._with_probs(draft)
 
     def _may_go_on(self, depth: int) -> bool:
         """Reads no lists either: a forward too many does no harm."""

@@ -24,7 +24,6 @@ from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 from tests.law.fields import Fields
 from tests.law.harness import Case, check_law, emit
 from tests.law.world import (
-    REDUCED,
     SETTINGS,
     VOCAB_SIZE,
     K,
@@ -126,15 +125,13 @@ def test_drafts_verified_with_probabilities_before_the_mask(monkeypatch: Patch) 
 def test_a_token_from_outside_the_draft_vocabulary_verified_with_probability_zero(
     monkeypatch: Patch,
 ) -> None:
-    """q of a rescued token left out of the scattered probabilities."""
+    """q looked up by offsets that are off by one, and no token known to be certain."""
 
-    def scattered(_: Tensor, draft: Draft, __: Noise) -> Draft:
-        assert draft.probs is not None
-        known = torch.zeros(VOCAB_SIZE).index_fill(0, REDUCED.target_ids, 1.0)
-        shifted = draft.probs.roll(1, -1) * known  # as with offsets that are off by one
-        return draft._replace(probs=shifted)
+    def shifted(_: Tensor, draft: Draft, __: Noise) -> Draft:
+        assert draft.columns is not None
+        return draft._replace(columns=draft.columns.roll(1), is_certain=None)
 
-    change_verifier(monkeypatch, scattered)
+    change_verifier(monkeypatch, shifted)
     assert is_caught(case("starved"))
 
 

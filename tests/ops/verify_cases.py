@@ -14,9 +14,11 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
+from guided_spec.ops.draft_probs import dense_probs, draft_at
 from guided_spec.ops.token_rules import RuleTable, TokenRules
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
 from guided_spec.ops.warp import Sampling, warp
@@ -101,10 +103,8 @@ def _is_close_race(
     elif place < int(case.draft.num_tokens[request]):
         if int(found.num_accepted[request]) != place:
             return False
-        drafted = case.draft.token_ids[request, place]
-        q = torch.zeros_like(probs).index_fill(0, drafted, 1.0)
-        if case.draft.probs is not None:
-            q = case.draft.probs[request, place]
+        at = torch.full_like(case.draft.num_tokens, place)
+        q = dense_probs(draft_at(case.draft, at), len(probs))[request, 0]
         probs = (probs - q).clamp_min(0)
     values = probs / noise
     return bool(values[token] >= values.max() * (1 - near))
@@ -161,7 +161,10 @@ def make_logits(kind: str, shape: tuple[int, ...], generator: torch.Generator) -
 
 
 def make_draft(kind: str, logits: Tensor, lengths: Tensor, generator: torch.Generator) -> Draft:
-    """drawn: with probabilities. likely: the argmax. random: any tokens of the vocabulary."""
+    """drawn: with probabilities. narrow: with those of some tokens, others are certain.
+
+    likely: the argmax. random: any tokens of the vocabulary.
+    """
     heads = logits[:, :-1].float().nan_to_num(0.0, 0.0, -9.0)
     batch, depth, size = heads.shape
     if depth == 0:
@@ -173,7 +176,21 @@ def make_draft(kind: str, logits: Tensor, lengths: Tensor, generator: torch.Gene
         return Draft(torch.randint(0, few, (batch, depth), generator=generator), lengths)
     probs = torch.softmax(heads + torch.randn(heads.shape, generator=generator), -1)
     ids = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
-    return Draft(ids.view(batch, depth), lengths, probs)
+    draft = Draft(ids.view(batch, depth), lengths, probs)
+    return narrowed(draft, generator) if kind == "narrow" else draft
+
+
+def narrowed(draft: Draft, generator: torch.Generator) -> Draft:
+    """The draft of a head that knows a third of the tokens; those beside them are certain."""
+    assert draft.probs is not None
+    size, device = draft.probs.shape[-1], draft.probs.device
+    known = torch.randperm(size, generator=generator, device=device)[: max(1, size // 3)]
+    columns = DraftVocabulary(known, size).columns
+    probs = draft.probs[..., known]
+    probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-20)
+    is_certain = columns[draft.token_ids] < 0
+    is_certain |= torch.rand(is_certain.shape, generator=generator, device=device) < 0.2
+    return draft._replace(probs=probs, columns=columns, is_certain=is_certain)
 
 
 @st.composite
@@ -198,7 +215,7 @@ def cases(draw: st.DrawFn) -> Case:
     if share is not None:
         bitmask = pack_bitmask(torch.rand(logits.shape, generator=generator) < share)
     lengths = torch.tensor(draw(st.lists(st.integers(0, depth), min_size=batch, max_size=batch)))
-    how = draw(st.sampled_from(["drawn", "likely", "random"]))
+    how = draw(st.sampled_from(["drawn", "narrow", "likely", "random"]))
     draft = make_draft(how, logits, lengths, generator)
     keys = NoiseKeys(
         torch.randint(0, 2**62, (batch,), generator=generator),

@@ -18,6 +18,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.proposers import build_proposer, register_proposer
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, SamplingParams
@@ -174,19 +175,23 @@ def check_shapes(draft: Draft, batch: DecodeBatch) -> None:
     assert bool(((draft.token_ids >= 0) & (draft.token_ids < VOCAB_SIZE)).all())
     assert bool((draft.num_tokens <= torch.tensor(batch.limits)).all())
     assert bool((draft.num_tokens <= width).all())
-    assert draft.probs is None or draft.probs.shape == (size, width, VOCAB_SIZE)
+    if draft.probs is not None:
+        assert draft.probs.shape[:2] == (size, width)
+        assert draft.columns is not None or draft.probs.shape[2] == VOCAB_SIZE
+        assert draft.columns is None or draft.columns.shape == (VOCAB_SIZE,)
+        assert draft.is_certain is None or draft.is_certain.shape == (size, width)
 
 
 def check_probs(draft: Draft, bitmask: torch.Tensor | None) -> None:
     """Every drafted token could be drawn from its probabilities, which keep to the mask if any."""
     if draft.probs is None:
         return
-    shape = (*draft.probs.shape[:2], VOCAB_SIZE)
-    everything = torch.ones(shape, dtype=torch.bool)
+    dense = dense_probs(draft, VOCAB_SIZE)
+    everything = torch.ones_like(dense, dtype=torch.bool)
     legal = everything if bitmask is None else unpack_bitmask(bitmask, VOCAB_SIZE)
     for row, length in enumerate(draft.num_tokens.tolist()):
         for at in range(length):
-            probs = draft.probs[row, at]
+            probs = dense[row, at]
             assert probs[draft.token_ids[row, at]] > 0
             assert float(probs.sum()) == pytest.approx(1.0, abs=1e-5)
             assert bool((probs[~legal[row, at]] == 0).all())

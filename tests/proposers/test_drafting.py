@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
+from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.proposers.drafting import concatenate, host_draft
 from guided_spec.types import Draft
 from tests.toys import VOCAB_SIZE, toy_batch
@@ -23,10 +24,20 @@ def with_probs(draft: Draft, seed: int) -> Draft:
     return draft._replace(probs=torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def probs_at(draft: Draft, row: int, at: int) -> Tensor:
-    if draft.probs is not None:
-        return draft.probs[row, at]
-    return torch.nn.functional.one_hot(draft.token_ids[row, at], VOCAB_SIZE).float()
+def narrowed(draft: Draft, seed: int) -> Draft:
+    """With probabilities of a few tokens, and some tokens that are certain."""
+    generator = torch.Generator().manual_seed(seed)
+    known = torch.randperm(VOCAB_SIZE, generator=generator)[:5]
+    probs = torch.rand(*draft.token_ids.shape, 5, generator=generator)
+    is_certain = torch.rand(draft.token_ids.shape, generator=generator) < 0.3
+    columns = DraftVocabulary(known, VOCAB_SIZE).columns
+    return draft._replace(probs=probs, columns=columns, is_certain=is_certain)
+
+
+def changed(draft: Draft, how: str, seed: int) -> Draft:
+    if how == "one_hot":
+        return draft
+    return with_probs(draft, seed) if how == "wide" else narrowed(draft, seed)
 
 
 @given(RAGGED)
@@ -39,15 +50,18 @@ def test_host_draft(lists: list[list[int]]) -> None:
         assert length == len(tokens)
 
 
-@given(left=RAGGED, right=RAGGED, left_probs=st.booleans(), right_probs=st.booleans())
+HOW = st.sampled_from(["one_hot", "wide", "narrow"])
+
+
+@given(left=RAGGED, right=RAGGED, left_how=HOW, right_how=HOW)
 def test_concatenate(
-    left: list[list[int]], right: list[list[int]], *, left_probs: bool, right_probs: bool
+    left: list[list[int]], right: list[list[int]], left_how: str, right_how: str
 ) -> None:
-    first, second = host_draft(BATCH, left), host_draft(BATCH, right)
-    first = with_probs(first, 1) if left_probs else first
-    second = with_probs(second, 2) if right_probs else second
+    first = changed(host_draft(BATCH, left), left_how, 1)
+    second = changed(host_draft(BATCH, right), right_how, 2)
     joined = concatenate(first, second)
-    assert (joined.probs is None) == (not left_probs and not right_probs)
+    assert (joined.probs is None) == (left_how == right_how == "one_hot")
+    drawn = {id(part): dense_probs(part, VOCAB_SIZE) for part in (joined, first, second)}
     assert bool(((joined.token_ids >= 0) & (joined.token_ids < VOCAB_SIZE)).all())
     for row in range(SIZE):
         length = int(joined.num_tokens[row])
@@ -55,4 +69,13 @@ def test_concatenate(
         parts = [(first, at) for at in range(len(left[row]))]
         parts += [(second, at) for at in range(len(right[row]))]
         for at, (draft, index) in enumerate(parts):
-            assert torch.equal(probs_at(joined, row, at), probs_at(draft, row, index))
+            assert torch.equal(drawn[id(joined)][row, at], drawn[id(draft)][row, index])
+
+
+def test_two_drafts_of_one_head_keep_its_columns() -> None:
+    one = narrowed(host_draft(BATCH, [[1, 2], [3], []]), 1)
+    other = one._replace(is_certain=None)
+    for joined in (concatenate(one, other), concatenate(one, host_draft(BATCH, [[1]] * SIZE))):
+        assert joined.columns is one.columns
+        assert joined.probs is not None
+        assert joined.probs.shape[-1] == 5
