@@ -281,7 +281,11 @@ class Follower(Protocol):
 
 
 class TargetModel(Protocol):
-    """The model whose distribution the output has."""
+    """The model whose distribution the output has.
+
+    Where ``verify`` only launches a CUDA graph, an attribute ``launches_at_once = True`` says so:
+    all mask rows are then filled behind the launch, and no thread competes with it.
+    """
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.

@@ -68,7 +68,7 @@ def speculative_step(
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     with named_range("draft"):
-        pending = _begin(proposer, batch, lookahead)
+        pending = _begin(target, proposer, batch, lookahead)
     with named_range("verify"):
         output = target.verify(batch, pending.draft)
     # From here on the host works beside the forward.
@@ -86,10 +86,16 @@ def speculative_step(
     return step._replace(logprobs=found)
 
 
-def _begin(proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
+def _begin(
+    target: TargetModel, proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead
+) -> PendingDraft:
     if isinstance(proposer, EarlyProposer):
         return proposer.begin(batch, lookahead)
-    draft = lookahead.start(proposer.propose(batch, lookahead))
+    draft = proposer.propose(batch, lookahead)
+    # Another thread would hold the interpreter while the forward is to be launched. That pays where
+    # the launch takes long; else ``finish`` fills the rows when it is done.
+    is_quick = getattr(target, "launches_at_once", False)
+    draft = lookahead.follow(draft) if is_quick else lookahead.start(draft)
     return PendingDraft(draft, lambda: draft)
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.errors import GrammarDeadEndError, GrammarStateError, NoTokenLeftError
+from guided_spec.grammar import lookahead
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.ops.logprobs import LogprobsPlan
@@ -200,6 +202,33 @@ def test_a_broken_request_fails_alone(
     for found, wanted in zip(outputs[1:], expected, strict=True):
         shared = min(len(found), len(wanted))
         assert found[:shared] == wanted[:shared]
+
+
+class QuickTarget(ToyTarget):
+    """Says that it only launches a graph."""
+
+    launches_at_once = True
+
+
+@pytest.mark.parametrize("target", [ToyTarget(1), QuickTarget(1)])
+def test_a_thread_fills_beside_a_slow_launch_only(
+    monkeypatch: pytest.MonkeyPatch, target: ToyTarget
+) -> None:
+    monkeypatch.setattr(lookahead, "ROWS_WORTH_A_THREAD", 1)
+    batch = toy_batch([PROMPT], [Constraint(ToyCompiled(text_rule([b"ab"])))], k=2)
+    filling: list[bool] = []
+    verify = target.verify
+
+    def watched(batch: DecodeBatch, draft: Draft) -> TargetOutput:
+        filling.append(batch.mask_rows.filling is not None)
+        return verify(batch, draft)
+
+    monkeypatch.setattr(target, "verify", watched)
+    for text in ([0], [1], [EOS]):
+        step = speculative_step(target, NONE, batch)
+        assert [row.token_ids for row in commit(batch, step.accepted)] == [text]
+        batch = replace(batch, contexts=([*batch.contexts[0], *text],))
+    assert filling == [not isinstance(target, QuickTarget)] * 3
 
 
 def test_the_end_inside_a_draft_is_no_dead_end() -> None:

@@ -39,6 +39,11 @@ class SlotTarget:
         self._verified: Tensor | None = None
         self._along: Sequence[PromptPiece] = ()
 
+    @property
+    def launches_at_once(self) -> bool:
+        """See ``TargetModel``."""
+        return self._model.is_packed and self._model.device.type == "cuda"
+
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:
         """Read prompt tokens into the slots, ``tokens[i]`` behind the ``starts[i]`` cached ones."""
         counts = [len(row) for row in tokens]

@@ -22,7 +22,7 @@ __all__ = ["RowFiller", "cores"]
 # tells, their number does not (``python -m guided_spec.bench.masks``; docs/performance.md, "Where
 # masks are filled").
 PATIENCE = 0.003
-WALKS_AT_ONCE = 16  # between two looks at the clock
+WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
 WALKS_TOGETHER = 8
 # More threads than this only wait for each other: between two native calls each needs the
@@ -61,13 +61,15 @@ class RowFiller:
 
     def _fill_patiently(self, walks: Sequence[Walk]) -> None:
         began = time.perf_counter()
-        for start in range(0, len(walks), WALKS_AT_ONCE):
+        start, count = 0, WALKS_AT_ONCE
+        while start < len(walks):
             left = walks[start:]
             threads = min(MOST_THREADS, cores() // 2, len(left))
             if threads > 1 and time.perf_counter() - began > PATIENCE:
                 self._fill_apart(left, threads)
                 return
-            self._fill_here(left[:WALKS_AT_ONCE])
+            self._fill_here(left[:count])
+            start, count = start + count, 2 * count
 
     def _fill_here(self, walks: Sequence[Walk]) -> None:
         if len(walks) >= WALKS_TOGETHER:
