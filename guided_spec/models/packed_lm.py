@@ -1,4 +1,4 @@
-"""A packed decoder over KV slots: forwards of few tokens are CUDA graphs, long prompts are not."""
+"""A packed decoder over KV slots: forwards of few tokens are CUDA graphs, those of many are not."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ __all__ = [
 
 LogitsKind = Literal["all", "last", "none"]
 
-WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts, whose launches do not matter
-LARGEST_PROMPTS = 512  # tokens of all rows of short prompts; more take longer than their launches
+WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts
+LARGEST_PROMPTS = 640  # tokens of all rows of prompts; more take longer than their launches
 
 
 class Rows(NamedTuple):
@@ -85,9 +85,9 @@ class PackedLM:
         without any tokens is left out.
         """
         batch, width = token_ids.shape
-        is_large = logits == "none" and batch * width > LARGEST_PROMPTS
-        is_wide = width > WIDEST_GRAPH or is_large
-        size, length = (batch, width) if is_wide else (bucket(batch), bucket(width))
+        is_prompt = logits == "none" or width > WIDEST_GRAPH
+        is_large = is_prompt and batch * width > LARGEST_PROMPTS
+        size, length = (batch, width) if is_large else (bucket(batch), bucket(width))
         kind = logits if num_scored is None else "states"
         slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
         last = [max(count, 1) - 1 for count in rows.counts]
@@ -99,7 +99,7 @@ class PackedLM:
         def body(tensors: Inputs) -> PackedForward:
             return self._compute(tensors, kind, layers)
 
-        if is_wide:
+        if is_large:
             moved = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
             found = body(moved)
         else:
@@ -108,7 +108,7 @@ class PackedLM:
         if num_scored is not None and scores is not None:
             # Outside of the graph, which would keep logits for each size of batch: one product.
             scores = self._decoder.logits(scores[:num_scored])
-        if is_wide:
+        if is_large:
             return PackedForward(scores, hidden)
         return PackedForward(
             None if scores is None else scores[:batch, :width],

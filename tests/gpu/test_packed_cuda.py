@@ -12,7 +12,8 @@ import torch
 from guided_spec import LLM, SamplingParams
 from guided_spec.bench.workload import load_workload
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models import packed_lm
+from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.eagle3 import Eagle3Head
 from guided_spec.models.packed_eagle3 import PackedEagle3
@@ -43,6 +44,32 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     while open_rows := [row for row in rows if not row.is_done]:
         speculate(lm, source.sample(open_rows, source.randint(1, len(open_rows))), source)
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("width", [65, 130, 400])
+def test_short_prompts_are_graphs(monkeypatch: pytest.MonkeyPatch, batch: int, width: int) -> None:
+    """A forward of few tokens takes the host longer to launch than the device to run."""
+    lm = CausalLM(
+        cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
+        num_slots=batch,
+        max_length=500,
+    )
+    source = torch.Generator().manual_seed(0)
+    ids = torch.randint(VOCAB, (batch, width), generator=source)
+    inputs = SlotInputs(ids, list(range(batch)), [0] * batch, [width - row for row in range(batch)])
+    assert lm._packed is not None
+    before, found = len(lm._packed._graphs), []
+    for largest in (packed_lm.LARGEST_PROMPTS, 0):
+        monkeypatch.setattr(packed_lm, "LARGEST_PROMPTS", largest)
+        output = lm.forward(inputs, logits="last", hidden_layers=(1,))
+        lm.commit([0] * batch)
+        found.append([None if part is None else part.clone() for part in output])
+    assert len(lm._packed._graphs) - before == (batch * width <= 640)
+    for graph, eager in zip(*found, strict=True):
+        for row in range(batch):  # what is behind a row's end is any
+            one, other = (part[row, : width - row] for part in (graph, eager))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @torch.inference_mode()
