@@ -17,11 +17,12 @@ from guided_spec.ops.ranges import named_range
 
 __all__ = ["RowFiller", "cores"]
 
-# Seconds after which other threads help with the walks that are left. Most rows cost a microsecond
-# or two, and then waking threads costs more than they gain, however many rows there are: the time
-# tells, their number does not (``python -m guided_spec.bench.masks``; docs/performance.md, "Where
-# masks are filled").
+# Seconds, in all and for each walk that is done, after which other threads help with the walks that
+# are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
+# however many rows there are: the time tells, their number does not (``python -m
+# guided_spec.bench.masks``; docs/performance.md, "Where masks are filled").
 PATIENCE = 0.003
+SLOW_WALK = 0.00005
 WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
 # Walks that are worth a call of xgrammar's for the rows of one depth together.
 WALKS_TOGETHER = 8
@@ -65,7 +66,7 @@ class RowFiller:
         while start < len(walks):
             left = walks[start:]
             threads = min(MOST_THREADS, cores() // 2, len(left))
-            if threads > 1 and time.perf_counter() - began > PATIENCE:
+            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_WALK * start):
                 self._fill_apart(left, threads)
                 return
             self._fill_here(left[:count])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+import itertools
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,11 +186,14 @@ def _lookahead(count: int, make: Callable[[int], CompiledGrammar]) -> Lookahead:
 
 
 @pytest.mark.parametrize(
-    ("patience", "expected"), [(-1.0, [64, 64]), (math.inf, [16, 32, 64, 16])], ids=["slow", "fast"]
+    ("seconds", "expected"),
+    [(0.004, [64, 64]), (0.002, [16, 56, 56]), (0.001, [16, 32, 64, 16]), (0.0, [16, 32, 64, 16])],
+    ids=["slow", "slowish", "many", "fast"],
 )
 def test_other_threads_help_where_rows_take_long(
-    monkeypatch: pytest.MonkeyPatch, patience: float, expected: list[int]
+    monkeypatch: pytest.MonkeyPatch, seconds: float, expected: list[int]
 ) -> None:
+    """seconds: from one look at the clock to the next. In all 4 milliseconds are few for many."""
     shares: list[int] = []
     fill = RowFiller._fill_together
 
@@ -198,7 +203,8 @@ def test_other_threads_help_where_rows_take_long(
 
     monkeypatch.setattr(RowFiller, "_fill_together", counting)
     monkeypatch.setattr(row_filler, "cores", lambda: 4)
-    monkeypatch.setattr(row_filler, "PATIENCE", patience)
+    clock = SimpleNamespace(perf_counter=partial(next, itertools.count(0.0, seconds)))
+    monkeypatch.setattr(row_filler, "time", clock)
     compiled = XGrammarBackend(BYTES).compile(SPECS[1])
     count = sum(expected)
     lookahead = _lookahead(count, lambda _: compiled)
