@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.engine import engine
 from guided_spec.engine.kept_states import TakenStates
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ConfigError, ModelError
@@ -27,7 +28,9 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.head_loading import load_head
 from guided_spec.models.packed_slot_head import PackedSlotHead
+from guided_spec.models.slot_head import SlotHead
 from guided_spec.ops.download import Download
+from guided_spec.proposers import learned_head
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
@@ -36,6 +39,7 @@ from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 METHODS = list(TARGETS)
+PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward
 
@@ -232,6 +236,59 @@ def check_original(constraint: Constraint, output: list[int]) -> None:
     for row, one in enumerate((matcher, constraint._original)):
         one.fill_next_token_bitmask(masks, row)
     assert bool((masks[0] == masks[1]).all())
+
+
+class NowAndThen:
+    """Drafts at some steps and not at others, whenever they are."""
+
+    def begin(self, rooms: Any) -> int:
+        return (0, 0, 0, 4, 0, 4, 4, 0)[sum(room.tokens for room in rooms) % 8]
+
+    def end(self, brought: Any, *, is_typical: bool = True) -> None:
+        del brought, is_typical
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("is_chained", [False, True])
+@pytest.mark.parametrize(("method", "kernels"), [*((m, "auto") for m in METHODS), PACKED])
+def test_a_head_that_rests_reads_later(
+    monkeypatch: pytest.MonkeyPatch,
+    taught: Any,
+    method: str,
+    kernels: str,
+    batch_size: int,
+    *,
+    is_chained: bool,
+) -> None:
+    """And drafts as one does that reads at every step."""
+    kind = PackedSlotHead if kernels == "packed" else SlotHead
+    found, reads, read = [], Counter[int](), kind.read
+    proposer = f"chain:ngram+{method}" if is_chained else method
+    monkeypatch.setattr(engine, "build_draft_length", lambda _: NowAndThen())
+    for most in (learned_head.MOST_UNREAD, 12, 0):
+
+        def counting(*arguments: Any, most: int = most) -> None:
+            reads[most] += 1
+            read(*arguments)
+
+        monkeypatch.setattr(kind, "read", counting)
+        monkeypatch.setattr(learned_head, "MOST_UNREAD", most)
+        options: Any = {"max_batch_size": batch_size, "kernels": kernels}
+        found.append(taught(method).generate(proposer, PARAMS, **options))
+    assert reads[1024] < reads[0]
+    assert reads[1024] <= reads[12] <= reads[0]
+    assert all(tokens(one) == tokens(taught(method).guided) for one in found)
+    counts = [sum(sum(c.stats.accepted) for c in one) for one in found]
+    assert min(counts) > 10
+    if batch_size == 1:  # else who joins at which step is a matter of time
+        assert max(counts) - min(counts) <= 1  # rounding may decide between two tokens
+
+
+def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, taught: Any) -> None:
+    monkeypatch.setattr(SlotHead, "read", lambda *_: 1 / 0)
+    for proposer in ("eagle3", "chain:ngram+eagle3:validate"):
+        found = taught("eagle3").generate(proposer, PARAMS, num_draft_tokens=0)
+        assert tokens(found) == tokens(taught("eagle3").guided)
 
 
 def test_samples_share_a_prompt(taught: Any) -> None:
