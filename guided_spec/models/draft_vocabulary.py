@@ -39,7 +39,7 @@ class DraftVocabulary:
         self.target_ids = target_ids
         self.target_size = target_size
         order = torch.arange(len(target_ids), dtype=torch.int32, device=target_ids.device)
-        self.columns = torch.full_like(order[:1], -1).repeat(target_size)
+        self.columns = torch.full((target_size,), -1, dtype=torch.int32, device=order.device)
         self.columns[target_ids] = order
 
     @classmethod
