@@ -11,7 +11,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.drafting import concatenate, host_draft
+from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Draft
 
 __all__ = ["Chain", "Lead"]
@@ -56,7 +56,7 @@ class Chain:
         lead, *fillers = self._members
         for filler in fillers:
             if filler.aux_hidden_layers:
-                # Hidden states come once: it has to read them even if its turn never comes.
+                # Hidden states come once: it has to get them even if its turn never comes.
                 filler.propose(replace(batch, num_draft_tokens=0), lookahead)
         draft = lead.propose(batch, lookahead)
         left = batch.num_draft_tokens
@@ -78,7 +78,7 @@ class Chain:
     def _fill(self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         lead = self._members[0]
         if batch.num_draft_tokens == 0 or not any(lookahead.is_open):
-            return host_draft(batch, [[] for _ in lookahead.drafted])
+            return no_draft(batch)
         if not isinstance(lead, Lead):
             return filler.propose(batch, lookahead)
         with lookahead.pausing(lambda request: lead.leads(batch, lookahead, request)):

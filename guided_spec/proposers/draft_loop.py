@@ -277,16 +277,14 @@ class DraftLoop:
         if self._sampling.all_greedy or not self._places:
             return draft
         drawn_from = [place.probs for place in self._places if place.probs is not None]
-        is_certain = None if self._is_walking is None else self._is_walking.unsqueeze(1)
-        columns = None
+        columns = is_certain = None
         if self._vocabulary is not None:
             columns = self._vocabulary.columns
-            rescued = (
-                torch.stack([p.rescued for p in self._places if p.rescued is not None], 1) >= 0
-            )
-            is_certain = rescued if is_certain is None else rescued | is_certain
-        if is_certain is not None:
-            is_certain = is_certain.expand(-1, len(drawn_from))
+            rescued = [place.rescued for place in self._places if place.rescued is not None]
+            is_certain = torch.stack(rescued, 1) >= 0
+        if self._is_walking is not None:
+            walking = self._is_walking.unsqueeze(1).expand(-1, len(drawn_from))
+            is_certain = walking if is_certain is None else is_certain | walking
         whole = draft._replace(
             probs=torch.stack(drawn_from, 1), columns=columns, is_certain=is_certain
         )

@@ -12,7 +12,7 @@ from guided_spec.models.padding import pad_ids
 from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.types import Draft
 
-__all__ = ["concatenate", "host_draft"]
+__all__ = ["concatenate", "host_draft", "no_draft"]
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -22,6 +22,11 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     lengths = torch.tensor([len(row) for row in token_ids], dtype=torch.int64)
     device = batch.device
     return Draft(ids.to(device, non_blocking=True), lengths.to(device, non_blocking=True))
+
+
+def no_draft(batch: DecodeBatch) -> Draft:
+    """[B, 0] tokens."""
+    return host_draft(batch, [()] * len(batch))
 
 
 def concatenate(first: Draft, second: Draft) -> Draft:

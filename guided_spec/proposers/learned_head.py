@@ -22,7 +22,7 @@ from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_policy import drafts_best, drafts_masked, read_policy
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.drafting import no_draft
 from guided_spec.proposers.masked_walk import MaskedWalk
 from guided_spec.proposers.unread_states import UnreadStates
 from guided_spec.types import Accepted, Draft, DraftPolicy
@@ -75,7 +75,7 @@ class LearnedHead:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
         self._read(batch)
         if batch.num_draft_tokens == 0:
-            return host_draft(batch, [()] * len(batch))
+            return no_draft(batch)
         return self._draft(batch, lookahead).finish()
 
     def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
@@ -200,20 +200,20 @@ class LearnedHead:
             missing = len(context) - 1 - head.length(slot) - unread.count(slot)
             if missing != 0:  # else it was read ahead, or given earlier in this step
                 unread.add(slot, features, row, missing)
-        waiting = sum(map(unread.count, batch.slots))
-        if waiting == 0 or (batch.num_draft_tokens == 0 and waiting <= MOST_UNREAD):
+        waiting = [unread.count(slot) for slot in batch.slots]
+        is_little = min(waiting, default=0) >= 0 and sum(waiting) <= MOST_UNREAD
+        if not any(waiting) or (batch.num_draft_tokens == 0 and is_little):
             return
-        rows = [row for row, slot in enumerate(batch.slots) if unread.count(slot) != 0]
+        rows = [row for row, count in enumerate(waiting) if count != 0]
         slots = [batch.slots[row] for row in rows]
-        tokens = [batch.contexts[row][head.length(batch.slots[row]) + 1 :] for row in rows]
         states = [unread.take(slot) for slot in slots]
-        for slot, wanted, found in zip(slots, tokens, states, strict=True):
-            if len(wanted) != len(found):
+        for row, found in zip(rows, states, strict=True):
+            if waiting[row] != len(found):
                 raise ModelError(
-                    f"slot {slot}: the draft head needs the target's hidden states of "
-                    f"{len(wanted)} tokens, and batch.features holds {len(found)}"
+                    f"slot {batch.slots[row]}: the draft head needs the target's hidden states of "
+                    f"{waiting[row]} tokens, and batch.features holds {len(found)}"
                 )
-        head.read(slots, tokens, states)
+        head.read(slots, [batch.contexts[row][-waiting[row] :] for row in rows], states)
 
     def _follow(
         self, slots: Sequence[int], drafted: Sequence[Sequence[int]], device: torch.device

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from guided_spec.core import DecodeBatch
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.drafting import no_draft
 from guided_spec.types import Draft
 
 __all__ = ["NoDraft"]
@@ -23,7 +23,8 @@ class NoDraft:
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """An empty draft, [B, 0]."""
-        return host_draft(batch, [[] for _ in lookahead.drafted])
+        del lookahead
+        return no_draft(batch)
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""

@@ -60,7 +60,7 @@ class TargetRows:
         token, target_ids = batch.token_ids[places], None
         if vocabulary is not None:
             target_ids = vocabulary.target_ids.to(token.device)
-            token = _draft_ids(target_ids, vocabulary.target_size)[token]
+            token = vocabulary.columns.to(token.device, torch.int64)[token]
         # A piece at a time: V columns of all rows at once would not fit a device.
         last, masks = states.last[before], batch.mask_rows[places]
         bitmask = None if len(batch.bitmask) == 1 else batch.bitmask  # one row forbids nothing
@@ -111,10 +111,3 @@ def _score(
     allowed = forbid(logits, legal)
     kept = logits if target_ids is None else logits[:, target_ids]
     return _Scores(kept, allowed.logsumexp(-1), allowed.argmax(-1))
-
-
-def _draft_ids(target_ids: Tensor, target_size: int) -> Tensor:
-    """int64 [V]: the draft id of each target token, -1 for those the draft does not know."""
-    ids = torch.full((target_size,), -1, dtype=torch.int64, device=target_ids.device)
-    ids[target_ids] = torch.arange(len(target_ids), device=target_ids.device)
-    return ids

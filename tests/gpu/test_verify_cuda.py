@@ -82,7 +82,7 @@ def test_kernels_decide_as_the_reference(
 def test_drafts_with_probabilities(size: int, *, is_narrow: bool) -> None:
     case = make_case(size, 16, torch.bfloat16, "rejection", has_probs=True)
     if is_narrow:
-        draft = narrowed(case.draft, torch.Generator(CUDA).manual_seed(1))
+        draft = narrowed(case.draft, size // 3, torch.Generator(CUDA).manual_seed(1))
         case = Case(case.logits, case.bitmask, draft, case.rows)
     check(case)
 

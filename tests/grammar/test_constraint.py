@@ -226,10 +226,16 @@ def test_what_was_forgotten_is_found_later(which: int, *, settles: bool) -> None
     assert all(matcher.tokens == WALK[:5] for matcher in matchers(constraint))
 
 
-def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
+def refusing(which: int) -> Constraint:
+    """One matcher, and whatever is made anew, refuses token 1 at position 1."""
     constraint = Constraint(ToyCompiled(text_rule([b"abc"])), [EOS])
     constraint.compiled = ToyCompiled(text_rule([b"adc"]))
-    matchers(constraint)[0].compiled = constraint.compiled
+    matchers(constraint)[which].compiled = constraint.compiled
+    return constraint
+
+
+def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
+    constraint = refusing(0)
     assert constraint.commit_ahead([0, 1]) == [0, 1]
     assert "token 1 at output position 1" in str(constraint.settle())
     for commit in (constraint.commit, constraint.commit_ahead):
@@ -256,9 +262,7 @@ def test_a_text_that_may_end_is_committed_at_once(ends: list[int] | None) -> Non
 
 
 def test_a_fork_that_refuses_for_good_ends_the_next_commit() -> None:
-    constraint = Constraint(ToyCompiled(text_rule([b"abc"])), [EOS])
-    constraint.compiled = ToyCompiled(text_rule([b"adc"]))
-    matchers(constraint)[1].compiled = constraint.compiled
+    constraint = refusing(1)
     assert constraint.commit_ahead([0, 1]) == [0, 1]
     assert constraint.fork().token_ids == []  # as far as it went
     with pytest.raises(GrammarStateError, match="token 1 at output position 1"):

@@ -6,24 +6,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops.draft_probs import dense_probs, draft_at, proposed_probs
 from guided_spec.ops.rejection import rejection_sample
 from guided_spec.types import Draft, Noise
+from tests.ops.verify_cases import narrowed
 
 BATCH, DEPTH, SIZE = 4, 3, 9
 
 
 def narrow(generator: torch.Generator, known: int) -> Draft:
-    """A head that knows ``known`` tokens; those beside them are certain, and some others are."""
-    order = torch.randperm(SIZE, generator=generator)[:known]
-    columns = DraftVocabulary(order, SIZE).columns
-    assert [int(columns[token]) for token in order] == list(range(known))
-    probs = torch.softmax(torch.randn(BATCH, DEPTH, known, generator=generator), -1)
+    probs = torch.softmax(torch.randn(BATCH, DEPTH, SIZE, generator=generator), -1)
     ids = torch.randint(0, SIZE, (BATCH, DEPTH), generator=generator)
-    is_certain = (columns[ids] < 0) | (torch.rand(BATCH, DEPTH, generator=generator) < 0.3)
     lengths = torch.randint(0, DEPTH + 1, (BATCH,), generator=generator)
-    return Draft(ids, lengths, probs, columns, is_certain)
+    return narrowed(Draft(ids, lengths, probs), known, generator)
 
 
 def written_out(draft: Draft) -> list[list[list[float]]]:

@@ -177,16 +177,17 @@ def make_draft(kind: str, logits: Tensor, lengths: Tensor, generator: torch.Gene
     probs = torch.softmax(heads + torch.randn(heads.shape, generator=generator), -1)
     ids = torch.multinomial(probs.flatten(0, 1), 1, generator=generator)
     draft = Draft(ids.view(batch, depth), lengths, probs)
-    return narrowed(draft, generator) if kind == "narrow" else draft
+    return narrowed(draft, max(1, size // 3), generator) if kind == "narrow" else draft
 
 
-def narrowed(draft: Draft, generator: torch.Generator) -> Draft:
-    """The draft of a head that knows a third of the tokens; those beside them are certain."""
+def narrowed(draft: Draft, known: int, generator: torch.Generator) -> Draft:
+    """A head's draft that knows ``known`` tokens; those beside them are certain, and others."""
     assert draft.probs is not None
     size, device = draft.probs.shape[-1], draft.probs.device
-    known = torch.randperm(size, generator=generator, device=device)[: max(1, size // 3)]
-    columns = DraftVocabulary(known, size).columns
-    probs = draft.probs[..., known]
+    tokens = torch.randperm(size, generator=generator, device=device)[:known]
+    columns = DraftVocabulary(tokens, size).columns
+    assert columns[tokens].tolist() == list(range(known))
+    probs = draft.probs[..., tokens]
     probs = probs / probs.sum(-1, keepdim=True).clamp_min(1e-20)
     is_certain = columns[draft.token_ids] < 0
     is_certain |= torch.rand(is_certain.shape, generator=generator, device=device) < 0.2

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.proposers.drafting import concatenate, host_draft
 from guided_spec.types import Draft
+from tests.ops.verify_cases import narrowed
 from tests.toys import VOCAB_SIZE, toy_batch
 
 SIZE = 3
@@ -24,20 +24,11 @@ def with_probs(draft: Draft, seed: int) -> Draft:
     return draft._replace(probs=torch.rand(shape, generator=torch.Generator().manual_seed(seed)))
 
 
-def narrowed(draft: Draft, seed: int) -> Draft:
-    """With probabilities of a few tokens, and some tokens that are certain."""
-    generator = torch.Generator().manual_seed(seed)
-    known = torch.randperm(VOCAB_SIZE, generator=generator)[:5]
-    probs = torch.rand(*draft.token_ids.shape, 5, generator=generator)
-    is_certain = torch.rand(draft.token_ids.shape, generator=generator) < 0.3
-    columns = DraftVocabulary(known, VOCAB_SIZE).columns
-    return draft._replace(probs=probs, columns=columns, is_certain=is_certain)
-
-
 def changed(draft: Draft, how: str, seed: int) -> Draft:
     if how == "one_hot":
         return draft
-    return with_probs(draft, seed) if how == "wide" else narrowed(draft, seed)
+    wide = with_probs(draft, seed)
+    return wide if how == "wide" else narrowed(wide, 5, torch.Generator().manual_seed(seed))
 
 
 @given(RAGGED)
@@ -73,7 +64,7 @@ def test_concatenate(
 
 
 def test_two_drafts_of_one_head_keep_its_columns() -> None:
-    one = narrowed(host_draft(BATCH, [[1, 2], [3], []]), 1)
+    one = changed(host_draft(BATCH, [[1, 2], [3], []]), "narrow", 1)
     other = one._replace(is_certain=None)
     for joined in (concatenate(one, other), concatenate(one, host_draft(BATCH, [[1]] * SIZE))):
         assert joined.columns is one.columns
