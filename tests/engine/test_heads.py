@@ -275,13 +275,13 @@ def test_a_head_that_rests_reads_later(
         monkeypatch.setattr(learned_head, "MOST_UNREAD", most)
         options: Any = {"max_batch_size": batch_size, "kernels": kernels}
         found.append(taught(method).generate(proposer, PARAMS, **options))
-    assert reads[1024] < reads[0]
-    assert reads[1024] <= reads[12] <= reads[0]
     assert all(tokens(one) == tokens(taught(method).guided) for one in found)
     counts = [sum(sum(c.stats.accepted) for c in one) for one in found]
     assert min(counts) > 10
     if batch_size == 1:  # else who joins at which step is a matter of time
         assert max(counts) - min(counts) <= 1  # rounding may decide between two tokens
+        assert reads[1024] < reads[0]
+        assert reads[1024] <= reads[12] <= reads[0]
 
 
 def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, taught: Any) -> None:
