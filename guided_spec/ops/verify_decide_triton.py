@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from guided_spec.ops.dependents_triton import follow
 from guided_spec.ops.noise import Stream
 from guided_spec.ops.verify_tiles_triton import (
     NO_TOKEN,
@@ -194,11 +195,13 @@ def decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     coupled: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Each row's state, and the tokens of greedy rows: grid (B,).
 
     rows, chunks: powers of two, at least K + 1 and C.
     """
+    follow(FOLLOWS)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
@@ -247,11 +250,13 @@ def assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_split: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
 
     is_split: whether residual and target have races of their own.
     """
+    follow(FOLLOWS)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from guided_spec.ops.dependents_triton import follow
 from guided_spec.ops.noise import Stream
 from guided_spec.ops.verify_decide_triton import ACCEPTED, DRAW
 from guided_spec.ops.verify_tiles_triton import (
@@ -30,13 +31,14 @@ def _best(value, token):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _drawn_place(step, work, request, length, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _drawn_place(step, work, request, coupled: tl.constexpr, rows: tl.constexpr):  # type: ignore[no-untyped-def]
     """The row that this program draws from; but for coupled noise a request has one."""
     place = tl.program_id(2)
     if not coupled:
         turn = tl.arange(0, rows)
         at = (request * (step.num_draft + 1) + turn).to(tl.int64)
-        state = tl.load(work.state + at, mask=turn <= length, other=0)
+        # What is behind the draft's end does not matter: the row of the end is never accepted.
+        state = tl.load(work.state + at, mask=turn <= step.num_draft, other=0)
         place = tl.min(tl.where((state & ACCEPTED) != 0, rows, turn), 0)
     return place
 
@@ -70,22 +72,23 @@ def race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_split: tl.constexpr,
     words: tl.constexpr,
     rows: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Race the chunks of the rows to draw from: grid (B, C, 1), for coupled noise (B, C, K + 1).
 
     is_split: residual and target each have a race. Without probabilities of the draft, what a
     refused token leaves is the target without it, in any scale.
     """
+    follow(FOLLOWS)
     request, chunk = tl.program_id(0), tl.program_id(1)
-    length = tl.load(step.lengths + request)
-    place = _drawn_place(step, work, request, length, coupled, rows)
+    length, temperature = tl.load(step.lengths + request), tl.load(step.temperature + request)
+    place = _drawn_place(step, work, request, coupled, rows)
     row = (request * (step.num_draft + 1) + place).to(tl.int64)
-    state = tl.load(work.state + row, mask=place <= length, other=0)
-    if (state & DRAW) != 0:
-        temperature = tl.load(step.temperature + request)
-        largest = tl.load(work.row_max + row)
-        at = row * num_chunks + chunk
-        behind = depth_of(tl.load(work.chunk_max + at), largest, temperature)
+    at = row * num_chunks + chunk
+    state, largest = tl.load(work.state + row), tl.load(work.row_max + row)
+    nearest = tl.load(work.chunk_max + at)
+    if (place <= length) & ((state & DRAW) != 0):
+        behind = depth_of(nearest, largest, temperature)
         level = tl.full([], 3e38, tl.float32)
         if filtered:
             level = tl.minimum(tl.load(work.cut + row), level)

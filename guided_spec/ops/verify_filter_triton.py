@@ -10,6 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from guided_spec.ops.dependents_triton import follow
 from guided_spec.ops.verify_decide_triton import DRAW, FILTERED
 from guided_spec.ops.verify_tiles_triton import depth_of, load_groups, load_tile
 
@@ -17,7 +18,9 @@ __all__ = ["bracket_kernel", "collect_kernel"]
 
 _INFINITY = tl.constexpr(float("inf"))
 _BOTH = tl.constexpr(DRAW.value + FILTERED.value)
-_TURNS = tl.constexpr(12)  # halvings of a bracket
+# How exactly the ends of a bracket are sought: as a part of the row's depths, and of the bracket.
+_FINENESS = tl.constexpr(2.0**-12)
+_LOOSENESS = tl.constexpr(2.0**-3)
 _VALUES = tl.constexpr(8)  # most that are listed together
 _SINGLE = tl.constexpr(32)  # tokens of a chunk that are listed each for itself
 
@@ -39,14 +42,18 @@ def _estimate(depth, weight, level, by_number, sampled, sureness: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    """Depths below which and above which the last kept token is not; most likely."""
+    """Depths below which and above which the last kept token is not; most likely.
+
+    Each is known to lie in an interval. Both are halved until that gains little: where the sample
+    leaves much open between them, the ends need not be known exactly.
+    """
     deepest = tl.max(tl.max(tl.where(depth < _INFINITY, depth, 0.0), 1), 0)
     deepest = tl.minimum(deepest, cut)
-    low = deepest * 0.0 - 1.0
-    low_start, low_end = low, deepest
-    high_end, high = deepest * 0.0, deepest
-    is_met = deepest < 0  # false so far
-    for _ in range(_TURNS):
+    low, high = deepest * 0.0 - 1.0, cut
+    low_start, low_end = deepest * 0.0, deepest
+    high_start, high_end = low_start, low_end
+    width = deepest
+    while width > tl.maximum(deepest * _FINENESS, (high_start - low_end) * _LOOSENESS):
         level = (low_start + low_end) * 0.5
         found, error = _estimate(depth, weight, level, by_number, sampled, sureness)
         above = tl.where(by_number, found + error < wanted, found - error - slack > wanted)
@@ -55,12 +62,14 @@ def _bracket(depth, weight, wanted, slack, by_number, cut, sampled, sureness: tl
         is_early = above | ((by_number == 0) & (found > 2.0 * wanted))
         low_start = tl.where(is_early, level, low_start)
         low_end = tl.where(is_early, low_end, level)
-        level = (high_end + high) * 0.5
+        level = (high_start + high_end) * 0.5
         found, error = _estimate(depth, weight, level, by_number, sampled, sureness)
         below = tl.where(by_number, found - error >= wanted, found + error + slack <= wanted)
-        high, high_end = tl.where(below, level, high), tl.where(below, high_end, level)
-        is_met = is_met | below
-    return low, tl.where(is_met, high, cut)
+        high = tl.where(below, level, high)
+        high_start = tl.where(below, high_start, level)
+        high_end = tl.where(below, level, high_end)
+        width *= 0.5
+    return low, high
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -76,20 +85,26 @@ def _sample(step, rules, request, place, groups: tl.constexpr):  # type: ignore[
 
 @triton.jit  # type: ignore[untyped-decorator]
 def bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, rules, work, filters, groups: tl.constexpr, sureness: tl.constexpr
+    step,
+    rules,
+    work,
+    filters,
+    groups: tl.constexpr,
+    sureness: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """``work.low`` and ``work.high`` of filtered rows: grid (N,). The latter is ``cut`` at most."""
+    follow(FOLLOWS)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
     place = (row % (step.num_draft + 1)).to(tl.int32)
-    length = tl.load(step.lengths + request)
-    state = tl.load(work.state + row, mask=place <= length, other=0)
-    if (state & _BOTH) == _BOTH:
+    length, state = tl.load(step.lengths + request), tl.load(work.state + row)
+    if (place <= length) & ((state & _BOTH) == _BOTH):
         temperature = tl.load(step.temperature + request)
         cut = tl.load(work.cut + row)
         low, high = cut, cut  # min-p alone keeps what is down to its cut
         total = tl.load(work.total + row)
-        never = temperature < 0
+        never = tl.full([], 0, tl.int1)  # known to the compiler, which leaves out what it rules out
         has_min, by_number, by_mass = never, never, never
         wanted, slack = total, total * 3e-6
         if filters.min_p:
@@ -191,6 +206,7 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     few: tl.constexpr,
     words: tl.constexpr,
     rows: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """Add up what is above the brackets and list what is inside: grid (B, C, stride).
 
@@ -198,12 +214,14 @@ def collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     ``few`` tokens of a chunk are listed one by one, and of more those together that are equal.
     rows: a power of two, at least K + 1.
     """
+    follow(FOLLOWS)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length = tl.load(step.lengths + request)
     places = tl.arange(0, rows)
     states = work.state + (request * (step.num_draft + 1)).to(tl.int64) + places
-    state = tl.load(states, mask=places <= length, other=0)
-    is_wanted = ((state & _BOTH) == _BOTH) & (places % stride == tl.program_id(2))
+    state = tl.load(states, mask=places <= step.num_draft, other=0)
+    is_wanted = ((state & _BOTH) == _BOTH) & (places <= length)
+    is_wanted = is_wanted & (places % stride == tl.program_id(2))
     place = tl.min(tl.where(is_wanted, places, rows), 0)
     while place < rows:
         _collect(step, rules, work, request, place, chunk, num_chunks, capacity, few, words)

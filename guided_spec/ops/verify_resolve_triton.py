@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from guided_spec.ops.dependents_triton import follow
 from guided_spec.ops.verify_decide_triton import ACCEPTED, DRAW, FILTERED, OPEN
 from guided_spec.ops.verify_tiles_triton import depth_of, load_tile
 
@@ -23,7 +24,7 @@ _BOTH = tl.constexpr(DRAW.value + FILTERED.value)
 @triton.jit
 def _uses(step, filters, request):  # type: ignore[no-untyped-def]
     """min-p is used, top-k is, k, top-p is, and top_p, of a request."""
-    has_min = tl.load(step.temperature + request) < 0  # false so far
+    has_min = tl.full([], 0, tl.int1)  # known to the compiler, which leaves out what it rules out
     has_k, has_p = has_min, has_min
     k = tl.full([], 0, tl.int64)
     top_p = tl.full([], 1.0, tl.float32)
@@ -42,22 +43,26 @@ def _uses(step, filters, request):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _search_list(depth, amount, low, high, target):  # type: ignore[no-untyped-def]
-    """The deepest depth such that the amounts above it are short of ``target``.
+def _search_list(depth, amount, whole, low, high, target):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    """The deepest depth such that the amounts above it are short of ``target``; those down to it.
 
     ``high`` is one of the depths, and all are above ``low``, so the interval closes exactly.
+    whole: the amounts down to ``high``.
     """
+    before, until = whole * 0, whole  # the amounts down to either end
     while low < high:
-        middle = low + (high - low) * 0.5
+        # Where a line between the ends has the target, but for the tenth next to either.
+        part = (target - before.to(tl.float64)).to(tl.float32) / (until - before).to(tl.float32)
+        middle = low + (high - low) * tl.minimum(tl.maximum(part, 0.1), 0.9)
         middle = tl.where(middle < high, middle, low)
         is_in = depth <= middle
         found = tl.sum(tl.where(is_in, amount, 0), 0)
         above = tl.max(tl.where(is_in, depth, -1.0), 0)
         below = tl.min(tl.where(is_in, _INFINITY, depth), 0)
         is_short = found.to(tl.float64) < target
-        low = tl.where(is_short, below, low)
-        high = tl.where(is_short, high, above)
-    return low
+        low, before = tl.where(is_short, below, low), tl.where(is_short, found, before)
+        high, until = tl.where(is_short, high, above), tl.where(is_short, until, found)
+    return low, until
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -96,13 +101,14 @@ def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     start = tl.maximum(low, 0.0)
     level = tl.maximum(tl.max(tl.where(exists, depth, -1.0), 0), low)
     if has_k:
-        number = sure_number + tl.sum(one, 0)
+        listed_number = tl.sum(one, 0)
+        number = sure_number + listed_number
         is_right = is_right & ((sure_number < k) | (number <= k)) & (is_whole | (number >= k))
         if is_right & (number > k):
             wanted = (k - sure_number).to(tl.float64)
-            level = _search_list(depth, one, start, level, wanted)
+            level, _ = _search_list(depth, one, listed_number, start, level, wanted)
+    kept = tl.sum(tl.where(depth <= level, mass, 0), 0)
     if has_p:
-        kept = tl.sum(tl.where(depth <= level, mass, 0), 0)
         whole = (tl.load(work.total + row) * _UNIT).to(tl.float64)
         if has_min | has_k:
             whole = (sure_mass + kept).to(tl.float64)
@@ -111,9 +117,8 @@ def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         is_right = is_right & ((wanted > 0) | (sure_number == 0))
         is_right = is_right & (is_all | (kept.to(tl.float64) >= wanted))
         if is_right:
-            level = _search_list(depth, mass, start, level, wanted)
-    kept = sure_mass + tl.sum(tl.where(depth <= level, mass, 0), 0)
-    return level, kept.to(tl.float32) / _UNIT, is_right
+            level, kept = _search_list(depth, mass, kept, start, level, wanted)
+    return level, (sure_mass + kept).to(tl.float32) / _UNIT, is_right
 
 
 # --- among all tokens of a row ---
@@ -205,19 +210,21 @@ def threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     chunks: tl.constexpr,
     short: tl.constexpr,
     listed: tl.constexpr,
+    FOLLOWS: tl.constexpr,
 ):
     """``work.cut`` and ``work.total`` of filtered rows as they are: grid (N,).
 
     Also whether the draft token stays where that was open. chunks, listed: powers of two, at least
     C and ``capacity``. short: likewise; lists of up to so many are searched as such.
     """
+    follow(FOLLOWS)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
     place = (row % (step.num_draft + 1)).to(tl.int32)
-    length = tl.load(step.lengths + request)
-    state = tl.load(work.state + row, mask=place <= length, other=0)
-    if (state & _BOTH) == _BOTH:
-        if tl.load(work.num_listed + row) <= short:
+    length, state = tl.load(step.lengths + request), tl.load(work.state + row)
+    num_listed = tl.load(work.num_listed + row)
+    if (place <= length) & ((state & _BOTH) == _BOTH):
+        if num_listed <= short:
             level, kept, is_right = _listed_threshold(
                 step, work, filters, num_chunks, capacity, row, chunks, short
             )

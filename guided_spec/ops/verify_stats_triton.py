@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from guided_spec.ops.dependents_triton import follow
 from guided_spec.ops.token_rules import ANY
 from guided_spec.ops.verify_tiles_triton import NO_TOKEN, load_tile, tile_tokens
 
@@ -16,12 +17,13 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def ban_kernel(step, bans, depth, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def ban_kernel(step, bans, depth, count, block: tl.constexpr, FOLLOWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Clear the bits of banned tokens in ``step.mask``: grid (ceil(count / block), K + 1).
 
     bans: (owners, tokens, prefixes, until, requests, num_output, tails), see ``Bans`` and
         ``Adjustments``. depth: P, the tokens of a prefix.
     """
+    follow(FOLLOWS)
     owners, tokens, prefixes, until, requests, num_output, tails = bans
     ban = tl.program_id(0) * block + tl.arange(0, block)
     place = tl.program_id(1)
@@ -46,8 +48,9 @@ def ban_kernel(step, bans, depth, count, block: tl.constexpr):  # type: ignore[n
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def stats_kernel(step, rules, work, num_chunks, words: tl.constexpr):  # type: ignore[no-untyped-def]
+def stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, FOLLOWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """``work.chunk_max`` and ``work.chunk_sum``: grid (N, C)."""
+    follow(FOLLOWS)
     row, chunk = tl.program_id(0), tl.program_id(1)
     request = row // (step.num_draft + 1)
     place = row % (step.num_draft + 1)

@@ -78,6 +78,8 @@ class Rules(NamedTuple):
 class Work(NamedTuple):
     """What the kernels hand on. N = B * (K + 1) rows, C chunks of a row.
 
+    Rows behind a draft's end hold anything.
+
     chunk_max: [N, C] the largest logit. chunk_sum: [N, C] the mass behind it, for greedy requests
         the first token that has it; NaN where a logit is.
     row_max, total: [N] of the whole row; total is of the kept tokens once they are known.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.dependents_triton import following
 from guided_spec.ops.verify import NoiseKeys, VerifyRows
 from guided_spec.ops.verify_decide_triton import Filters, assemble_kernel, decide_kernel
 from guided_spec.ops.verify_draw_triton import race_kernel
@@ -78,20 +79,25 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: _Shape) -> Accept
     races = 0 if sampling.all_greedy else 1 + is_split
     work = _work(shape, device, races, filtered=filtered)
     width, chunks = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_chunks)
-    stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2)
-    decide_kernel[(batch,)](step, rules, work, filters, num_chunks, coupled, width, chunks)
+    follows = following(step.lengths)
+    stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2, **follows)
+    decide_kernel[(batch,)](
+        step, rules, work, filters, num_chunks, coupled, width, chunks, **follows
+    )
     if not sampling.all_greedy:
         if filtered:
             _filter(step, rules, work, filters, shape, coupled=coupled)
         race_kernel[(batch, num_chunks, num_rows if coupled else 1)](
             *(step, rules, work, num_chunks, coupled, filtered, is_split, words, width),
             num_warps=_warps(shape),
+            **follows,
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
     assemble_kernel[(batch,)](
         *(step, work, token_ids, num_accepted, num_chunks, coupled, is_split, width, chunks),
         num_warps=4 if races else 1,
+        **follows,
     )
     return Accepted(token_ids, num_accepted)
 
@@ -101,20 +107,22 @@ def _filter(
 ) -> None:
     """Find what the filters keep of every row that needs it."""
     batch, num_rows, num_chunks, words, capacity = shape
-    total = batch * num_rows
+    total, follows = batch * num_rows, following(step.lengths)
     groups = min(SAMPLED // 8, triton.next_power_of_2(triton.cdiv(step.vocab_size, 8)))
-    bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=8)
+    bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=4, **follows)
     stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
     collect_kernel[(batch, num_chunks, stride)](
         *(step, rules, work, num_chunks, capacity, stride, FEW, words),
         triton.next_power_of_2(num_rows),
         num_warps=_warps(shape),
+        **follows,
     )
     chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)
     threshold_kernel[(total,)](
         *(step, rules, work, filters, num_chunks, capacity, words, chunks),
         *(min(SHORT, listed), listed),
         num_warps=16,
+        **follows,
     )
 
 
@@ -195,7 +203,15 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     parts = tuple(one.contiguous() for one in tensors)
     count = len(bans.owners)
     grid = (triton.cdiv(count, BAN_BLOCK), step.num_draft + 1)
-    ban_kernel[grid](step, parts, bans.prefixes.shape[1], count, BAN_BLOCK, num_warps=2)
+    ban_kernel[grid](
+        step,
+        parts,
+        bans.prefixes.shape[1],
+        count,
+        BAN_BLOCK,
+        num_warps=2,
+        **following(step.lengths),
+    )
     return step
 
 
