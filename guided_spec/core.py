@@ -16,6 +16,7 @@ from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.download import Download
 from guided_spec.ops.draft_choice import DraftNoise
+from guided_spec.ops.host_integers import host_integers
 from guided_spec.ops.logprobs import LogprobsPlan
 from guided_spec.ops.noise import Stream, exponential_noise
 from guided_spec.ops.token_rules import RuleTable, TokenRules
@@ -91,7 +92,7 @@ class DecodeBatch:
 
     def positions(self, offset: int = 0) -> Tensor:
         """int64 [B]: the absolute position of the next token of each request, plus ``offset``."""
-        lengths = torch.tensor([len(context) + offset for context in self.contexts])
+        lengths = host_integers([len(context) + offset for context in self.contexts])
         return lengths.to(self.device, non_blocking=True)  # the target's forward may be running
 
     def draft_keys(self, positions: Tensor) -> DraftNoise:

@@ -12,6 +12,7 @@ from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.engine.kept_states import KeptStates, TakenStates
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
 from guided_spec.models.padding import pad_ids
+from guided_spec.ops.host_integers import host_integers
 from guided_spec.ops.mailbox import before_waiting
 from guided_spec.types import Draft
 
@@ -63,7 +64,7 @@ class SlotTarget:
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
         """One forward over the last committed token and the draft of every request."""
-        last = torch.tensor([[context[-1]] for context in batch.contexts])
+        last = host_integers([context[-1] for context in batch.contexts]).unsqueeze(1)
         # Not by ``device=``, which waits for the copy, and so for all that runs.
         token_ids = torch.cat([last.to(batch.device, non_blocking=True), draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from guided_spec.ops.host_integers import host_integers
+
 __all__ = ["pack_places", "pad_ids", "pad_rows", "pad_states", "pad_to"]
 
 
@@ -23,7 +25,7 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
 def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
     """int64 [B, width] on the host, zeros behind each row."""
     padded = [[*row, *[0] * (width - len(row))] for row in rows]
-    return torch.tensor(padded, dtype=torch.int64).view(len(padded), width)
+    return host_integers(padded).view(len(padded), width)
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:
@@ -40,7 +42,7 @@ def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
     """
     missing = size - len(rows[0])
     first, *others = rows
-    return torch.tensor([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])
+    return host_integers([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])
 
 
 def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
@@ -57,4 +59,4 @@ def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
         for end, count in zip(ends, counts, strict=True)
     ]
     flat = torch.cat(list(states))
-    return flat[torch.tensor(rows).to(flat.device, non_blocking=True)]
+    return flat[host_integers(rows).to(flat.device, non_blocking=True)]

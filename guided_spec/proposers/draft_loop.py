@@ -29,6 +29,7 @@ from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.picker import GreedyWalk
 from guided_spec.ops.download import Download
 from guided_spec.ops.draft_choice import DraftNoise
+from guided_spec.ops.host_integers import host_integers
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
@@ -180,7 +181,7 @@ class DraftLoop:
         walked = self._download()
 
         def finish() -> Draft:
-            lengths = torch.tensor([len(row) for row in self._walk(walked)], dtype=torch.int64)
+            lengths = host_integers([len(row) for row in self._walk(walked)])
             return self._with_probs(Draft(ids, lengths.to(ids.device, non_blocking=True)))
 
         return PendingDraft(Draft(ids, most), finish)

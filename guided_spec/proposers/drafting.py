@@ -10,6 +10,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch
 from guided_spec.models.padding import pad_ids
 from guided_spec.ops.draft_probs import dense_probs
+from guided_spec.ops.host_integers import host_integers
 from guided_spec.types import Draft
 
 __all__ = ["concatenate", "host_draft", "no_draft"]
@@ -19,7 +20,7 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     """A one-hot draft on the batch's device from [B] lists of token ids."""
     longest = max(map(len, token_ids), default=0)
     ids = pad_ids(token_ids, longest)
-    lengths = torch.tensor([len(row) for row in token_ids], dtype=torch.int64)
+    lengths = host_integers([len(row) for row in token_ids])
     device = batch.device
     return Draft(ids.to(device, non_blocking=True), lengths.to(device, non_blocking=True))
 
