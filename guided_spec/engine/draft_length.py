@@ -58,7 +58,12 @@ class Brought(NamedTuple):
 
 
 class DraftLength(Protocol):
-    """Chooses K, one step after another."""
+    """Chooses K, one step after another.
+
+    learns: whether it looks at ``rooms`` and at what a step brought; else neither is made.
+    """
+
+    learns: bool
 
     def begin(self, rooms: Sequence[Room]) -> int:
         """K of the step that begins now."""
@@ -74,6 +79,8 @@ class DraftLength(Protocol):
 
 class FixedLength:
     """The same K for every step."""
+
+    learns = False
 
     def __init__(self, length: int) -> None:
         self._length = length
@@ -97,6 +104,8 @@ class AdaptiveLength:
     than its tokens would have taken one by one. A small share of the time is paid in. Once it is
     empty, K is 0 until there is enough in it for a trial.
     """
+
+    learns = True
 
     def __init__(self, most: int, clock: Callable[[], float] = time.perf_counter) -> None:
         self._lengths = _ladder(most)

@@ -213,45 +213,57 @@ class Engine:
         requests = self._scheduler.running(State.DECODE)
         if not requests:
             return
-        rooms = [Room(request.acceptance, request.draft_room) for request in requests]
+        learns, rooms = self._draft_length.learns, list[Room]()
+        if learns:
+            rooms = [Room(request.acceptance, request.draft_room) for request in requests]
         num_draft_tokens = self._draft_length.begin(rooms)
         features = self._target.take_features(tuple(request.slot for request in requests))
         batch = self._batches.make(requests, num_draft_tokens, features)
         step = speculative_step(self._target, self._proposer, batch)
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.follow)
-            self._target.commit(batch, [row.num_accepted for row in committed])
-        brought = self._count(requests, step, batch, [row.num_accepted for row in committed])
+            num_accepted = [row.num_accepted for row in committed]
+            self._target.commit(batch, num_accepted)
+        num_drafted = step.num_drafted.wait().tolist()
+        _count(requests, step, num_draft_tokens, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
         for request, row, values in zip(requests, committed, logprobs, strict=True):
             request.append(row.token_ids, values)
             if row.error is not None:
                 request.fail(row.error)
-        self._draft_length.end(brought, is_typical=is_typical)
+        if learns:
+            brought = _brought(step, batch, num_drafted, num_accepted)
+            self._draft_length.end(brought, is_typical=is_typical)
         for request in self._along:
             request.num_cached = request.prompt_length - 1
         self._begin_decoding(self._along)
 
-    def _count(
-        self, requests: Sequence[Request], step: Step, batch: DecodeBatch, num_accepted: list[int]
-    ) -> Brought:
-        drafted, lookahead = step.num_drafted.wait().tolist(), step.lookahead
-        planned, share = batch.num_draft_tokens, lookahead.fill_seconds / len(requests)
-        tokens = zip(drafted, num_accepted, lookahead.forced, lookahead.starved, strict=True)
-        outcomes = []
-        for request, limit, row in zip(requests, batch.limits, tokens, strict=True):
-            num_drafted, accepted, forced, starved = row
-            stats = request.stats
-            stats.count_step(num_drafted, accepted, forced)
-            stats.planned += planned
-            stats.mask_seconds += share
-            stats.starved += starved
-            offered = min(planned, limit)
-            certain = sum(position < accepted for position in forced) if forced else 0
-            outcomes.append(Outcome(offered, min(accepted - certain, offered)))
-        width = step.draft.token_ids.shape[1]
-        chosen = max(n - len(f) for n, f in zip(drafted, lookahead.forced, strict=True))
-        return Brought(outcomes, width, max(0, max(drafted) - chosen))
+
+def _count(
+    requests: Sequence[Request], step: Step, planned: int, drafted: list[int], accepted: list[int]
+) -> None:
+    """Enter a step into its requests' statistics."""
+    lookahead = step.lookahead
+    share = lookahead.fill_seconds / len(requests)
+    rows = zip(drafted, accepted, lookahead.forced, lookahead.starved, strict=True)
+    for request, row in zip(requests, rows, strict=True):
+        num_drafted, num_accepted, forced, starved = row
+        stats = request.stats
+        stats.count_step(num_drafted, num_accepted, forced)
+        stats.planned += planned
+        stats.mask_seconds += share
+        stats.starved += starved
+
+
+def _brought(step: Step, batch: DecodeBatch, drafted: list[int], accepted: list[int]) -> Brought:
+    planned, all_forced = batch.num_draft_tokens, step.lookahead.forced
+    outcomes = []
+    for limit, num_accepted, forced in zip(batch.limits, accepted, all_forced, strict=True):
+        offered = min(planned, limit)
+        certain = sum(position < num_accepted for position in forced)
+        outcomes.append(Outcome(offered, min(num_accepted - certain, offered)))
+    chosen = max(n - len(forced) for n, forced in zip(drafted, all_forced, strict=True))
+    return Brought(outcomes, step.draft.token_ids.shape[1], max(0, max(drafted) - chosen))
 
 
 def _rest_of_prompt(request: Request) -> list[int]:

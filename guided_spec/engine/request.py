@@ -120,7 +120,8 @@ class Request:
         """
         before = len(self.tokens)
         reason = self._take(token_ids)
-        self._logprobs.extend(logprobs[: len(self.tokens) - before])
+        if logprobs:
+            self._logprobs.extend(logprobs[: len(self.tokens) - before])
         if reason is not None:
             self.finish(reason)
         elif self.job.is_streamed:

@@ -81,8 +81,9 @@ class RequestStats:
     def count_step(self, drafted: int, accepted: int, forced: list[int]) -> None:
         """Add one step: ``accepted`` of ``drafted`` tokens, those at ``forced`` being forced."""
         self.steps += 1
-        _count(self.drafted, drafted)
-        _count(self.accepted, accepted)
+        if drafted:
+            _count(self.drafted, drafted)
+            _count(self.accepted, accepted)
         if forced:
             self.forced += len(forced)
             self.forced_accepted += sum(position < accepted for position in forced)
