@@ -213,9 +213,8 @@ class Engine:
         requests = self._scheduler.running(State.DECODE)
         if not requests:
             return
-        learns, rooms = self._draft_length.learns, list[Room]()
-        if learns:
-            rooms = [Room(request.acceptance, request.draft_room) for request in requests]
+        learns = self._draft_length.learns
+        rooms = [Room(r.acceptance, r.draft_room) for r in requests] if learns else []
         num_draft_tokens = self._draft_length.begin(rooms)
         features = self._target.take_features(tuple(request.slot for request in requests))
         batch = self._batches.make(requests, num_draft_tokens, features)
