@@ -155,8 +155,7 @@ class Constraint:
         return self._failure
 
     def _require_settled(self) -> None:
-        failure = self.settle() if self._num_behind else self._failure
-        if failure is not None:
+        if (failure := self.settle()) is not None:
             raise failure
 
     def _lead(self) -> None:

@@ -204,11 +204,7 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     count = len(bans.owners)
     grid = (triton.cdiv(count, BAN_BLOCK), step.num_draft + 1)
     ban_kernel[grid](
-        step,
-        parts,
-        bans.prefixes.shape[1],
-        count,
-        BAN_BLOCK,
+        *(step, parts, bans.prefixes.shape[1], count, BAN_BLOCK),
         num_warps=2,
         **following(step.lengths),
     )
