@@ -50,7 +50,7 @@ class AfterBackend:
         return AfterGrammar(inner, marker, spec.start.reasoning_budget)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class AfterGrammar:
     """A compiled grammar that binds behind ``marker``; immutable, shared by requests.
 

@@ -6,6 +6,7 @@ import copy
 import queue
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -29,6 +30,7 @@ class GrammarCompileQueue:
     cache_size: finished grammars, and failures, that are remembered; the least recently asked for
         goes first.
     cache_bytes: what they may take together.
+    size_of_more: bytes that hang on a grammar beside itself, and may grow while it is used.
 
     The threads are daemons: a native compile cannot be interrupted, and must not hold up the end
     of the process.
@@ -41,13 +43,15 @@ class GrammarCompileQueue:
         max_workers: int = 2,
         cache_size: int = 256,
         cache_bytes: int = 2**30,
+        size_of_more: Callable[[CompiledGrammar], int] = lambda grammar: 0,  # noqa: ARG005
     ) -> None:
         self._backend = backend
         self._cache_size = cache_size
         self._cache_bytes = cache_bytes
+        self._size_of_more = size_of_more
         self._lock = threading.Lock()
         self._futures: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._sizes: dict[GrammarSpec, int] = {}  # of the finished ones
+        self._sizes: dict[GrammarSpec, int] = {}  # of the finished ones, without what hangs on them
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
@@ -73,7 +77,7 @@ class GrammarCompileQueue:
     def cached_bytes(self) -> int:
         """What they take."""
         with self._lock:
-            return sum(self._sizes.values())
+            return sum(self._sizes_now().values())
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The future of ``spec``'s grammar; never blocks.
@@ -84,7 +88,6 @@ class GrammarCompileQueue:
         with self._lock:
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")
-            self._forget_old()
             future = self._futures.get(spec)
             if future is None or future.cancelled():
                 future = Future()
@@ -114,16 +117,26 @@ class GrammarCompileQueue:
 
     def _forget_old(self) -> None:
         """Called with the lock held."""
+        sizes = self._sizes_now()
         excess = len(self._futures) - self._cache_size
-        excess_bytes = sum(self._sizes.values()) - self._cache_bytes
+        excess_bytes = sum(sizes.values()) - self._cache_bytes
         if excess <= 0 and excess_bytes <= 0:
             return
         for spec in [spec for spec, future in self._futures.items() if future.done()]:
             if excess <= 0 and excess_bytes <= 0:
                 break
             del self._futures[spec]
+            self._sizes.pop(spec, None)
             excess -= 1
-            excess_bytes -= self._sizes.pop(spec, 0)
+            excess_bytes -= sizes.get(spec, 0)
+
+    def _sizes_now(self) -> dict[GrammarSpec, int]:
+        """Called with the lock held."""
+        sizes = dict(self._sizes)
+        for spec, future in self._futures.items():
+            if future.done() and not future.cancelled() and future.exception() is None:
+                sizes[spec] += self._size_of_more(future.result())
+        return sizes
 
     def _sort(self, waiting: _Waiting) -> None:
         while (spec := waiting.get()) is not None:

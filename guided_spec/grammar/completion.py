@@ -4,22 +4,26 @@ Let ``remaining`` be the tokens that a text may still get, and ``cost(s)`` a num
 which it can be ended from state s, the stop token among them. A token is legal if the grammar
 allows it and ``cost`` behind it is less than ``remaining``. Two things follow:
 
-* Every text ends within its budget. At the start the cost is within the budget, or the request is
-  refused; a legal token keeps it so; and there always is one, since from every state some token
-  leads to a state that costs less by one. With one token left the cost is 1: the stop token.
+* Every text ends within its budget. At the start the cost is within the budget; a legal token keeps
+  it so; and there always is one, since from every state some token leads to a state that costs less
+  by one. With one token left the cost is 1: the stop token.
 * Speculation stays exact. What is legal depends on the tokens before, and on the budget, not on
   how they were drafted: the matcher below is one like any other.
 
-Far from the end every token fits, and the mask is the grammar's own (``Endings.is_free``).
+Far from the end every token fits, and the mask is the grammar's own (``Endings.is_free``). Where
+costs are searched for, a text may lose its way to the end: the budget then steps aside, and refuses
+nothing that the grammar allows.
 """
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,7 +31,7 @@ from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.after import AfterGrammar
 from guided_spec.grammar.completion_after import AfterEndings
 from guided_spec.grammar.completion_costs import RuleEndings
-from guided_spec.grammar.completion_endings import NEVER, Endings, EndLostError
+from guided_spec.grammar.completion_endings import NEVER, Endings, EndLostError, pack_row
 from guided_spec.grammar.completion_places import Places
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.completion_spelling import Spelling
@@ -51,48 +55,57 @@ __all__ = [
     "without_budget",
 ]
 
-_KEPT = 256
-_LOST = object()  # the state behind the end of a text, or one that is not known
+_LOG = logging.getLogger(__name__)
 
 
 class EndingsCache:
-    """The ``Endings`` of the grammars of one vocabulary; thread-safe. Those last used are kept."""
+    """The ``Endings`` of the grammars of one vocabulary; thread-safe.
+
+    They live as long as their grammar, which somebody else keeps.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._spelling: Spelling | None = None
-        self._tokens: SearchTokens | None = None
-        self._known: OrderedDict[int, tuple[CompiledGrammar, Endings]] = OrderedDict()
+        self._known: WeakKeyDictionary[CompiledGrammar, Endings] = WeakKeyDictionary()
 
     def of(self, compiled: CompiledGrammar) -> Endings:
         """The endings of a grammar: made when it is first asked for, which takes milliseconds."""
         with self._lock:
-            known = self._known.get(id(compiled))
-            # In time: a text that finds no room for its place loses its end, see ``EndLostError``.
-            if known is not None and not known[1].is_filling_up:
-                self._known.move_to_end(id(compiled))
-                return known[1]
+            known = self._known.get(compiled)
+        # In time: a text that finds no room for its place loses its end, see ``EndLostError``.
+        if known is not None and not known.is_filling_up:
+            return known
         endings = self._make(compiled)
         with self._lock:
-            self._known[id(compiled)] = (compiled, endings)
-            self._known.move_to_end(id(compiled))
-            if len(self._known) > _KEPT:
-                self._known.popitem(last=False)
+            self._known[compiled] = endings
         return endings
+
+    def size_of(self, compiled: CompiledGrammar) -> int:
+        """Bytes of a grammar's endings, as they are now."""
+        with self._lock:
+            known = self._known.get(compiled)
+        inner = self.size_of(compiled.inner) if isinstance(compiled, AfterGrammar) else 0
+        return max(inner, 0 if known is None else known.memory_size_bytes)
 
     def bound(
         self, compiled: CompiledGrammar, max_tokens: int, *, is_required: bool
     ) -> CompiledGrammar:
         """The grammar of its texts of at most ``max_tokens``.
 
-        is_required: whether a grammar without any known end raises BudgetTooSmallError, as one
-            whose shortest text is too long does; else it is returned as it is.
+        is_required: whether its texts must end in time. Else, where no end is known that is short
+            enough and a shorter one may exist, the grammar is returned as it is.
+
+        Raises BudgetTooSmallError where the shortest text is too long, or where it may be and
+        ``is_required``.
         """
         endings = self.of(compiled)
-        if not is_required and endings.cost(endings.start) >= NEVER:
+        least = endings.cost(endings.start)
+        if least > max_tokens:
+            if is_required or (endings.is_exact and least < NEVER):
+                raise BudgetTooSmallError(max_tokens, None if least >= NEVER else least)
             return compiled
-        return CompletingGrammar(compiled, endings, max_tokens)
+        return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 
     def _make(self, compiled: CompiledGrammar) -> Endings:
         if isinstance(compiled, AfterGrammar):
@@ -102,27 +115,31 @@ class EndingsCache:
             endings = self._by_rules(compiled)
             if endings is not None:
                 return endings
-        if self._tokens is None:
-            self._tokens = SearchTokens(self._vocabulary)
-        return SearchEndings(compiled, self._vocabulary, self._tokens)
+        return SearchEndings(compiled, self._vocabulary, self._spelling, self._tokens)
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self._vocabulary)
+
+    @cached_property
+    def _tokens(self) -> SearchTokens:
+        return SearchTokens(self._vocabulary)
 
     def _by_rules(self, compiled: XGrammarGrammar) -> RuleEndings | None:
         """None where the printed grammar is not understood, or says something else."""
-        if self._spelling is None:
-            self._spelling = Spelling(self._vocabulary)
         try:
             places = Places(str(compiled.compiled.grammar), self._spelling.longest)
             if not places.shortest_bytes <= self._spelling.single_bytes:
                 return None
             endings = RuleEndings(places, self._spelling)
-            is_legal = endings.table(endings.start) < NEVER
+            row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
-        size = self._vocabulary.vocab_size
-        mask = np.zeros((1, -(-size // 32)), dtype=np.int32)
+        mask = np.zeros((1, len(row)), dtype=np.int32)
         compiled.new_matcher().fill_next_token_bitmask(mask)
-        bits = np.unpackbits(mask[0].view(np.uint8), bitorder="little")[:size]
-        return endings if np.array_equal(is_legal, bits) else None
+        # Behind the last token a row may hold anything.
+        own = mask[0] & pack_row(np.ones(self._vocabulary.vocab_size, dtype=np.bool_))
+        return endings if np.array_equal(row, own) else None
 
 
 class PreparingBackend:
@@ -144,12 +161,16 @@ class PreparingBackend:
 class CompletingGrammar:
     """A compiled grammar whose texts end within ``max_tokens``, the stop token among them.
 
+    is_required: whether a text that loses its way to the end is at fault; else it goes on without
+    a budget.
+
     Raises BudgetTooSmallError where no text is known that is short enough.
     """
 
     compiled: CompiledGrammar
     endings: Endings
     max_tokens: int
+    is_required: bool = False
 
     def __post_init__(self) -> None:
         least = self.endings.cost(self.endings.start)
@@ -170,20 +191,33 @@ class CompletingGrammar:
         return self.compiled.new_style_matcher()
 
 
+class _Known(NamedTuple):
+    """Where a text stands, as far as that was asked for.
+
+    state: of the endings; None once no way to the end is known. since: tokens before it. until:
+    tokens before the next one that is asked for.
+    """
+
+    state: Any
+    since: int
+    until: int
+
+
 class CompletingMatcher:
     """A ``GrammarMatcher`` that keeps a way to the end of the text within the budget.
 
     inner: at the start of the grammar.
 
-    Where a text has too many readings to follow (``EndLostError``), the budget is no longer kept:
-    the matcher is then the inner one.
+    A token is refused if the inner matcher refuses it, or if the row has no bit for it. Where no
+    way to the end is known any more, the matcher steps aside: it is then the inner one.
     """
 
     def __init__(self, grammar: CompletingGrammar, inner: GrammarMatcher) -> None:
         self._endings = grammar.endings
         self._grammar = grammar
         self._inner = inner
-        self._states: list[Any] = [grammar.endings.start]
+        self._token_ids: list[int] = []
+        self._known = [self._at(grammar.endings.start, 0)]
         self._steered: set[int] = set()
 
     @property
@@ -192,9 +226,14 @@ class CompletingMatcher:
         return self._steered
 
     @property
+    def is_lost(self) -> bool:
+        """Whether the text may no longer end in time: no way to its end is known."""
+        return self._known[-1].state is None and not self._inner.is_terminated()
+
+    @property
     def remaining(self) -> int:
         """Tokens that the text may still get."""
-        return self._grammar.max_tokens - len(self._states) + 1
+        return self._grammar.max_tokens - len(self._token_ids)
 
     @property
     def inner(self) -> GrammarMatcher:
@@ -204,42 +243,38 @@ class CompletingMatcher:
     @property
     def row_source(self) -> GrammarMatcher:
         """The inner matcher's while every token fits the budget; else this one."""
-        return row_source(self._inner) if self._is_free else self
+        return row_source(self._inner) if self._is_free() else self
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
-        if not self._inner.accept_token(token_id):
+        is_legal = self._is_free() or self._admits(token_id)
+        if not is_legal or not self._inner.accept_token(token_id):
             return False
-        state = _LOST
-        if self._states[-1] is not _LOST and not self._inner.is_terminated():
-            try:
-                state = self._endings.after(self._states[-1], token_id, self._inner)
-            except EndLostError:
-                state = _LOST
-            if state is None or (
-                state is not _LOST and self._endings.cost(state) >= self.remaining
-            ):
-                self._inner.rollback(1)
-                return False
-        self._states.append(state)
+        self._token_ids.append(token_id)
+        self._known.append(self._next())
         return True
 
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
         """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
         forbids = self._inner.fill_next_token_bitmask(bitmask, index)
-        if self._is_free:
+        if self._is_free():
+            return forbids
+        try:
+            fitting = self._endings.row(self._known[-1].state, self.remaining, self._inner)
+        except EndLostError:
             return forbids
         row = np.asarray(bitmask)[index]  # a view, also of a tensor
         own = row.copy()
-        row &= self._endings.row(self._states[-1], self.remaining, self._inner)
+        row &= fitting
         if not np.array_equal(row, own):
-            self._steered.add(len(self._states) - 1)
+            self._steered.add(len(self._token_ids))
         return True
 
     def fork(self) -> CompletingMatcher:
         """An independent copy at the same position."""
         copy = CompletingMatcher(self._grammar, self._inner.fork())
-        copy._states = self._states.copy()
+        copy._token_ids = self._token_ids.copy()
+        copy._known = self._known.copy()
         copy._steered = self._steered.copy()
         return copy
 
@@ -247,19 +282,49 @@ class CompletingMatcher:
         """Undo the last ``num_tokens`` accepted tokens."""
         self._inner.rollback(num_tokens)
         if num_tokens > 0:
-            del self._states[-num_tokens:]
+            del self._known[-num_tokens:]
+            del self._token_ids[-num_tokens:]
             # The row of the position that is left now stays as it was.
-            self._steered = {at for at in self._steered if at < len(self._states)}
+            self._steered = {at for at in self._steered if at <= len(self._token_ids)}
 
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""
         return self._inner.is_terminated()
 
-    @property
-    def _is_free(self) -> bool:
-        state = self._states[-1]
+    def _at(self, state: Any, since: int) -> _Known:
+        stride = self._endings.stride(state, self._grammar.max_tokens - since)
+        return _Known(state, since, since + stride)
+
+    def _next(self) -> _Known:
+        """What is known behind the token accepted last."""
+        known, length = self._known[-1], len(self._token_ids)
+        if known.state is None or self._inner.is_terminated():
+            return known._replace(state=None)
+        if length < known.until:
+            return known
         try:
-            return state is _LOST or self._endings.is_free(state, self.remaining)
+            state = self._endings.after(known.state, self._token_ids[known.since :], self._inner)
+        except EndLostError:
+            state = None
+        if state is None or self._endings.cost(state) > self.remaining:
+            _LOG.info("no way to end a text in time is known at position %d", length)
+            return known._replace(state=None)
+        return self._at(state, length)
+
+    def _is_free(self) -> bool:
+        """Whether every token that the inner matcher allows is legal here."""
+        known = self._known[-1]
+        if known.state is None or len(self._token_ids) > known.since:
+            return True
+        try:
+            return self._endings.is_free(known.state, self.remaining)
+        except EndLostError:
+            return True
+
+    def _admits(self, token_id: int) -> bool:
+        try:
+            state = self._known[-1].state
+            return self._endings.admits(state, token_id, self.remaining, self._inner)
         except EndLostError:
             return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,11 +23,16 @@ class EndLostError(Exception):
 class Endings(Protocol):
     """The ways in which the texts of one grammar can end; shared by requests and threads.
 
-    A state is where a text stands. It is never changed, and depends on the text's tokens alone. Its
-    cost is a number of tokens within which the text can be ended, the stop token among them, and
-    some legal token leads from each state to one whose cost is smaller by one or more. All but
-    ``start`` and ``cost`` may raise EndLostError.
+    A state is where a text stands, and depends on the text's tokens and its budget alone. Its cost
+    is a number of tokens within which the text can be ended, the stop token among them, and some
+    legal token leads from each state to one whose cost is smaller by one or more. All but ``start``
+    and ``cost`` may raise EndLostError.
     """
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether costs are the least there are, and every token is judged by them."""
+        ...
 
     @property
     def is_filling_up(self) -> bool:
@@ -34,19 +40,31 @@ class Endings(Protocol):
         ...
 
     @property
-    def start(self) -> Any:
-        """The state of the empty text."""
+    def memory_size_bytes(self) -> int:
+        """What is kept for all texts together, roughly."""
         ...
 
-    def after(self, state: Any, token_id: int, matcher: GrammarMatcher) -> Any:
-        """The state behind a token that is not a stop token; None where it is not known.
-
-        matcher: stands behind the token, and does so again afterwards.
-        """
+    @property
+    def start(self) -> Any:
+        """The state of the empty text; of a text of its own at every call."""
         ...
 
     def cost(self, state: Any) -> int:
-        """Tokens within which the text can be ended: at least 1."""
+        """Tokens within which the text can be ended: at least 1, ``NEVER`` if no way is known."""
+        ...
+
+    def stride(self, state: Any, remaining: int) -> int:
+        """How many tokens are taken from a state before ``after`` is asked: at least 1.
+
+        ``remaining``, here and below: the tokens that the text may still get.
+        """
+        ...
+
+    def after(self, state: Any, token_ids: Sequence[int], matcher: GrammarMatcher) -> Any:
+        """The state behind some tokens, no stop token among them; None where no way is known.
+
+        matcher: stands behind the tokens, and does so again afterwards.
+        """
         ...
 
     def is_free(self, state: Any, remaining: int) -> bool:
@@ -57,11 +75,15 @@ class Endings(Protocol):
         ...
 
     def row(self, state: Any, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
-        """int32 [W]: the tokens that lead to a state that costs less than ``remaining``.
+        """int32 [W]: tokens that lead to a state that costs less than ``remaining``.
 
         matcher: stands at the state, and does so again afterwards.
         With the stop tokens where the text may end; a token that the grammar refuses may be there.
         """
+        ...
+
+    def admits(self, state: Any, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+        """Whether ``row`` has the bit of a token that the grammar allows."""
         ...
 
 

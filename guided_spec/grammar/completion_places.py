@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion_endings import EndLostError
 from guided_spec.grammar.completion_rules import read_rules
+from guided_spec.grammar.completion_spelling import Characters
 from guided_spec.grammar.completion_states import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.completion_texts import (
     longest_rest,
@@ -17,12 +19,16 @@ from guided_spec.grammar.completion_texts import (
     rest_of_call,
     shortest_texts,
 )
+from guided_spec.grammar.completion_utf8 import LAST, byte_sequences
 
-__all__ = ["NOWHERE", "Place", "Places"]
+__all__ = ["NOWHERE", "Place", "Places", "Run"]
 
 NOWHERE = -1
 _MOST_READINGS = 4096
 _MOST_PLACES = 1 << 16
+_OBJECT_BYTES = 500  # of a place, an open call or a rule's state, with what it holds
+_FEWEST = 8  # of ASCII, that are worth a run
+_WIDE = byte_sequences([(0x80, 0xD7FF), (0xE000, LAST)])  # no token holds a surrogate
 
 
 class _Frame:
@@ -61,6 +67,20 @@ class Place:
         self.most_missing = 0
 
 
+class _Step(NamedTuple):
+    """then: where ``characters`` lead, or ``NOWHERE``."""
+
+    then: int
+    characters: Characters
+
+
+class Run(NamedTuple):
+    """places: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
+
+    characters: Characters
+    places: NDArray[np.int32]
+
+
 class Places:
     """The places of one grammar, made as they are reached. Used by several threads.
 
@@ -75,6 +95,7 @@ class Places:
         require_no_left_recursion(self._rules, self._texts)
         if self._texts[self._rules.root] is None:
             raise UnreadableGrammarError("no text matches")
+        self._num_bytes = num_bytes
         self._longest = longest_rest(self._rules, self._texts, num_bytes)
         self._lock = threading.RLock()
         self._frames: dict[tuple[Call, int, int], _Frame] = {}
@@ -82,6 +103,7 @@ class Places:
         self._places: list[Place] = []
         self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
         self._is_made: list[bool] = []
+        self._steps: dict[int, _Step] = {}
         bottom = _Frame(Call(-1, -1), 0, None, 0)
         start = self._place_of([(self._rules.root, bottom)])
         assert start != NOWHERE
@@ -110,6 +132,52 @@ class Places:
                 if not self._is_made[number]:
                     self._make_row(number)
             return self._rows
+
+    def run(self, number: int, most: int) -> Run:
+        """Characters that may be written one after another from a place, whichever they are.
+
+        In a string that ends after any character it is the same place again and again, in one of
+        bounded length a new place each time.
+        """
+        places, step = [number], self._step(number)
+        characters = step.characters
+        while step.then != NOWHERE and len(places) <= most:
+            if not step.characters.holds(characters):
+                break
+            if step.then == number:
+                places.extend([number] * self._num_bytes)
+                break
+            places.append(step.then)
+            number, step = step.then, self._step(step.then)
+        return Run(characters, np.array(places, dtype=np.int32))
+
+    def _step(self, number: int) -> _Step:
+        """Where most characters lead from a place."""
+        step = self._steps.get(number)
+        if step is None:
+            row = self.rows((number,))[number]
+            then, count = _most_common(row[:128])
+            step = _Step(NOWHERE, Characters(0, is_wide=False))
+            if count >= _FEWEST:
+                own = sum(1 << byte for byte in np.flatnonzero(row[:128] == then).tolist())
+                is_wide = all(self._leads(number, wide, then) for wide in _WIDE)
+                step = _Step(then, Characters(own, is_wide=is_wide))
+            self._steps[number] = step
+        return step
+
+    def _leads(self, number: int, sequence: list[tuple[int, int]], then: int) -> bool:
+        numbers = [number]
+        for low, high in sequence:
+            numbers = np.unique(self.rows(numbers)[numbers, low : high + 1]).tolist()
+            if numbers[0] == NOWHERE:
+                return False
+        return numbers == [then]
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the places that are known, roughly."""
+        objects = len(self._places) + len(self._frames) + len(self._rules.ends)
+        return int(self._rows.nbytes) + _OBJECT_BYTES * objects
 
     def after(self, place: Place, data: bytes) -> Place | None:
         """The place behind some bytes; None where they are illegal."""
@@ -235,3 +303,13 @@ class Places:
         text = self._texts[state]
         assert text is not None
         return text + frame.text
+
+
+def _most_common(places: NDArray[np.int32]) -> tuple[int, int]:
+    """The place that stands there most often, and how often; ``NOWHERE`` does not count."""
+    found = places[places != NOWHERE]
+    if not len(found):
+        return NOWHERE, 0
+    numbers, counts = np.unique(found, return_counts=True)
+    most = int(counts.argmax())
+    return int(numbers[most]), int(counts[most])

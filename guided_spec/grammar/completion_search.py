@@ -3,55 +3,100 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion_endings import NEVER, pack_row
-from guided_spec.grammar.completion_tokens import SearchTokens
+from guided_spec.grammar.completion_spelling import Spelling
+from guided_spec.grammar.completion_tokens import (
+    SearchTokens,
+    add_tokens,
+    bits_of,
+    first_tokens,
+    spread_tokens,
+)
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["SearchEndings", "Way"]
 
-MOST_TESTED = 512  # tokens of one row
-_SMALL = 64  # tokens of a vocabulary that are always all tested
-RISE = 64  # that one token is taken to add at most, in a vocabulary too large to test
-_MOST_STEPS = 512  # of a search
-_MOST_MOVED = 32  # of them, where others can be judged without
-_CLOSING = (b'"', b"]", b"}")  # the ends of a JSON text that cannot go on
-_TRIED = 8  # tokens of one position, in a search straight for the end
-Way = tuple[int, ...]
-"""Tokens from some state to the end of a text, the stop token last; () for none."""
+RISE = 64  # tokens to spare, beyond which a row is not looked at
+_RISE_PER_TOKEN = 16  # that a few tokens are taken to add at most, each
+_FIRST_STEPS = 2048  # of the search from the start, which is made where grammars are compiled
+_STEPS = 256  # of any other
+_TRIED = 6  # steps of one position
+_LEFT_OUT = 3  # values at a way's beginning that a search may leave out
+_PROBES = 24  # tokens without structure that are tested, and if all fit, taken for all
+_TESTED = 96  # where not all fit: how many are tested
+_KINDS = 32  # of other tokens that are tested
+_ALIKE = 3  # tokens of a kind that are tested, and if all fit, taken for the kind
+_WALKS = 12  # tests of one row that may need a search of their own
+_VALUES = (  # that a text may lack before a known way goes on
+    *(b'""', b' ""', b"0", b" 0", b'"":""', b'"": ""', b'":""', b'": ""', b'"', b"{}", b"[]"),
+    *(b"]", b"}", b'"]', b'"}', b'":""}', b'": ""}'),
+)
+
+
+class Way:
+    """A known way to the end of one text. Made for one text, and dropped with it.
+
+    text: the bytes that are missing. behind: the ways behind tokens that were asked for. turns:
+    ways found behind other tokens. scan: what was found out about the next token, here or where
+    the same way was known before. rows: by what remained, rows that were made. So a fork and its
+    original look once.
+    """
+
+    __slots__ = ("behind", "rows", "scan", "text", "turns")
+
+    def __init__(self, text: bytes, scan: Scan | None = None) -> None:
+        self.text = text
+        self.scan = scan
+        self.behind: dict[tuple[int, ...], Way | None] = {}
+        self.turns: list[bytes] = []
+        self.rows: dict[int, NDArray[np.int32]] = {}
 
 
 class SearchEndings:
-    """``Endings`` of any grammar: a state is a known way to the end, its tokens.
+    """``Endings`` of any grammar: a state is a known ``Way`` to the end, its bytes.
 
-    The way behind a token is, in this order: the rest of the way before, if the token was its
-    first; the way before itself, if the grammar takes it there; what a bounded search finds:
-    breadth first in a small vocabulary, else straight for closing tokens. So it depends on the text
-    alone, and the cost of a state falls by one along its way.
+    The way behind some tokens is, in this order: the rest of the way before, if they began it; the
+    way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
+    by byte, straight for what closes something, until a stop token or part of the way before fits.
+    In a vocabulary of at most 64 tokens it is breadth first, over all of them. A cost is the
+    fewest tokens that spell the way, so it falls by one along it. What is found depends on the text
+    and its budget alone.
 
-    In a vocabulary of more than 64 tokens, rows are free while ``RISE`` tokens are to spare; a
-    grammar in which one token adds more than that may then break off. Where fewer are to spare, the
-    way itself and the ``MOST_TESTED`` tokens with the lowest ids may be legal, and no others. In
-    llguidance's JSON, where it costs more to try a token, these are whole characters, and 32 of
-    them at most do other than keep the way (see ``_ways_kept``).
+    A known way proves that a text can end; that none is found proves nothing. So costs are upper
+    bounds. Rows are free while ``RISE`` tokens are to spare, and meanwhile the way is asked for
+    every few tokens only; a grammar in which few tokens add more than that may lose its end. Where
+    fewer are to spare, a row holds the beginnings of known ways, tokens behind which the way still
+    fits, and a few that need a search. Many tokens fit like one: where all of a few probes do, the
+    others of their kind that the grammar allows are taken to.
     """
 
     def __init__(
-        self, compiled: CompiledGrammar, vocabulary: Vocabulary, tokens: SearchTokens | None = None
+        self,
+        compiled: CompiledGrammar,
+        vocabulary: Vocabulary,
+        spelling: Spelling | None = None,
+        tokens: SearchTokens | None = None,
     ) -> None:
-        self._vocabulary = vocabulary
-        self._tokens = tokens or SearchTokens(vocabulary)
-        self._is_json = bool(getattr(compiled, "writes_json", False))
-        self._excluded = np.array(sorted(compiled.excluded), dtype=np.int64)
-        self._stops = np.array(sorted(vocabulary.stop_token_ids), dtype=np.int64)
-        self._is_small = vocabulary.vocab_size <= _SMALL
-        self._start = self._search(compiled.new_matcher())
+        self.spelling = spelling or Spelling(vocabulary)
+        self.tokens = tokens or SearchTokens(vocabulary)
+        self._every = pack_row(np.ones(vocabulary.vocab_size, dtype=np.bool_))
+        self._stop = int(self.tokens.stops[0])
+        matcher = compiled.new_matcher()
+        self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
+
+    @property
+    def is_exact(self) -> bool:
+        """Never: another way may be shorter."""
+        return False
 
     @property
     def is_filling_up(self) -> bool:
@@ -59,140 +104,338 @@ class SearchEndings:
         return False
 
     @property
-    def start(self) -> Way:
-        """A way from the start to the end; () if none was found."""
-        return self._start
+    def memory_size_bytes(self) -> int:
+        """Nothing but the way from the start."""
+        return len(self._start or b"")
 
-    def after(self, state: Way, token_id: int, matcher: GrammarMatcher) -> Way | None:
-        """A way from behind a token; None if none was found."""
-        if state and state[0] == token_id:
-            return state[1:]
-        if state and self._takes(matcher, state):
-            return state
-        return self._search(matcher) or None
+    @property
+    def start(self) -> Way | None:
+        """A way from the start to the end; None if none was found."""
+        return None if self._start is None else Way(self._start)
 
-    def cost(self, state: Way) -> int:
-        """Tokens of the known way."""
-        return len(state) or NEVER
+    def cost(self, state: Way | None) -> int:
+        """Tokens that spell the known way, and the stop token."""
+        if state is None:
+            return NEVER
+        return min(NEVER, self.spelling.num_tokens(state.text) + 1)
+
+    def stride(self, state: Way, remaining: int) -> int:
+        """As many tokens as are surely not enough to use up what is to spare."""
+        return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
+
+    def after(self, state: Way, token_ids: Sequence[int], matcher: GrammarMatcher) -> Way | None:
+        """A way from behind some tokens; None if none was found."""
+        key = tuple(token_ids)
+        if key not in state.behind:
+            data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
+            found = self._behind(state, data, matcher)
+            scan = state.scan if found == state.text else None
+            state.behind[key] = None if found is None else Way(found, scan)
+        return state.behind[key]
 
     def is_free(self, state: Way, remaining: int) -> bool:
-        """Whether every token leads to a cheaper text: never known in a small vocabulary."""
-        return not self._is_small and self.cost(state) + RISE < remaining
+        """Whether much is to spare: never known in a small vocabulary."""
+        return not self.tokens.is_small and self.cost(state) + RISE < remaining
 
     def row(self, state: Way, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
-        """int32 [W]: the tokens behind which a way is known that costs less than ``remaining``."""
-        legal = self._legal(matcher)
-        found: NDArray[np.bool_] = np.zeros_like(legal)
-        found[self._stops] = legal[self._stops]
-        keeps_way = self._ways_kept(state, matcher)
-        moves, wanted = MOST_TESTED, legal & ~found
-        if keeps_way is not None:
-            moves, wanted = _MOST_MOVED, wanted & self._tokens.is_whole
-        tested: list[int] = np.flatnonzero(wanted)[:MOST_TESTED].tolist()
-        for token in dict.fromkeys([*state[:1], *tested]):
-            if found[token]:
-                continue
-            if keeps_way is not None and keeps_way(token):
-                found[token] = self.cost(state) < remaining
-            elif moves and matcher.accept_token(token):
-                moves -= 1
-                way = self.after(state, token, matcher)
-                matcher.rollback(1)
-                found[token] = way is not None and self.cost(way) < remaining
-        return pack_row(found)
+        """int32 [W]: tokens behind which a way is known that costs less than ``remaining``."""
+        row = state.rows.get(remaining)
+        if row is None:
+            row = self._scan(state, remaining, matcher).row(remaining)
+            state.rows = {remaining: row}
+        return row
 
-    def _ways_kept(self, state: Way, matcher: GrammarMatcher) -> Callable[[int], bool] | None:
-        """Tells tokens behind which ``state`` surely still is a way; None where nothing can tell.
+    def _scan(self, state: Way, remaining: int, matcher: GrammarMatcher) -> Scan:
+        """Inside a string what was found out one token earlier mostly holds."""
+        known = state.scan
+        if known is None or not (
+            self.fits(state.text, remaining)
+            and np.array_equal(known.legal, self.legal_row(matcher))
+        ):
+            state.scan = known = Scan(self, state, remaining, matcher)
+        return known
 
-        In a JSON text a token without quotes, brackets and backslashes opens and closes nothing. So
-        what it stands before is complete where the same text was complete without it; whether the
-        grammar takes it there, llguidance says without moving. Behind a backslash, or where nothing
-        is closed at the end, as of a number, that is not so.
-        """
-        body, data = state[:-1], self._vocabulary.token_bytes
-        if not (self._is_json and body and isinstance(matcher, LLGuidanceMatcher)):
-            return None
-        last = matcher.last_token
-        if data[body[-1]][-1:] not in _CLOSING or (last is not None and data[last][-1:] == b"\\"):
-            return None
-        is_plain, count_legal = self._tokens.is_plain, matcher.count_legal
+    def admits(self, state: Way, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+        """Whether ``row`` has the bit of a token that the grammar allows."""
+        if not 0 <= token_id < self.spelling.vocab_size:
+            return False
+        return bool(self.row(state, remaining, matcher)[token_id >> 5] >> (token_id & 31) & 1)
 
-        def keeps_way(token: int) -> bool:
-            # The way's own first token leads on to its rest, which is shorter.
-            return bool(
-                token != state[0] and is_plain[token] and count_legal((token, *body)) == len(state)
-            )
+    def fits(self, text: bytes, remaining: int) -> bool:
+        """Whether fewer than ``remaining`` tokens write a way and end the text."""
+        return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
 
-        return keeps_way
+    def completes(self, matcher: GrammarMatcher, token_ids: Sequence[int], text: bytes) -> bool:
+        """Whether these tokens, this text and a stop token complete the text; does not move."""
+        written = self.spelling.write(text)
+        return written is not None and _takes(matcher, (*token_ids, *written, self._stop))
 
-    def _takes(self, matcher: GrammarMatcher, way: Way) -> bool:
-        count = _follow(matcher, way)
-        if count:
-            matcher.rollback(count)
-        return count == len(way)
+    def legal_row(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
+        """int32 [W]: the grammar's own row."""
+        row = np.zeros((1, len(self._every)), dtype=np.int32)
+        matcher.fill_next_token_bitmask(row, 0)
+        own: NDArray[np.int32] = row[0] & self._every  # behind the last token it may hold anything
+        return own
 
-    def _search(self, matcher: GrammarMatcher) -> Way:
-        return (self._shortest(matcher) if self._is_small else ()) or self._straight(matcher)
+    def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
+        """What may still be missing behind ``data`` of a way: all, or less by what was written."""
+        return text, text[len(data) :]
 
-    def _shortest(self, matcher: GrammarMatcher) -> Way:
-        """Breadth first; () where the options are many, or the way long."""
-        waiting = deque[Way]([()])
-        for _ in range(_MOST_STEPS):
+    def _behind(self, state: Way, data: bytes, matcher: GrammarMatcher) -> bytes | None:
+        if state.text.startswith(data):
+            return state.text[len(data) :]
+        ways = (*self.kept(state.text, data), *state.turns)
+        complete = [way for way in ways if self.completes(matcher, (), way)]
+        if complete:
+            return min(complete, key=self.spelling.num_tokens)
+        return self._find(matcher, state.text, _STEPS)
+
+    def _find(self, matcher: GrammarMatcher, before: bytes, most: int) -> bytes | None:
+        found = self._shortest(matcher) if self.tokens.is_small else None
+        return self._straight(matcher, before, most) if found is None else found
+
+    def _shortest(self, matcher: GrammarMatcher) -> bytes | None:
+        """Breadth first; None where the options are many, or the way long."""
+        waiting = deque[tuple[int, ...]]([()])
+        data = self.spelling.token_bytes
+        for _ in range(_STEPS):
             if not waiting:
                 break
             way = waiting.popleft()
             count = _follow(matcher, way)
-            legal = self._legal(matcher) if count == len(way) else None
+            row = self.legal_row(matcher) if count == len(way) else None
             if count:
                 matcher.rollback(count)
-            if legal is None:
+            if row is None:
                 continue
-            if stop := self._stop(legal):
-                return (*way, *stop)
-            waiting.extend((*way, token) for token in np.flatnonzero(legal).tolist())
-        return ()
+            if bits_of(row, self.tokens.stops).any():
+                return b"".join(map(data.__getitem__, way))
+            steps = self.tokens.steps
+            waiting.extend((*way, token) for token in steps[bits_of(row, steps)].tolist())
+        return None
 
-    def _straight(self, matcher: GrammarMatcher) -> Way:
-        """One token after another, back where nothing follows; () where that leads nowhere."""
-        way, options = list[int](), list[Iterator[int]]()
-        found: Way = ()
-        for _ in range(_MOST_STEPS):
-            if len(options) == len(way):
-                legal = self._legal(matcher)
-                if stop := self._stop(legal):
-                    found = (*way, *stop)
-                    break
-                options.append(iter(self._tokens.first(legal, _TRIED)))
-            token = next(options[-1], None)
-            if token is not None and matcher.accept_token(token):
-                way.append(token)
-            elif token is None:
-                options.pop()
-                if not way:
-                    break
-                matcher.rollback(1)
-                way.pop()
-        if way:
-            matcher.rollback(len(way))
-        return found
-
-    def _stop(self, legal: NDArray[np.bool_]) -> Way:
-        """A stop token that is legal; () if none is."""
-        return tuple(self._stops[legal[self._stops]][:1].tolist())
-
-    def _legal(self, matcher: GrammarMatcher) -> NDArray[np.bool_]:
-        """bool [V]"""
-        row = np.zeros((1, -(-self._vocabulary.vocab_size // 32)), dtype=np.int32)
-        matcher.fill_next_token_bitmask(row, 0)
-        bits = np.unpackbits(row[0].view(np.uint8), bitorder="little")
-        legal = bits[: self._vocabulary.vocab_size].astype(np.bool_)
-        legal[self._excluded] = False
-        return legal
+    def _straight(self, matcher: GrammarMatcher, before: bytes, most: int) -> bytes | None:
+        """One step after another, back where nothing follows; None where that leads nowhere."""
+        ends = list(_ends_of(before))
+        firsts = (value + end for end in ends for value in _VALUES)
+        for text in firsts:
+            if self.completes(matcher, (), text):
+                return text
+        walk = _Walk(self, matcher)
+        for _ in range(most):
+            text = walk.end(ends)
+            if text is not None:
+                break
+            if not walk.step():
+                break
+        walk.back()
+        return text
 
 
-def _follow(matcher: GrammarMatcher, way: Way) -> int:
+class _Walk:
+    """A search straight for the end: where it stands, and what is left to try on the way there."""
+
+    def __init__(self, endings: SearchEndings, matcher: GrammarMatcher) -> None:
+        self._endings, self._matcher = endings, matcher
+        self._tokens = endings.tokens
+        self._used = np.zeros(len(self._tokens.steps), dtype=np.int64)
+        self._way: list[tuple[int, ...]] = []
+        self._options: list[Iterator[tuple[int, ...]]] = []
+        self._row: NDArray[np.int32] | None = None
+
+    def end(self, ends: Sequence[bytes]) -> bytes | None:
+        """The way that was gone, if the text may end here, or with one of ``ends``."""
+        if len(self._options) > len(self._way):
+            return None  # back at a place that was looked at
+        for end in ends:
+            if self._endings.completes(self._matcher, (), end):
+                return self._text() + end
+        self._row = self._endings.legal_row(self._matcher)
+        return self._text() if bits_of(self._row, self._tokens.stops).any() else None
+
+    def step(self) -> bool:
+        """Go on, or back where nothing is left to try; False where nothing is left at all."""
+        if len(self._options) == len(self._way):
+            self._options.append(self._look())
+        for tokens in self._options[-1]:
+            count = _follow(self._matcher, tokens)
+            if count == len(tokens):
+                self._way.append(tokens)
+                return True
+            if count:
+                self._matcher.rollback(count)
+        self._options.pop()
+        if not self._way:
+            return False
+        self._matcher.rollback(len(self._way.pop()))
+        return True
+
+    def back(self) -> None:
+        """Take everything back."""
+        if count := sum(map(len, self._way)):
+            self._matcher.rollback(count)
+
+    def _text(self) -> bytes:
+        data = self._endings.spelling.token_bytes
+        return b"".join(data[token] for tokens in self._way for token in tokens)
+
+    def _look(self) -> Iterator[tuple[int, ...]]:
+        assert self._row is not None
+        if isinstance(self._matcher, LLGuidanceMatcher):
+            forced = self._matcher.forced_bytes()
+            written = self._endings.spelling.write(forced) if forced else None
+            if written:
+                yield written
+                return
+        for step in self._tokens.next_steps(self._row, self._used, _TRIED).tolist():
+            self._used[step] += 1
+            yield (int(self._tokens.steps[step]),)
+
+
+class _Group(NamedTuple):
+    """Tokens behind which a way fits: ids, int64, or a row, int32 [W]."""
+
+    tokens: NDArray[Any]
+    way: bytes
+
+
+class Scan:
+    """What was found out about the next token of a text near the end of its budget.
+
+    A token is in a group if it begins a known way, if a known way still fits behind it, or if a
+    search finds one. Ways are kept as they are found, so that tokens that begin them need no trial.
+
+    legal: int32 [W], the grammar's own row.
+    """
+
+    def __init__(
+        self, endings: SearchEndings, state: Way, remaining: int, matcher: GrammarMatcher
+    ) -> None:
+        self.legal = endings.legal_row(matcher)
+        self._endings, self._state, self._remaining = endings, state, remaining
+        self._ways: dict[int, bytes] = {}
+        self._groups: list[_Group] = []
+        self._walks = _WALKS
+        self._look(matcher)
+
+    def row(self, remaining: int) -> NDArray[np.int32]:
+        """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
+        endings, row = self._endings, np.zeros_like(self.legal)
+        stops = endings.tokens.stops
+        add_tokens(row, stops[bits_of(self.legal, stops)])
+        for group in self._groups:
+            if not endings.fits(group.way, remaining):
+                continue
+            if group.tokens.dtype == np.int32:
+                row |= group.tokens
+            else:
+                add_tokens(row, group.tokens)
+        row.flags.writeable = False
+        return row
+
+    def _look(self, matcher: GrammarMatcher) -> None:
+        tokens, legal = self._endings.tokens, self.legal
+        self._follow(b"", self._state.text)
+        if tokens.is_small:
+            self._test(first_tokens(legal, 32 * len(legal)), matcher)
+        else:
+            self._test_turns(matcher)
+            self._test_content(legal & tokens.content, matcher)
+        by_way: dict[bytes, list[int]] = {}
+        for token, way in self._ways.items():
+            by_way.setdefault(way, []).append(token)
+        for way, found in by_way.items():
+            self._groups.append(_Group(np.array(found, dtype=np.int64), way))
+
+    def _test_content(self, content: NDArray[np.int32], matcher: GrammarMatcher) -> None:
+        way = self._state.text
+        probes = spread_tokens(content, _PROBES)
+        if self._fits(way) and all(self._completes(matcher, token, way) for token in probes):
+            self._groups.append(_Group(content, way))
+        else:
+            self._test(first_tokens(content, _TESTED), matcher)
+
+    def _test_turns(self, matcher: GrammarMatcher) -> None:
+        tokens = self._endings.tokens
+        is_legal = bits_of(self.legal, tokens.turns)
+        turns, kinds = tokens.turns[is_legal], tokens.kinds[is_legal]
+        for kind in np.unique(kinds)[:_KINDS].tolist():
+            alike = turns[kinds == kind]
+            first = alike[:_ALIKE].tolist()
+            self._test(first, matcher)
+            if all(token in self._ways for token in first):
+                self._groups.append(_Group(alike, self._ways[first[0]]))
+            else:
+                self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
+
+    def _test(self, token_ids: list[int], matcher: GrammarMatcher) -> None:
+        data = self._endings.spelling.token_bytes
+        for token in token_ids:
+            if token in self._ways or not data[token]:
+                continue
+            way = self._known_way(token, matcher)
+            if way is not None:
+                self._ways[token] = way
+            elif self._walks or self._endings.tokens.is_small:
+                self._search(token, matcher)
+
+    def _known_way(self, token: int, matcher: GrammarMatcher) -> bytes | None:
+        """A way that fits behind a token, perhaps without as much of it as the token writes."""
+        endings, text = self._endings, self._state.text
+        ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
+        fitting = (w for w in ways if self._fits(w) and self._completes(matcher, token, w))
+        return next(fitting, None)
+
+    def _search(self, token: int, matcher: GrammarMatcher) -> None:
+        if not matcher.accept_token(token):
+            return
+        way = self._endings.after(self._state, (token,), matcher)
+        matcher.rollback(1)
+        self._walks -= 1
+        if way is None or not self._fits(way.text):
+            return
+        if way.text not in self._state.turns:
+            self._state.turns.append(way.text)
+        self._ways[token] = way.text
+        self._follow(self._endings.spelling.token_bytes[token], way.text)
+
+    def _follow(self, data: bytes, text: bytes) -> None:
+        """The tokens that begin a known way, ``data`` and then ``text``."""
+        for token, rest in self._endings.spelling.beginnings(data + text):
+            if self.legal[token >> 5] >> (token & 31) & 1 and self._fits(rest):
+                self._ways.setdefault(token, rest)
+                self._state.behind.setdefault((token,), Way(rest))
+
+    def _fits(self, way: bytes) -> bool:
+        return self._endings.fits(way, self._remaining)
+
+    def _completes(self, matcher: GrammarMatcher, token: int, way: bytes) -> bool:
+        return self._endings.completes(matcher, (token,), way)
+
+
+def _ends_of(text: bytes) -> Iterator[bytes]:
+    """What may be left of a way: all, without its first byte, from one of the next values on."""
+    if text:
+        yield text
+        yield text[1:]
+    starts = (at for at in range(2, len(text)) if text[at] in b",]}")
+    for at in islice(starts, _LEFT_OUT):
+        yield text[at:]
+
+
+def _takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
+    """Whether a matcher accepts some tokens, the last of which ends the text; does not move."""
+    if isinstance(matcher, LLGuidanceMatcher):
+        return matcher.count_legal(token_ids) == len(token_ids)
+    count = _follow(matcher, token_ids)
+    if count:
+        matcher.rollback(count)
+    return count == len(token_ids)
+
+
+def _follow(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
     """Accept tokens up to the first refused one; returns how many."""
-    for count, token in enumerate(way):
+    for count, token in enumerate(token_ids):
         if not matcher.accept_token(token):
             return count
-    return len(way)
+    return len(token_ids)

@@ -2,62 +2,126 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 from numpy.typing import NDArray
 
+from guided_spec.grammar.completion_endings import pack_row
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["SearchTokens"]
+__all__ = ["SearchTokens", "add_tokens", "bits_of", "first_tokens", "spread_tokens"]
 
-_CLOSING = frozenset(b"\"']})>")
-_JSON_STRUCTURE = frozenset(b'"\\[]{}')
-_FEW = 64  # legal tokens that are ranked one by one
-_HEAD = 1024  # tokens of the order that are looked at first: nearly always enough
+_SMALL = 64  # tokens of a vocabulary that are all searched
+_CLOSING = b'"}]'  # quotes first: brackets close no string
+_LEADING = b":,"
+_RANK_OF_REST = 16
+_WORN = 512  # above all ranks
+_BLANK = re.compile(rb"[ \t\r\n]+")
+_WORD = re.compile(rb'[^\[\]{},:"\\ \t\r\n]+')
+_PARTIAL = b"\\ part of a character"
 
 
 class SearchTokens:
-    """Made once for a vocabulary: that sorts its tokens.
+    """Made once for a vocabulary.
 
-    is_plain: bool [V], tokens that open and close nothing in a JSON text, wherever they stand.
-    is_whole: bool [V], tokens that hold no part of a character.
+    is_small: whether it has so few tokens that each of them is searched.
+    steps: int64, the tokens that a search goes by: those of a single byte, where there are more.
+    stops: int64, the tokens that end a text.
+    content: int32 [W], a row of the tokens of whole characters without quotes and backslashes: in a
+    JSON string they neither end nor escape anything.
+    turns: int64, all other tokens that write anything. kinds: int64 [turns], equal for tokens that
+    are alike in JSON but for their words; short ones, and those without escapes, come first.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         data = vocabulary.token_bytes[: vocabulary.vocab_size]
-        closes = [_CLOSING.issuperset(text) for text in data]
+        self.is_small = vocabulary.vocab_size <= _SMALL
+        self.stops = np.array(sorted(vocabulary.stop_token_ids), dtype=np.int64)
+        is_content = np.array([bool(text) and _is_content(text) for text in data])
+        self.content = pack_row(is_content)
+        written = [token for token, text in enumerate(data) if text]
+        self.turns = np.array([t for t in written if not is_content[t]], dtype=np.int64)
+        kinds = [_kind(data[token]) for token in self.turns.tolist()]
+        order = sorted(dict.fromkeys(kinds), key=_order_of_kinds)
+        numbers = {kind: number for number, kind in enumerate(order)}
+        self.kinds = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
+        singles = vocabulary.single_byte_ids
+        steps = written if self.is_small else singles[singles >= 0].tolist()
+        self.steps = np.array(steps, dtype=np.int64)
+        self._rank = np.array([_rank(data[token]) for token in steps], dtype=np.int64)
+        self._is_worn = self._rank >= _RANK_OF_REST
 
-        def rank(token: int, *, few: bool) -> tuple[bool, bool, bool, bool, int, int]:
-            text, closing = data[token], closes[token]
-            size = -len(text) if closing or few else len(text)
-            quotes = closing and text.startswith(b'"')
-            return (not quotes, not closing, text != b"0", text.isspace(), size, token)
+    def next_steps(
+        self, row: NDArray[np.int32], used: NDArray[np.int64], count: int
+    ) -> NDArray[np.int64]:
+        """The first ``count`` indices into ``steps`` to try, of those in ``row``.
 
-        tokens = range(vocabulary.vocab_size)
-        self.is_plain = np.array([_JSON_STRUCTURE.isdisjoint(text) for text in data])
-        self.is_whole = np.array([_is_utf8(text) for text in data])
-        self._of_many = np.array(sorted(tokens, key=lambda token: rank(token, few=False)))
-        self._rank_of_few = np.empty(vocabulary.vocab_size, dtype=np.int64)
-        by_rank = sorted(tokens, key=lambda token: rank(token, few=True))
-        self._rank_of_few[by_rank] = np.arange(vocabulary.vocab_size)
+        Closing bytes, those between values, what was used least so far; blanks last. A search that
+        prefers the same byte again and again never leaves a loop of the grammar.
 
-    def first(self, is_legal: NDArray[np.bool_], count: int) -> list[int]:
-        """The ``count`` tokens of ``is_legal``, bool [V], to try first; all if there are fewer.
-
-        Closing tokens, those that begin with a quote before all: brackets close no string. Then
-        "0", then what is not blank. Among the closing tokens, and where few tokens are legal,
-        longer ones come first; else shorter ones, of equals the lower id.
+        used: int64 [steps], how often the search has used each of them.
         """
-        if np.count_nonzero(is_legal) <= _FEW:
-            legal = np.flatnonzero(is_legal)
-            few: list[int] = legal[np.argsort(self._rank_of_few[legal])][:count].tolist()
-            return few
-        found = self._of_many[:0]
-        for part in (self._of_many[:_HEAD], self._of_many):
-            found = part[is_legal[part]][:count]
-            if len(found) == count:
-                break
-        many: list[int] = found.tolist()
-        return many
+        legal = np.flatnonzero(bits_of(row, self.steps))
+        order = self._rank[legal] + np.where(self._is_worn[legal], used[legal] * _WORN, 0)
+        found: NDArray[np.int64] = legal[np.argsort(order, kind="stable")[:count]]
+        return found
+
+
+def bits_of(row: NDArray[np.int32], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+    """bool [tokens]: the bits that ``row``, int32 [W], has for some tokens."""
+    found: NDArray[np.bool_] = (row[token_ids >> 5] >> (token_ids & 31) & 1).astype(np.bool_)
+    return found
+
+
+def first_tokens(row: NDArray[np.int32], count: int) -> list[int]:
+    """The first ``count`` tokens of ``row``, int32 [W]."""
+    words = np.flatnonzero(row)[:count]
+    bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
+    at, bit = np.nonzero(bits)
+    found: list[int] = (words[at] * 32 + bit)[:count].tolist()
+    return found
+
+
+def spread_tokens(row: NDArray[np.int32], count: int) -> list[int]:
+    """At most ``count`` tokens of ``row``, int32 [W]: the first ones, and some from all over."""
+    words = np.flatnonzero(row)
+    steps = min(len(words), count // 2)
+    spread = words[np.linspace(0, len(words) - 1, steps).astype(np.int64)] if steps else words
+    bits = np.unpackbits(row[spread].view(np.uint8), bitorder="little").reshape(-1, 32)
+    far: list[int] = (spread * 32 + bits.argmax(axis=1)).tolist()
+    return list(dict.fromkeys([*first_tokens(row, count // 2), *far]))
+
+
+def add_tokens(row: NDArray[np.int32], token_ids: NDArray[np.int64]) -> None:
+    """Set the bits of some tokens in ``row``, int32 [W]."""
+    bits = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
+    np.bitwise_or.at(row, token_ids >> 5, bits)
+
+
+def _rank(text: bytes) -> int:
+    first = text[0]
+    if first in _CLOSING:
+        return _CLOSING.index(first)
+    if first in _LEADING:
+        return len(_CLOSING) + _LEADING.index(first)
+    if text.isspace():
+        return _WORN - 1
+    is_digit = chr(first).isdigit()
+    return _RANK_OF_REST + (0 if is_digit else 128) + first // 2
+
+
+def _is_content(data: bytes) -> bool:
+    return b'"' not in data and b"\\" not in data and _is_utf8(data)
+
+
+def _kind(data: bytes) -> bytes:
+    """The token with words and blanks shortened; those that hold parts of characters are alike."""
+    return _WORD.sub(b"a", _BLANK.sub(b" ", data)) if _is_utf8(data) else _PARTIAL
+
+
+def _order_of_kinds(kind: bytes) -> tuple[bool, int]:
+    return b"\\" in kind, len(kind) - 2 * kind.startswith(b'"')
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -10,14 +10,16 @@ text, both may do so later, while the next step runs on the device.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 
 from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of, may_fail
 
 __all__ = ["Constraint", "Fork"]
 
-_NOWHERE: frozenset[int] = frozenset()
+_LOG = logging.getLogger(__name__)
 
 
 class Fork:
@@ -74,6 +76,7 @@ class Constraint:
     committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
     steered: indices of those at which a budget took tokens out of the mask, see
         ``guided_spec.grammar.completion``.
+    has_lost_end: whether the budget is no longer kept, since no way to an end in time is known.
     """
 
     def __init__(self, compiled: CompiledGrammar, ends: Iterable[int] | None = None) -> None:
@@ -82,6 +85,7 @@ class Constraint:
         self.committed: list[int] = []
         self.steered: list[int] = []
         self.resyncs = 0
+        self.has_lost_end = False
         self._original = compiled.new_matcher()
         self._may_fail = may_fail(self._original)
         self._fork = Fork(self._original.fork(), compiled.excluded)
@@ -165,19 +169,35 @@ class Constraint:
         self._is_led, fork = True, self._fork
         behind = self.committed[-self._num_behind :]
         is_refused = fork.lead(behind) < len(behind)
-        self._confirm(fork, len(self.committed) - len(behind))
+        try:
+            self._confirm(fork, len(self.committed) - len(behind))
+        except GrammarStateError as error:
+            self._failure = error
         if is_refused or fork.matcher.is_terminated():
             self._rebuild()
 
     def _confirm(self, fork: Fork, start: int) -> None:
         """The draft of ``fork`` is committed from ``start`` on.
 
-        It filled the rows, and still knows those on the way that was committed.
+        It filled the rows, and still knows those on the way that was committed. Raises
+        GrammarStateError where it has lost its way to the end of a text that must be whole.
         """
-        steered = getattr(fork.matcher, "steered", _NOWHERE)
-        if steered:
-            self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
+        matcher = fork.matcher
         fork.confirm()
+        if isinstance(matcher, CompletingMatcher):
+            steered = matcher.steered
+            if steered:
+                self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
+            if matcher.is_lost and not self.has_lost_end:
+                self._lose_end("no way to end the text within max_tokens is known")
+
+    def _lose_end(self, reason: str) -> None:
+        self.has_lost_end = True
+        reason = f"{reason}, behind output token {len(self.committed)}"
+        if isinstance(self.compiled, CompletingGrammar) and self.compiled.is_required:
+            fix = "complete=True asks for whole texts: allow more tokens, or pass complete=None"
+            raise GrammarStateError(f"{reason}; {fix}")
+        _LOG.warning("%s; it may be cut off", reason)
 
     def _rebuild(self) -> None:
         """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
@@ -191,16 +211,28 @@ class Constraint:
         """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""
         text = [*self.committed, *token_ids]
         matcher = self.compiled.new_matcher()
-        end = _advance(matcher, text)
-        _require_working(matcher)
-        has_ended = matcher.is_terminated() and end >= len(self.committed)
-        if end < len(text) and not has_ended:
+        end = self._read(matcher, text)
+        if end < len(text) and isinstance(self.compiled, CompletingGrammar):
+            # The budget is what refuses it, perhaps: the text goes on without one.
+            own, refused = self.compiled.compiled.new_matcher(), text[end]
+            if self._read(own, text) == len(text):
+                self._lose_end(f"the budget refuses token {refused}, which its row allowed")
+                self.compiled, matcher, end = self.compiled.compiled, own, len(text)
+        if end < len(text):
             reason = f"the grammar refuses token {text[end]} at output position {end}"
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
         self._original = matcher
         self._fork = Fork(matcher.fork(), self.compiled.excluded)
         self.resyncs += 1
         return text[len(self.committed) : end]
+
+    def _read(self, matcher: GrammarMatcher, text: list[int]) -> int:
+        """How many tokens of ``text`` a new matcher takes; what follows its end is cut off."""
+        end = _advance(matcher, text)
+        _require_working(matcher)
+        if matcher.is_terminated() and end >= len(self.committed):
+            del text[end:]
+        return end
 
 
 def _require_working(*matchers: GrammarMatcher) -> None:

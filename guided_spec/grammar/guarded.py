@@ -95,7 +95,7 @@ class GuardedBackend:
             )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class GuardedGrammar:
     """A grammar that a registered backend compiled; shared by requests, as the one inside is.
 

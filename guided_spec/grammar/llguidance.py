@@ -125,7 +125,6 @@ class LLGuidanceBackend:
             source,
             None if style is None else source._replace(text=style),
             self._without_bytes,
-            writes_json=spec.kind in ("json_schema", "json_object"),
         )
         try:
             _require_compiled(spec, source, grammar)
@@ -167,14 +166,12 @@ class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
-    writes_json: whether every text is JSON.
     """
 
     source: LLGuidanceSource
     style: LLGuidanceSource | None = None
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
-    writes_json: bool = False
     backend: ClassVar[str] = "llguidance"
 
     def new_matcher(self) -> LLGuidanceMatcher:

@@ -47,6 +47,9 @@ class RequestGrammars(NamedTuple):
             name=name,
         )
         queue = GrammarCompileQueue(
-            isolated, max_workers=config.compile_threads, cache_bytes=config.grammar_cache_bytes
+            isolated,
+            max_workers=config.compile_threads,
+            cache_bytes=config.grammar_cache_bytes,
+            size_of_more=endings.size_of,
         )
         return cls(backend.markers, queue, endings)

@@ -28,7 +28,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
 
-_CACHE_BYTES = 256 * 2**20
+_CACHE_BYTES = 32 * 2**20  # of rules that several grammars have; whole ones are kept elsewhere
 _CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
 _ANY_OBJECT = {"type": "object", "additionalProperties": {}}
@@ -155,7 +155,7 @@ class XGrammarBackend:
             raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class XGrammarGrammar:
     """A grammar compiled by xgrammar; immutable, shared by requests.
 

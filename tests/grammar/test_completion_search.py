@@ -1,8 +1,7 @@
-"""Near the end of a budget, tokens of llguidance's JSON are judged without being tried: rightly."""
+"""Where ends are searched for: what a row near the end of a budget holds does end in time."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 from dataclasses import replace
 from typing import Any
@@ -10,14 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from guided_spec.grammar.completion_search import SearchEndings, Way
-from guided_spec.grammar.completion_tokens import SearchTokens
-from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar
-from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
+from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher
+from guided_spec.grammar.completion_search import SearchEndings
+from guided_spec.grammar.completion_spelling import Spelling
+from guided_spec.grammar.completion_tokens import SearchTokens, first_tokens, spread_tokens
+from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from tests.grammar.test_completion import check_agreement, legal
 
-if importlib.util.find_spec("llguidance") is None:
+if not is_installed():
     pytest.skip("llguidance is not installed", allow_module_level=True)
 
 LONGER = rb'", "|": "|abc|{"|"}|[{"|]]|"]|\n|\u|\"|\\|00|12| cat|null|name|e1|-|.|\",|"",|'
@@ -25,7 +26,7 @@ TEXTS = (*(bytes([byte]) for byte in range(256)), *filter(None, LONGER.split(b"|
 EOS = len(TEXTS)
 VOCABULARY = Vocabulary((*TEXTS, b""), (EOS,), EOS + 1)
 BACKEND = LLGuidanceBackend(VOCABULARY)
-TOKENS = SearchTokens(VOCABULARY)
+SPELLING, TOKENS = Spelling(VOCABULARY), SearchTokens(VOCABULARY)
 
 STRING = {"type": "string"}
 SCHEMAS: dict[str, Any] = {
@@ -39,9 +40,12 @@ SCHEMAS: dict[str, Any] = {
     "keys": {"type": "object", "additionalProperties": {"type": ["integer", "object"]}},
     "string": {"type": "string", "minLength": 3, "maxLength": 9},
     "pattern": {"type": "string", "pattern": '^"[a-z ]{2,9}$'},
+    "end": {"type": "string", "pattern": "^(.*x|)$"},
     "number": {"type": "number"},
     "nested": {"type": "array", "items": {"type": "array", "items": STRING, "minItems": 1}},
+    "format": {"type": "array", "items": {"type": "string", "format": "date-time"}, "minItems": 2},
 }
+CASES = [*((name, "schema") for name in SCHEMAS), ("keys", "any")]
 
 
 def compiled_of(name: str, order: str = "schema") -> LLGuidanceGrammar:
@@ -49,86 +53,103 @@ def compiled_of(name: str, order: str = "schema") -> LLGuidanceGrammar:
     return BACKEND.compile(replace(spec, key_order=order))  # type: ignore[arg-type]
 
 
-def legal(row: np.ndarray[Any, Any]) -> set[int]:
-    bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits[: EOS + 1]).tolist())
+def endings_of(compiled: LLGuidanceGrammar) -> SearchEndings:
+    return SearchEndings(compiled, VOCABULARY, SPELLING, TOKENS)
 
 
-def ends(matcher: LLGuidanceMatcher, tokens: Way) -> bool:
-    """Whether these tokens complete the text; the matcher stays."""
-    fork = matcher.fork()
-    return all(fork.accept_token(token) for token in tokens) and fork.is_terminated()
+@pytest.mark.parametrize(("name", "order"), CASES)
+def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str) -> None:
+    compiled = compiled_of(name, order)
+    endings = endings_of(compiled)
+    dice = random.Random(name)
+    for slack in (0, 1, 4, 12, 40):
+        budget = endings.cost(endings.start) + slack
+        matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
+        plain = compiled.new_matcher()
+        assert isinstance(matcher, CompletingMatcher)
+        length = 0
+        while not matcher.is_terminated():
+            ours, all_legal = legal(matcher, EOS + 1), legal(plain, EOS + 1)
+            assert ours, "a dead end"
+            assert ours <= all_legal
+            check_agreement(matcher, ours, dice.sample(sorted(all_legal), min(9, len(all_legal))))
+            token = dice.choice(sorted(ours))
+            assert matcher.accept_token(token)
+            assert plain.accept_token(token)
+            assert not matcher.is_lost
+            length += 1
+        assert length <= budget
 
 
-def check_rows(
-    quick: SearchEndings, slow: SearchEndings, seed: int, start: LLGuidanceMatcher
-) -> int:
-    """Compares the rows of both along one text; returns how many were judged without a trial."""
-    dice, state, matcher = random.Random(seed), quick.start, start
-    judged = 0
-    for _ in range(28):
-        remaining = quick.cost(state) + dice.choice([0, 1, 3, 9])
-        tried = legal(slow.row(state, remaining, matcher))
-        found = legal(quick.row(state, remaining, matcher))
-        keeps_way = quick._ways_kept(state, matcher)
-        for token in found - {EOS}:
-            fork = matcher.fork()
-            assert fork.accept_token(token), TEXTS[token]
-            way = quick.after(state, token, fork)
-            assert way is not None
-            assert quick.cost(way) < remaining
-            assert ends(fork, way), (TEXTS[token], way)
-            judged += keeps_way is not None and keeps_way(token)
-        assert found <= tried
-        # Those that are left out were not looked at: none of them is plain and keeps the way.
-        left_out = tried - found
-        assert keeps_way is None or not any(map(keeps_way, left_out))
-        options = sorted(found - {EOS})
+@pytest.mark.parametrize(("name", "order"), CASES)
+def test_most_of_what_fits_is_in_the_row(name: str, order: str) -> None:
+    """Judged by a search of its own from behind each token."""
+    compiled = compiled_of(name, order)
+    endings = endings_of(compiled)
+    budget = endings.cost(endings.start) + 12
+    matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
+    plain, dice, text = compiled.new_matcher(), random.Random(name), list[int]()
+    in_row = missing = 0
+    for _ in range(6):
+        ours = legal(matcher, EOS + 1)
+        for token in legal(plain, EOS + 1) - {EOS}:
+            fork = plain.fork()
+            assert fork.accept_token(token)
+            state = endings.start
+            assert state is not None
+            way = endings.after(state, (*text, token), fork)
+            fits = way is not None and endings.cost(way) < budget - len(text)
+            in_row += fits and token in ours
+            missing += fits and token not in ours
+        options = sorted(ours - {EOS})
         if not options:
             break
         token = dice.choice(options)
         assert matcher.accept_token(token)
-        behind = quick.after(state, token, matcher)
-        assert behind is not None
-        state = behind
-    return judged
+        assert plain.accept_token(token)
+        text.append(token)
+    assert missing <= in_row / 10
 
 
-@pytest.mark.parametrize(("name", "order"), [*((n, "schema") for n in SCHEMAS), ("keys", "any")])
-def test_judged_tokens_do_end_in_time(name: str, order: str) -> None:
-    compiled = compiled_of(name, order)
-    quick = SearchEndings(compiled, VOCABULARY, TOKENS)
-    slow = SearchEndings(replace(compiled, writes_json=False), VOCABULARY, TOKENS)
-    judged = [check_rows(quick, slow, seed, compiled.new_matcher()) for seed in range(3)]
-    assert sum(judged) > 0 or name == "number"
+def test_a_fork_and_its_original_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_of("open")
+    endings = endings_of(compiled)
+    looks: list[bytes] = []
+    straight = SearchEndings._straight
+
+    def counted(self: SearchEndings, matcher: Any, before: bytes, most: int) -> bytes | None:
+        looks.append(before)
+        return straight(self, matcher, before, most)
+
+    monkeypatch.setattr(SearchEndings, "_straight", counted)
+    original = CompletingGrammar(compiled, endings, 30).new_matcher()
+    fork = original.fork()
+    text = b'{"name": "abc", "k": [1, {"x": null'
+    for token in text:
+        legal(fork, EOS + 1)
+        assert fork.accept_token(token) or len(looks) > 0
+    count = len(looks)
+    assert count > 0
+    for token in text:
+        if not original.accept_token(token):
+            break
+    assert len(looks) == count
 
 
-def test_nothing_is_judged_behind_a_backslash() -> None:
-    """What closes the text there is part of the string once the backslash has its letter."""
-    compiled = compiled_of("nested")
-    endings = SearchEndings(compiled, VOCABULARY, TOKENS)
-    matcher = compiled.new_matcher()
-    for byte in b'[["a\\':
-        assert matcher.accept_token(byte)
-    way = (*b'"x, "]]', EOS)
-    assert endings._ways_kept(way, matcher) is None
-    matcher.rollback(1)
-    assert endings._ways_kept((*b'"]]', EOS), matcher) is not None
+def test_steps_that_close_come_first_and_worn_ones_last() -> None:
+    every = np.full(-(-(EOS + 1) // 32), -1, dtype=np.int32)
+    used = np.zeros(len(TOKENS.steps), dtype=np.int64)
+    first = [TEXTS[TOKENS.steps[step]] for step in TOKENS.next_steps(every, used, 6)]
+    assert first == [b'"', b"}", b"]", b":", b",", b"0"]
+    used[list(b"0")] = 1
+    assert TEXTS[TOKENS.steps[TOKENS.next_steps(every, used, 6)[-1]]] == b"1"
 
 
-def test_the_order_is_that_of_a_search_for_the_end() -> None:
-    every = np.ones(EOS + 1, dtype=np.bool_)
-    every[EOS] = False
-    assert TEXTS[TOKENS.first(every, 1)[0]].startswith(b'"')
-    few = np.zeros(EOS + 1, dtype=np.bool_)
-    few[list(b"a0{ }")] = True
-    few[TEXTS.index(b"abc")] = True
-    assert [TEXTS[token] for token in TOKENS.first(few, 9)] == [
-        b"}",
-        b"0",
-        b"abc",
-        b"a",
-        b"{",
-        b" ",
-    ]
-    assert TOKENS.first(few, 2) == TOKENS.first(few, 9)[:2]
+def test_tokens_of_a_row() -> None:
+    row = np.zeros(9, dtype=np.int32)
+    row[[0, 3, 8]] = [0b1010, -1, -(2**31)]
+    assert first_tokens(row, 4) == [1, 3, 96, 97]
+    assert first_tokens(row, 99) == [1, 3, *range(96, 128), 287]
+    assert set(spread_tokens(row, 4)) <= set(first_tokens(row, 99))
+    assert 287 in spread_tokens(row, 4)
+    assert spread_tokens(np.zeros(3, dtype=np.int32), 8) == []
