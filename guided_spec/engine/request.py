@@ -12,7 +12,7 @@ from guided_spec.engine.output_text import OutputText
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
-from guided_spec.grammar.completion import EndingsCache
+from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -111,6 +111,7 @@ class Request:
         if endings is not None and complete is not False:
             budget = self._max_length - self.prompt_length
             grammar = endings.bound(grammar, budget, is_required=complete is True)
+            self.stats.ends_lost = int(not isinstance(grammar, CompletingGrammar))
         self.constraint = Constraint(grammar, self._grammar_ends)
 
     def append(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
@@ -140,6 +141,7 @@ class Request:
         self.stats.output_tokens = len(output_ids)
         if self.constraint is not None:
             self.stats.resyncs = self.constraint.resyncs
+            self.stats.ends_lost |= int(self.constraint.has_lost_end)
             # A stop string may have dropped what was committed last.
             self.stats.steered = sum(at < len(output_ids) for at in self.constraint.steered)
         self.stats.stop()

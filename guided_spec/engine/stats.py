@@ -21,6 +21,8 @@ class RequestStats:
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
     steered: output tokens chosen where the mask lacked tokens behind which the text could no longer
         have ended within its budget, see ``SamplingParams.complete``.
+    ends_lost: 1 where no way to end the text within its budget was known any more, so that it may
+        be cut off. The grammar holds all the same.
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
@@ -37,6 +39,7 @@ class RequestStats:
     planned: int = 0
     starved: int = 0
     steered: int = 0
+    ends_lost: int = 0
     resyncs: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0

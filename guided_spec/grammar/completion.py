@@ -65,7 +65,7 @@ class EndingsCache:
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
+        self.vocabulary = vocabulary
         self._lock = threading.Lock()
         self._known: WeakKeyDictionary[CompiledGrammar, Endings] = WeakKeyDictionary()
 
@@ -110,20 +110,20 @@ class EndingsCache:
     def _make(self, compiled: CompiledGrammar) -> Endings:
         if isinstance(compiled, AfterGrammar):
             inner = self.of(compiled.inner)
-            return AfterEndings(compiled.marker, inner, self._vocabulary.vocab_size)
+            return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
         if isinstance(compiled, XGrammarGrammar):
             endings = self._by_rules(compiled)
             if endings is not None:
                 return endings
-        return SearchEndings(compiled, self._vocabulary, self._spelling, self._tokens)
+        return SearchEndings(compiled, self.vocabulary, self._spelling, self._tokens)
 
     @cached_property
     def _spelling(self) -> Spelling:
-        return Spelling(self._vocabulary)
+        return Spelling(self.vocabulary)
 
     @cached_property
     def _tokens(self) -> SearchTokens:
-        return SearchTokens(self._vocabulary)
+        return SearchTokens(self.vocabulary)
 
     def _by_rules(self, compiled: XGrammarGrammar) -> RuleEndings | None:
         """None where the printed grammar is not understood, or says something else."""
@@ -138,7 +138,7 @@ class EndingsCache:
         mask = np.zeros((1, len(row)), dtype=np.int32)
         compiled.new_matcher().fill_next_token_bitmask(mask)
         # Behind the last token a row may hold anything.
-        own = mask[0] & pack_row(np.ones(self._vocabulary.vocab_size, dtype=np.bool_))
+        own = mask[0] & pack_row(np.ones(self.vocabulary.vocab_size, dtype=np.bool_))
         return endings if np.array_equal(row, own) else None
 
 
@@ -226,9 +226,9 @@ class CompletingMatcher:
         return self._steered
 
     @property
-    def is_lost(self) -> bool:
-        """Whether the text may no longer end in time: no way to its end is known."""
-        return self._known[-1].state is None and not self._inner.is_terminated()
+    def has_lost_end(self) -> bool:
+        """Whether no way to the end of the text is known any more: it may be cut off."""
+        return self._known[-1].state is None
 
     @property
     def remaining(self) -> int:
@@ -298,9 +298,7 @@ class CompletingMatcher:
     def _next(self) -> _Known:
         """What is known behind the token accepted last."""
         known, length = self._known[-1], len(self._token_ids)
-        if known.state is None or self._inner.is_terminated():
-            return known._replace(state=None)
-        if length < known.until:
+        if known.state is None or length < known.until or self._inner.is_terminated():
             return known
         try:
             state = self._endings.after(known.state, self._token_ids[known.since :], self._inner)

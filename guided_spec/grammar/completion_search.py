@@ -217,19 +217,17 @@ class SearchEndings:
     def _straight(self, matcher: GrammarMatcher, before: bytes, most: int) -> bytes | None:
         """One step after another, back where nothing follows; None where that leads nowhere."""
         ends = list(_ends_of(before))
-        firsts = (value + end for end in ends for value in _VALUES)
-        for text in firsts:
-            if self.completes(matcher, (), text):
-                return text
+        quick = (value + end for end in ends for value in _VALUES)
+        found = next((text for text in quick if self.completes(matcher, (), text)), None)
+        if found is not None:
+            return found
         walk = _Walk(self, matcher)
         for _ in range(most):
-            text = walk.end(ends)
-            if text is not None:
-                break
-            if not walk.step():
+            found = walk.end(ends)
+            if found is not None or not walk.step():
                 break
         walk.back()
-        return text
+        return found
 
 
 class _Walk:

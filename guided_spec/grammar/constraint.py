@@ -188,7 +188,7 @@ class Constraint:
             steered = matcher.steered
             if steered:
                 self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
-            if matcher.is_lost and not self.has_lost_end:
+            if matcher.has_lost_end and not self.has_lost_end:
                 self._lose_end("no way to end the text within max_tokens is known")
 
     def _lose_end(self, reason: str) -> None:

@@ -131,7 +131,7 @@ def write(
         token = dice.choice(sorted(ours))
         assert plain.accept_token(token)
         assert matcher.accept_token(token)
-        assert not matcher.is_lost
+        assert not matcher.has_lost_end
         if token not in vocabulary.stop_token_ids:
             state = endings.after(state, (token,), plain)
         tokens.append(token)

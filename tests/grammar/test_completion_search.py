@@ -76,7 +76,7 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
             token = dice.choice(sorted(ours))
             assert matcher.accept_token(token)
             assert plain.accept_token(token)
-            assert not matcher.is_lost
+            assert not matcher.has_lost_end
             length += 1
         assert length <= budget
 
