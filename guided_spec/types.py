@@ -130,8 +130,9 @@ class SamplingParams:
     n: samples of the same prompt, which is prefilled once.
     grammar: what the text must match; None leaves it free.
     complete: whether a text with a grammar always ends within ``max_tokens``: as the budget runs
-        out, only tokens are legal behind which it still can. None does so where an end is known, as
-        it is for nearly all grammars; False cuts the text off at ``max_tokens``.
+        out, only tokens are legal behind which it still can. None does so while a way to the end is
+        known, as it is for nearly all grammars, and refuses nothing where none is; True insists.
+        False cuts the text off at ``max_tokens``.
     logit_bias: what to add to the logits of some tokens, at most 1e9 either way; -inf forbids one.
         Kept as a sorted tuple of pairs.
     bad_words: what the text must not come to hold, behind the end of the prompt or across it. A str
