@@ -1,7 +1,6 @@
 """Forks walked along one draft, and the mask rows they produce.
 
-The mask of draft position i and the mask of target row i are the same row: filled once, used by
-the drafter and by the verifier.
+The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ __all__ = ["Lookahead"]
 # filled by this thread once it is launched: a GPU does not wait for that, and launching does not
 # have to share the interpreter (docs/performance.md, "Where masks are filled").
 ROWS_WORTH_A_THREAD = 256
+Pause = Callable[[int], bool]
 
 
 class Lookahead:
@@ -47,7 +47,7 @@ class Lookahead:
         self._filler = RowFiller(rows)
         self._constraints = constraints  # until their forks are asked for
         self._is_constrained = any(constraint is not None for constraint in constraints)
-        self._pause: Callable[[int], bool] | None = None
+        self._pauses: Callable[[Walk], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
         self.fill_seconds = 0.0
 
@@ -100,16 +100,18 @@ class Lookahead:
         return [walk.starved for walk in self._walks]
 
     @contextmanager
-    def pausing(self, pause: Callable[[int], bool]) -> Iterator[None]:
-        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
+    def pausing(self, ends: Sequence[int], pause: Pause = lambda _: False) -> Iterator[None]:
+        """Inside, a request's turn ends at ``ends[request]`` draft tokens, or where it is paused.
 
-        That is how one proposer takes over from another in the middle of a draft.
+        That is behind a token where ``pause(request)`` says so: so another proposer takes over.
         """
-        self._pause = pause
+        self._pauses = lambda walk: len(walk.drafted) >= ends[walk.request] or pause(walk.request)
+        for walk, end in zip(self._walks, ends, strict=True):
+            walk.is_paused = len(walk.drafted) >= end
         try:
             yield
         finally:
-            self._pause = None
+            self._pauses = None
             for walk in self._walks:
                 walk.is_paused = False
 
@@ -277,8 +279,8 @@ class Lookahead:
             walk.refuse(token_id)
 
     def _check_pause(self, walk: Walk) -> None:
-        if self._pause is not None:
-            walk.is_paused = walk.is_open and self._pause(walk.request)
+        if self._pauses is not None:
+            walk.is_paused = walk.is_open and self._pauses(walk)
 
     def _wake(self) -> None:
         constraints, self._constraints = self._constraints, ()
