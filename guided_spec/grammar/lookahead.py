@@ -25,8 +25,7 @@ from guided_spec.types import Draft
 __all__ = ["Lookahead"]
 
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
-# filled by this thread once it is launched: a GPU does not wait for that, and launching does not
-# have to share the interpreter (docs/performance.md, "Where masks are filled").
+# filled by this thread once it is launched: a GPU does not wait for that (docs/performance.md).
 ROWS_WORTH_A_THREAD = 256
 Pause = Callable[[int], bool]
 
@@ -100,11 +99,12 @@ class Lookahead:
         return [walk.starved for walk in self._walks]
 
     @contextmanager
-    def pausing(self, ends: Sequence[int], pause: Pause = lambda _: False) -> Iterator[None]:
-        """Inside, a request's turn ends at ``ends[request]`` draft tokens, or where it is paused.
+    def pausing(self, pause: Pause, ends: Sequence[int] | None = None) -> Iterator[None]:
+        """Inside, a turn ends behind a token where ``pause(request)`` says so, or at ``ends`` [B].
 
-        That is behind a token where ``pause(request)`` says so: so another proposer takes over.
+        So another proposer takes over in a draft. ends: draft tokens.
         """
+        ends = [walk.limit for walk in self._walks] if ends is None else ends
         self._pauses = lambda walk: len(walk.drafted) >= ends[walk.request] or pause(walk.request)
         for walk, end in zip(self._walks, ends, strict=True):
             walk.is_paused = len(walk.drafted) >= end

@@ -1,9 +1,9 @@
 """Counter-based noise: a number is a function of (seed, position, stream, column), nothing else.
 
-A request's rows have its ``noise_key`` for a seed. So it draws the same noise alone and in any batch,
-and an accepted prefix never moves the noise of what follows. The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit integer arithmetic that is exact on every
-device.
+A request's rows have its ``noise_key`` for a seed. So it draws the same noise alone and in any
+batch, and an accepted prefix never moves the noise of what follows. The generator is Philox4x32-10
+(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit
+integer arithmetic that is exact on every device.
 """
 
 from __future__ import annotations

@@ -67,12 +67,13 @@ class Chain:
             for filler in fillers:
                 starts = _lengths(lookahead)
                 draft = _join(draft, self._fill(filler, batch, lookahead, left), batch, lookahead)
-                ends = zip(left, starts, _lengths(lookahead), strict=True)
-                left = [room - (end - start) for room, start, end in ends]
+                rows = zip(left, starts, _lengths(lookahead), strict=True)
+                left = [room - (end - start) for room, start, end in rows]
             # Who got nothing is done, however long others go on.
             gained = [now < was for now, was in zip(left, before, strict=True)]
             left = [room if is_on else 0 for room, is_on in zip(left, gained, strict=True)]
-            with lookahead.pausing([batch.mask_rows.depths * is_on for is_on in gained]):
+            ends = [batch.mask_rows.depths * is_on for is_on in gained]
+            with lookahead.pausing(_never, ends):
                 if any(lookahead.is_open):
                     draft = _join(draft, lead.propose(batch, lookahead), batch, lookahead)
         return draft
@@ -87,16 +88,19 @@ class Chain:
         ends = [start + room for start, room in zip(_lengths(lookahead), left, strict=True)]
         limits = tuple(map(min, batch.limits, ends))
         batch = replace(batch, num_draft_tokens=most, limits=limits)
-        if not isinstance(lead, Lead):
-            with lookahead.pausing(ends):
-                return filler.propose(batch, lookahead)
-        with lookahead.pausing(ends, partial(lead.leads, batch, lookahead)):
+        leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else _never
+        with lookahead.pausing(leads, ends):
             return filler.propose(batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""
         for member in self._members:
             member.release(slots)
+
+
+def _never(request: int) -> bool:
+    del request
+    return False
 
 
 def _lengths(lookahead: Lookahead) -> list[int]:
