@@ -90,18 +90,21 @@ class DecodeBatch:
     def __len__(self) -> int:
         return len(self.slots)
 
-    def positions(self, offset: int = 0) -> Tensor:
-        """int64 [B]: the absolute position of the next token of each request, plus ``offset``."""
-        lengths = host_integers([len(context) + offset for context in self.contexts])
+    def positions(self) -> Tensor:
+        """int64 [B]: the absolute position of the next token of each request."""
+        lengths = host_integers([len(context) for context in self.contexts])
         return lengths.to(self.device, non_blocking=True)  # the target's forward may be running
 
     def draft_keys(self, positions: Tensor) -> DraftNoise:
         """Which noise to sample the draft tokens at ``positions`` int64 [B] with.
 
         Coupled drafts share the target's noise; for the rejection sampler the two are independent,
-        or its residual would not be.
+        or its residual would not be. Drafts then have noise of their step alone, whose first
+        position stands in the high word: tokens drawn anew must not be what was refused before.
         """
         stream = Stream.SAMPLE if self.verifier == "coupled" else Stream.DRAFT
+        if stream is Stream.DRAFT:
+            positions = positions + (self.positions() << 32)
         return DraftNoise(self.sampling.seeds, positions, stream, self.vocab_size)
 
     def draft_noise(self, positions: Tensor) -> Tensor:
@@ -124,8 +127,8 @@ class DecodeBatch:
 class Running(Protocol):
     """A request that decodes, as ``Batches`` reads it.
 
-    tokens: prompt and output so far. rules: the biases, bans and penalties of ``params``. The
-    others are those of ``DecodeBatch``.
+    tokens: prompt and output so far. noise_key: the seed of its noise. rules: the biases, bans and
+    penalties of ``params``. The others are those of ``DecodeBatch``.
     """
 
     @property
@@ -141,7 +144,7 @@ class Running(Protocol):
     @property
     def params(self) -> SamplingParams: ...
     @property
-    def seed(self) -> int: ...
+    def noise_key(self) -> int: ...
     @property
     def rules(self) -> TokenRules: ...
 
@@ -208,7 +211,7 @@ class Batches:
     def _wishes_of(self, requests: tuple[Running, ...]) -> _Wishes:
         if self._wishes is None or self._wishes[0] != requests:
             params = [request.params for request in requests]
-            seeds = [request.seed for request in requests]
+            seeds = [request.noise_key for request in requests]
             rules = [request.rules for request in requests]
             wishes = _Wishes(
                 Sampling.stack(params, seeds, self._device),

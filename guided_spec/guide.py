@@ -25,6 +25,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
+from guided_spec.ops.noise import noise_key
 from guided_spec.ops.token_ids import check_token_ids, spell_bad_words
 from guided_spec.ops.token_rules import TokenRules
 from guided_spec.step import Committed
@@ -40,10 +41,11 @@ class GuidedText:
     slot: the key under which a proposer keeps state of it.
     tokens: prompt and output so far. prompt_length: how many of them are the prompt.
     max_length: prompt and output tokens at most.
-    seed: of its noise: ``params.seed``, or one that was drawn.
+    seed: ``params.seed``, or one that was drawn.
     constraint: its place in the grammar; None for free text.
     rules: the biases, bans and penalties of ``params``.
     stop_ids: the tokens that end it.
+    noise_key: of ``seed``, prompt and grammar; see ``guided_spec.ops.noise``.
     ended: why it has ended, None while it has not. error: what went wrong, where that is "error".
     """
 
@@ -56,6 +58,7 @@ class GuidedText:
     constraint: Constraint | None
     rules: TokenRules
     stop_ids: frozenset[int]
+    noise_key: int
     ended: Literal["stop", "length", "error"] | None = None
     error: GuidedSpecError | None = None
 
@@ -166,16 +169,18 @@ class Guide:
         stop_ids = frozenset(params.stop_token_ids)
         ends = stop_ids | frozenset(self.vocabulary.stop_token_ids)
         is_free = params.grammar is None
+        seed = secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed
         text = GuidedText(
             slot=slot,
             tokens=list(prompt_ids),
             prompt_length=len(prompt_ids),
             max_length=max_length,
             params=params,
-            seed=secrets.randbelow(MAX_SEED + 1) if params.seed is None else params.seed,
+            seed=seed,
             constraint=None,
             rules=self._rules(params, stop_ids if is_free and params.ignore_eos else ends),
             stop_ids=stop_ids if params.ignore_eos else ends,
+            noise_key=noise_key(seed, prompt_ids, params.grammar),
         )
         self._constrain(text)
         return text

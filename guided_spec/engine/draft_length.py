@@ -6,8 +6,8 @@ took (``guided_spec.engine.step_cost``). K = 0 is plain decoding. What the gramm
 of it: forced tokens cost no drafter, are certain, and come with any K.
 
 Its choice depends on measured time, but never on the noise of a step that is still to come. So the
-rejection sampler's distribution stays what it is. Its sampled texts, though, differ from run to run
-with the same seed, since noise belongs to a draft's shape; greedy and coupled texts do not.
+rejection sampler's distribution stays what it is. For that, equal requests must not draw the same
+noise; so a seed gives it another text each time. Greedy and coupled texts stay the same.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.ops.noise import noise_key
 from guided_spec.ops.ranges import named_range
 from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.types import TokenLogprobs
@@ -48,6 +49,10 @@ class Engine:
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
         self._along: list[Request] = []  # whose prompts are read by this step's verify forward
+        # K then follows what others drew, an equal request with the same noise among them. Coupled
+        # texts do not depend on it.
+        self._keys_vary = self._draft_length.learns and config.verifier == "rejection"
+        self._num_added = 0
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
@@ -71,6 +76,9 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queue a request; it is admitted by a later ``step``."""
+        self._num_added += 1
+        if self._keys_vary:
+            request.noise_key = noise_key(request.noise_key, [self._num_added])
         self._scheduler.add(request)
 
     def cancel_all(self) -> None:

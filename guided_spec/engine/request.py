@@ -16,6 +16,7 @@ from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.noise import noise_key
 from guided_spec.ops.token_rules import TokenRules
 from guided_spec.types import SamplingParams, TokenLogprobs
 
@@ -63,6 +64,7 @@ class Request:
     """One sample's tokens, text, constraint and statistics as they grow.
 
     report: called with every chunk, from the engine's thread.
+    noise_key: see ``guided_spec.ops.noise``; the engine may set another before the first step.
     """
 
     def __init__(self, job: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> None:
@@ -73,6 +75,7 @@ class Request:
         self.slot = -1
         self.tokens = list(job.prompt_ids)
         self.prompt_length = len(job.prompt_ids)
+        self.noise_key = noise_key(job.seed, self.tokens, job.params.grammar)
         self.num_cached = 0
         self.is_cancelled = False
         self.acceptance = OwnAcceptance()
@@ -91,11 +94,6 @@ class Request:
         if job.grammar is not None:
             ends |= frozenset(self._grammar_ends)
         self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
-
-    @property
-    def seed(self) -> int:
-        """Of its noise."""
-        return self.job.seed
 
     @property
     def draft_room(self) -> int:

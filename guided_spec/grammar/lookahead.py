@@ -1,7 +1,6 @@
 """Forks walked along one draft, and the mask rows they produce.
 
-The mask of draft position i and the mask of target row i are the same row: filled once, used by
-the drafter and by the verifier.
+The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ from guided_spec.types import Draft
 __all__ = ["Lookahead"]
 
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
-# filled by this thread once it is launched: a GPU does not wait for that, and launching does not
-# have to share the interpreter (docs/performance.md, "Where masks are filled").
+# filled by this thread once it is launched: a GPU does not wait for that (docs/performance.md).
 ROWS_WORTH_A_THREAD = 256
+Pause = Callable[[int], bool]
 
 
 class Lookahead:
@@ -47,7 +46,7 @@ class Lookahead:
         self._filler = RowFiller(rows)
         self._constraints = constraints  # until their forks are asked for
         self._is_constrained = any(constraint is not None for constraint in constraints)
-        self._pause: Callable[[int], bool] | None = None
+        self._pauses: Callable[[Walk], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
         self.fill_seconds = 0.0
 
@@ -100,16 +99,19 @@ class Lookahead:
         return [walk.starved for walk in self._walks]
 
     @contextmanager
-    def pausing(self, pause: Callable[[int], bool]) -> Iterator[None]:
-        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
+    def pausing(self, pause: Pause, ends: Sequence[int] | None = None) -> Iterator[None]:
+        """Inside, a turn ends behind a token where ``pause(request)`` says so, or at ``ends`` [B].
 
-        That is how one proposer takes over from another in the middle of a draft.
+        So another proposer takes over in a draft. ends: draft tokens.
         """
-        self._pause = pause
+        ends = [walk.limit for walk in self._walks] if ends is None else ends
+        self._pauses = lambda walk: len(walk.drafted) >= ends[walk.request] or pause(walk.request)
+        for walk, end in zip(self._walks, ends, strict=True):
+            walk.is_paused = len(walk.drafted) >= end
         try:
             yield
         finally:
-            self._pause = None
+            self._pauses = None
             for walk in self._walks:
                 walk.is_paused = False
 
@@ -277,8 +279,8 @@ class Lookahead:
             walk.refuse(token_id)
 
     def _check_pause(self, walk: Walk) -> None:
-        if self._pause is not None:
-            walk.is_paused = walk.is_open and self._pause(walk.request)
+        if self._pauses is not None:
+            walk.is_paused = walk.is_open and self._pauses(walk)
 
     def _wake(self) -> None:
         constraints, self._constraints = self._constraints, ()

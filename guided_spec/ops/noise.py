@@ -1,22 +1,29 @@
 """Counter-based noise: a number is a function of (seed, position, stream, column), nothing else.
 
-So a request draws the same noise alone and in any batch, and an accepted prefix never moves the
-noise of what follows. The generator is Philox4x32-10 (Salmon, Moraes, Dror and Shaw, "Parallel
-random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit integer arithmetic that is exact on every
-device.
+A request's rows have its ``noise_key`` for a seed. So it draws the same noise alone and in any
+batch, and an accepted prefix never moves the noise of what follows. The generator is Philox4x32-10
+(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit
+integer arithmetic that is exact on every device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
 from enum import IntEnum
 from functools import cache
+from hashlib import blake2b
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "exponential_noise", "philox", "uniform_noise"]
+if TYPE_CHECKING:
+    from guided_spec.grammar.spec import GrammarSpec
+
+__all__ = ["Stream", "exponential_noise", "noise_key", "philox", "uniform_noise"]
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -25,6 +32,21 @@ _WEYL_1 = 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def noise_key(seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None = None) -> int:
+    """In [0, 2**63): which noise a request draws, the seed of its rows; alike in every process.
+
+    Equal seeds give other requests other noise. Otherwise the choices of one would foretell those
+    of another. Who compiles the grammar makes no difference.
+
+    seed: in [0, 2**63).
+    """
+    constraint = None if grammar is None else astuple(replace(grammar, backend=None))
+    found = blake2b(seed.to_bytes(8, "little"), digest_size=8)
+    found.update(np.asarray(prompt_ids, dtype="<i8").tobytes())
+    found.update(ascii(constraint).encode())  # no byte of it is 0, as the last of each token is
+    return int.from_bytes(found.digest(), "little") >> 1
 
 
 class Stream(IntEnum):

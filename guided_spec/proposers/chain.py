@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 from guided_spec.core import DecodeBatch, Proposer
@@ -50,8 +51,9 @@ class Chain:
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         """The members in turn, each from where the draft stands, until none has more to say.
 
-        The members behind the first draft K tokens a request between them at most. They stop where
-        the first one leads again, and go on behind it.
+        The members behind the first draft K tokens of each request between them at most. They stop
+        where the first one leads again, and go on behind it. What one request drafts never decides
+        how much another does: both may draw with the same noise.
         """
         lead, *fillers = self._members
         for filler in fillers:
@@ -59,32 +61,63 @@ class Chain:
                 # Hidden states come once: it has to get them even if its turn never comes.
                 filler.propose(replace(batch, num_draft_tokens=0), lookahead)
         draft = lead.propose(batch, lookahead)
-        left = batch.num_draft_tokens
-        while left > 0 and any(lookahead.is_open):
+        left = [batch.num_draft_tokens] * len(batch)
+        while any(_rooms(lookahead, left)):
             before = left
             for filler in fillers:
-                more = self._fill(filler, replace(batch, num_draft_tokens=left), lookahead)
-                draft = concatenate(draft, more)
-                left -= more.token_ids.shape[1]
-            if left == before or not any(lookahead.is_open):
-                break
-            draft = concatenate(draft, lead.propose(batch, lookahead))
-        # Where drafts are ragged, columns are left that no request uses: more, maybe, than there
-        # are mask rows. One column stays for an illegal token, which is not among ``drafted``.
-        longest = max(map(len, lookahead.drafted)) + 1
-        width = min(draft.token_ids.shape[1], longest, batch.mask_rows.depths - 1)
-        return draft.cut(width)
+                starts = _lengths(lookahead)
+                draft = _join(draft, self._fill(filler, batch, lookahead, left), batch, lookahead)
+                rows = zip(left, starts, _lengths(lookahead), strict=True)
+                left = [room - (end - start) for room, start, end in rows]
+            # Who got nothing is done, however long others go on.
+            gained = [now < was for now, was in zip(left, before, strict=True)]
+            left = [room if is_on else 0 for room, is_on in zip(left, gained, strict=True)]
+            ends = [batch.mask_rows.depths * is_on for is_on in gained]
+            with lookahead.pausing(_never, ends):
+                if any(lookahead.is_open):
+                    draft = _join(draft, lead.propose(batch, lookahead), batch, lookahead)
+        return draft
 
-    def _fill(self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        lead = self._members[0]
-        if batch.num_draft_tokens == 0 or not any(lookahead.is_open):
+    def _fill(
+        self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead, left: Sequence[int]
+    ) -> Draft:
+        """``left[request]`` tokens of each request at most."""
+        lead, most = self._members[0], max(_rooms(lookahead, left))
+        if most == 0:
             return no_draft(batch)
-        if not isinstance(lead, Lead):
-            return filler.propose(batch, lookahead)
-        with lookahead.pausing(lambda request: lead.leads(batch, lookahead, request)):
+        ends = [start + room for start, room in zip(_lengths(lookahead), left, strict=True)]
+        limits = tuple(map(min, batch.limits, ends))
+        batch = replace(batch, num_draft_tokens=most, limits=limits)
+        leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else _never
+        with lookahead.pausing(leads, ends):
             return filler.propose(batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""
         for member in self._members:
             member.release(slots)
+
+
+def _never(request: int) -> bool:
+    del request
+    return False
+
+
+def _lengths(lookahead: Lookahead) -> list[int]:
+    return [len(drafted) for drafted in lookahead.drafted]
+
+
+def _rooms(lookahead: Lookahead, left: Sequence[int]) -> list[int]:
+    """[B] what is left to the requests that may go on."""
+    return [room * is_open for room, is_open in zip(left, lookahead.is_open, strict=True)]
+
+
+def _join(first: Draft, second: Draft, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    """Both drafts, without the columns that no request uses.
+
+    Ragged ones leave some: more, maybe, than there are mask rows. One column stays for an illegal
+    token, which is not among ``drafted``.
+    """
+    joined = concatenate(first, second)
+    longest = max(_lengths(lookahead)) + 1
+    return joined.cut(min(joined.token_ids.shape[1], longest, batch.mask_rows.depths - 1))

@@ -53,6 +53,7 @@ class DraftModel:
         )
         _check_width(self._model.vocab_size, context)
         self._chunk = context.config.prefill_tokens
+        self._longest = context.config.num_draft_tokens
         self._chooser = DraftChooser.on(context.device, None)
         self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
@@ -100,9 +101,12 @@ class DraftModel:
         return loop
 
     def _fits(self, batch: DecodeBatch, length: int) -> bool:
-        """Whether the draft model's context has room for a draft behind ``length`` tokens."""
-        has_room = length + batch.num_draft_tokens <= self._model.max_length
-        return has_room and batch.num_draft_tokens > 0
+        """Whether the draft model's context has room for a draft behind ``length`` tokens.
+
+        For the longest one, whatever the others of the batch leave of it in this turn.
+        """
+        longest = max(batch.num_draft_tokens, self._longest)
+        return length + longest <= self._model.max_length and batch.num_draft_tokens > 0
 
     def _catch_up(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
         """Feed long stretches of committed tokens (a new prompt) in chunks, except the last one."""

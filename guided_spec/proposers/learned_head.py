@@ -59,6 +59,7 @@ class LearnedHead:
     def __init__(self, context: ProposerContext, head: DraftHead) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
+        self._longest = context.config.num_draft_tokens
         room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
         self._head = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
@@ -173,8 +174,9 @@ class LearnedHead:
     def _may_draft(
         self, batch: DecodeBatch, slot: int, context: Sequence[int], drafted: Sequence[int]
     ) -> bool:
-        """Whether the slot has been read, and has room for a draft behind what is there."""
-        length = len(context) + len(drafted) + batch.num_draft_tokens
+        """Whether the slot has been read, and has room for the longest draft behind its text."""
+        longest = max(batch.num_draft_tokens, self._longest)
+        length = len(context) + len(drafted) + longest
         has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
         return has_room and self._head.length(slot) > 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.target import SlotTarget
@@ -50,6 +52,52 @@ def test_the_same_alone_and_in_any_batch(architecture: str, proposer: str) -> No
         assert run(llm, [0, 1, 2, 3, 4]) == alone
         assert run(llm, [3, 4, 1, 0, 2]) == alone
         assert run(llm, [2, 1]) == {i: alone[i] for i in (1, 2)}
+
+
+ONE_SEED = (
+    ("A", GrammarSpec.regex("[a-d]-[a-d]")),
+    ("A", GrammarSpec.regex("[a-d][a-d]([ab]x|[cd])[a-d]")),
+    ("b", GrammarSpec.regex("[a-d]-[a-d]")),
+)
+
+
+def one_seed(llm: LLM, seed: int, rows: Sequence[int]) -> list[str]:
+    prompts, grammars = zip(*(ONE_SEED[row] for row in rows), strict=True)
+    params = [SamplingParams(temperature=1.0, seed=seed, grammar=grammar) for grammar in grammars]
+    return [output.text for output in llm.generate(prompts, params)]
+
+
+@pytest.fixture(scope="module")
+def uniform() -> PreTrainedModel:
+    """All tokens are equally likely: equal noise gives equal letters."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    return model
+
+
+def test_one_seed_for_a_batch(uniform: PreTrainedModel) -> None:
+    """A text is the same alone, in company, and beside itself; others do not resemble it."""
+    proposer = "chain:grammar_forced+draft_model"
+    with make_llm(uniform, proposer, uniform) as llm:
+        resembling = 0
+        for seed in range(12):
+            together = one_seed(llm, seed, [0, 1, 2, 0])
+            assert together[3] == together[0]
+            assert together[:3] == [one_seed(llm, seed, [row])[0] for row in range(3)]
+            resembling += together[0] == together[2]
+    assert resembling < 4
+
+
+@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+def test_equal_requests_part_where_k_adapts(uniform: PreTrainedModel, verifier: str) -> None:
+    """Else what one has drawn could choose the K of the other, which is about to draw the same."""
+    options = {"draft_length": "adaptive", "verifier": verifier}
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12)
+    with make_llm(uniform, "draft_model", uniform, **options) as llm:
+        texts = [tuple(output.token_ids) for output in llm.generate(["A"] * 3, params)]
+        texts.append(tuple(llm.generate("A", params)[0].token_ids))
+    assert len(set(texts)) == (4 if verifier == "rejection" else 1)
 
 
 def test_seeds_decide() -> None:

@@ -7,8 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.ops import noise as noise_module
-from guided_spec.ops.noise import Stream, exponential_noise, philox, uniform_noise
+from guided_spec.ops.noise import Stream, exponential_noise, noise_key, philox, uniform_noise
 
 LOW = 2**32 - 1
 SEEDS = st.integers(0, 2**63 - 1)
@@ -89,6 +90,25 @@ def test_keys_share_no_number() -> None:
     positions = torch.tensor([1, 2, 1, 1])
     words = torch.cat([philox(seeds, positions, stream, 64) for stream in Stream])
     assert words.unique().numel() == words.numel()
+
+
+def test_a_noise_key_is_made_of_seed_prompt_and_grammar() -> None:
+    """And of nothing else: it is the same number in every process."""
+    spec = GrammarSpec.regex("[a-d]\u00e9")
+    keys = [
+        noise_key(7, [1, 2]),
+        noise_key(8, [1, 2]),
+        noise_key(7, [1]),
+        noise_key(7, [2, 1]),
+        noise_key(7, [1, 2], spec),
+        noise_key(7, [1, 2], GrammarSpec.lark("[a-d]\u00e9")),
+        noise_key(7, [1, 2], spec.after("x")),
+        noise_key(7, [1, 2], spec.after([5, 6], reasoning_budget=3)),
+    ]
+    assert len(set(keys)) == len(keys)
+    assert all(0 <= key < 2**63 for key in keys)
+    assert keys[0] == 4610928929769687676
+    assert noise_key(7, (1, 2), spec.with_backend("xgrammar")) == noise_key(7, [1, 2], spec)
 
 
 def test_streams_differ() -> None:

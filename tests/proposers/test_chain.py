@@ -69,14 +69,23 @@ def test_hidden_states_and_release(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_members_continue_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = Fixed([[1], [1, 1], []]), Fixed([[2, 2], [], [2]])
-    batch = toy_batch([[0]] * 3, [None] * 3, k=2, limits=[8, 8, 8])
-    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = chain(monkeypatch, one=one, two=two).propose(batch, lookahead)
-    lists = [
-        r[:n] for r, n in zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
-    ]
-    assert lists == lookahead.drafted == [[1, 2, 2, 1], [1, 1, 1, 1], [2]]
+    """Each request gets K tokens of the second and the first one's answers, as it does alone."""
+    ones, twos = [[1], [1, 1], [], [1]], [[2, 2], [], [2], [2]]
+    expected = [[1, 2, 2, 1], [1, 1], [2, 2], [1, 2, 1, 2, 1]]
+
+    def drafts(rows: Sequence[int]) -> list[list[int]]:
+        one, two = Fixed([ones[row] for row in rows]), Fixed([twos[row] for row in rows])
+        batch = toy_batch([[0]] * len(rows), [None] * len(rows), k=2, limits=[8] * len(rows))
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        draft = chain(monkeypatch, one=one, two=two).propose(batch, lookahead)
+        pairs = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
+        lists = [tokens[:length] for tokens, length in pairs]
+        assert lists == lookahead.drafted
+        assert draft.token_ids.shape[1] <= max(map(len, lists)) + 1
+        return lists
+
+    assert drafts(range(4)) == expected
+    assert [drafts([row])[0] for row in range(4)] == expected
 
 
 @pytest.mark.parametrize("spec", ["chain:grammar_forced+ngram", "chain:ngram+grammar_forced"])
