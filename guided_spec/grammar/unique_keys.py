@@ -1,0 +1,252 @@
+"""No key twice in one object: a grammar of JSON texts becomes one whose keys are unique.
+
+A grammar has no memory for keys that it does not list. The matcher here has: it follows the text,
+and takes away every token that would complete a key again. Where keys may run out, as under a
+pattern such as ``^[A-Z]{2}$``, it also takes away what leads to where only such keys are left: the
+last comma, or the first letter of the last key. What is legal depends on the text alone, so that
+speculation stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.json_keys import START, Mode, Place
+from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, row_source
+from guided_spec.grammar.schema_keys import free_keys
+from guided_spec.grammar.schema_report import Unenforced
+
+__all__ = ["UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
+
+_Option = tuple[int, Place]
+"""A token, and the place behind it."""
+
+
+class _Noted(CompiledGrammar, Protocol):
+    """What the backends of this package compile."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[Unenforced, ...]: ...
+
+
+BackendGrammar = TypeVar("BackendGrammar", bound=_Noted)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class UniqueKeysGrammar:
+    """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
+
+    inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
+    notes: as the one inside has them.
+    """
+
+    inner: CompiledGrammar
+    tokens: KeyTokens
+    backend: str
+    run_out: bool = True
+    notes: tuple[Unenforced, ...] = ()
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        """As the one inside has it."""
+        return self.inner.excluded
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        return UniqueKeysMatcher(self, self.inner.new_matcher())
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """The one inside has it: drafts may repeat a key, and are cut there."""
+        return self.inner.new_style_matcher()
+
+
+def with_unique_keys(
+    grammar: BackendGrammar, prepared: Any, tokens: Callable[[], KeyTokens]
+) -> BackendGrammar | UniqueKeysGrammar:
+    """``grammar``, of a prepared schema, without the texts that write a key twice.
+
+    As it is where the grammar itself has none. tokens: of its vocabulary, made when needed.
+    """
+    keys = free_keys(prepared)
+    if not keys.are_there:
+        return grammar
+    return UniqueKeysGrammar(grammar, tokens(), grammar.backend, keys.run_out, grammar.notes)
+
+
+class UniqueKeysMatcher:
+    """A ``GrammarMatcher`` that knows the keys of the objects that are open.
+
+    inner: at the start of the grammar.
+    """
+
+    def __init__(self, grammar: UniqueKeysGrammar, inner: GrammarMatcher) -> None:
+        self._grammar = grammar
+        self._tokens = grammar.tokens
+        self._inner = inner
+        self._places = [START]  # before every token and behind the last one
+
+    @property
+    def inner(self) -> GrammarMatcher:
+        """The grammar's own matcher."""
+        return self._inner
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """The inner matcher's while no token can complete a key again; else this one."""
+        return self if self._may_differ(self._places[-1]) else row_source(self._inner)
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        token_id = int(token_id)
+        if not 0 <= token_id < len(self._tokens.data):
+            return False
+        place = self._tokens.follow(self._places[-1], token_id)
+        if place is None or not self._inner.accept_token(token_id):
+            return False
+        if not self._goes_on(place):
+            self._inner.rollback(1)
+            return False
+        self._places.append(place)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
+        forbids = self._inner.fill_next_token_bitmask(bitmask, index)
+        place = self._places[-1]
+        if self._may_differ(place):
+            row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+            bits = row.view(np.uint32)
+            for token in dict.fromkeys(self._suspects(place, row)):
+                word, bit = token >> 5, np.uint32(1 << (token & 31))
+                if bits[word] & bit and not self._takes(token):
+                    bits[word] &= ~bit
+                    forbids = True
+        return forbids
+
+    def fork(self) -> UniqueKeysMatcher:
+        """An independent copy at the same position."""
+        copy = UniqueKeysMatcher(self._grammar, self._inner.fork())
+        copy._places = self._places.copy()
+        return copy
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens."""
+        self._inner.rollback(num_tokens)
+        if num_tokens > 0:
+            del self._places[-num_tokens:]
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._inner.is_terminated()
+
+    def _may_differ(self, place: Place) -> bool:
+        """Whether the row may lack tokens that the inner matcher's has."""
+        if self._grammar.run_out or self._tokens.loaded:
+            return True
+        return bool(place.frame and place.frame.spelled) or _is_near(place, in_key=True)
+
+    def _suspects(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
+        """All tokens that may have to be taken out of the row, and others."""
+        tokens, frame = self._tokens, place.frame
+        if self._grammar.run_out:
+            yield from tokens.turning(place.mode, row)
+            if _is_near(place, in_key=True):
+                yield from self._shared(place, row)
+            return
+        yield from tokens.loaded
+        if frame is None:
+            return
+        for key in frame.spelled:
+            yield from tokens.whole[key]
+        if place.mode is not Mode.KEY or frame.keys is None:
+            return
+        if place.is_pending:
+            yield from tokens.quoted(row)
+            return
+        keys = frame.keys.starting(place.key)
+        if len(keys) < len(tokens.closers):
+            for key in keys:
+                yield from tokens.closers.get(key[len(place.key) :], ())
+        else:
+            for rest, closers in tokens.closers.items():
+                if frame.keys.holds(place.key + rest):
+                    yield from closers
+
+    def _shared(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
+        """Tokens that write more of a key that is there already, and no end."""
+        if place.is_pending:
+            yield from _ids(row)
+            return
+        assert place.frame is not None and place.frame.keys is not None
+        start = len(place.key)
+        for key in place.frame.keys.starting(place.key):
+            for end in range(start + 1, len(key) + 1):
+                yield from self._tokens.texts.get(key[start:end], ())
+
+    def _takes(self, token_id: int) -> bool:
+        """Whether a token that the inner matcher takes is legal."""
+        place = self._tokens.follow(self._places[-1], token_id)
+        if place is None or not self._grammar.run_out or not _is_near(place):
+            return place is not None
+        if not self._inner.accept_token(token_id):
+            return True  # which is for the inner matcher to say
+        goes_on = self._goes_on(place)
+        self._inner.rollback(1)
+        return goes_on
+
+    def _goes_on(self, place: Place) -> bool:
+        """Whether a key is left that the object does not have. The inner matcher stands there."""
+        if not self._grammar.run_out or not _is_near(place):
+            return True
+        seen = {place}
+        waiting = [self._options(place, seen, spaced=False)]
+        while waiting and (options := waiting[-1]) is not None:
+            option = next(options, None)
+            if option is None:
+                waiting.pop()
+                self._inner.rollback(1 if waiting else 0)
+            elif self._inner.accept_token(option[0]):
+                waiting.append(self._options(option[1], seen, spaced=option[1] is place))
+        self._inner.rollback(max(len(waiting) - 1, 0))
+        return bool(waiting)
+
+    def _options(self, place: Place, seen: set[Place], *, spaced: bool) -> Iterator[_Option] | None:
+        """What may follow, and leads no further from the keys that are there; None: all is well."""
+        row = np.zeros((1, -(-len(self._tokens.data) // 32)), dtype=np.int32)
+        self._inner.fill_next_token_bitmask(row)
+        found: list[_Option] = []
+        for token in _ids(row[0]):
+            then = self._tokens.follow(place, token)
+            if then is not None and not _is_near(then):
+                return None
+            if then is not None and then not in seen:
+                seen.add(then)
+                found.append((token, then))
+            elif then is place and not spaced:
+                spaced = True
+                found.append((token, then))
+        return iter(found)
+
+
+def _is_near(place: Place, *, in_key: bool = False) -> bool:
+    """Whether what comes next may turn out to be a key that the object has. in_key: has begun."""
+    keys = place.frame.keys if place.frame else None
+    if not keys or not (keys.new or keys.old):
+        return False
+    if place.mode is Mode.KEY:
+        return place.is_pending or bool(keys.starting(place.key))
+    return place.mode is Mode.BEFORE_KEY and not in_key
+
+
+def _ids(row: NDArray[np.int32]) -> list[int]:
+    ids: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
+    return ids
