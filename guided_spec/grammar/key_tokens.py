@@ -66,17 +66,22 @@ class KeyTokens:
         return _legal(self._quoted, row)
 
     def turning(self, mode: Mode, row: NDArray[np.int32]) -> list[int]:
-        """Those that may lead to or through the place before a key, or one in it, and are legal.
+        """Those that may lead from ``mode`` to a place before a key or in one, and are legal.
 
-        In a key, tokens without quotes and escapes are left out.
+        From a key to one further on, only those with a backslash are among them.
         """
-        return _legal(self._turning.get(mode, self._quoted), row)
+        return _legal(self._turning[mode], row)
 
     @cached_property
     def _turning(self) -> dict[Mode, NDArray[np.int64]]:
+        commas = self._having(b",")
+        both = np.intersect1d(self._quoted, commas)
         return {
-            Mode.OUTSIDE: np.union1d(self._quoted, self._having(b",")),
-            Mode.KEY: np.union1d(self._quoted, self._having(b"\\")),
+            Mode.OUTSIDE: commas,
+            Mode.BEFORE_KEY: self._quoted,
+            Mode.KEY: np.union1d(both, self._having(b"\\")),
+            Mode.STRING: both,
+            Mode.ESCAPE: both,
         }
 
     def follow(self, place: Place, token_id: int) -> Place | None:

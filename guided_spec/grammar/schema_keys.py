@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from guided_spec.grammar.schema_finite import has_finite_value
+
 __all__ = ["FreeKeys", "free_keys"]
 
 _parser: Any = importlib.import_module("re._parser")
@@ -17,7 +19,7 @@ _ONE = ("items", "additionalProperties")
 _OWN = frozenset({"type", "properties", "additionalProperties", "patternProperties", "items"})
 _COMBINED = frozenset({"$ref", "anyOf", "allOf"})
 _SETS = (["IN"], ["ANY"], ["LITERAL"], ["NOT_LITERAL"])
-_PRINTABLE, _DELETE = 0x20, 0x7F
+_PRINTABLE = 0x20
 
 
 class FreeKeys(NamedTuple):
@@ -36,7 +38,8 @@ def free_keys(schema: Any) -> FreeKeys:
     Where it is not plain to see, the answer is yes.
     """
     nodes = [node for node in _nodes(schema) if _takes_free_keys(node)]
-    return FreeKeys(bool(nodes), any(map(_runs_out, nodes)))
+    definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
 
 
 def _nodes(schema: Any) -> Iterator[Any]:
@@ -69,25 +72,20 @@ def _takes_free_keys(node: Any) -> bool:
     return "array" in types and "items" not in node  # any values
 
 
-def _runs_out(node: Any) -> bool:
+def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
+    """Whether some beginning of a key has an end, but not infinitely many."""
     patterns = node.get("patternProperties", {}) if isinstance(node, dict) else {}
-    parsed = [_parse(pattern) for pattern in patterns]
-    is_open = bool(patterns) and node.get("additionalProperties", True) is not False
-    return not all(map(_is_endless, parsed)) or (is_open and not all(map(_is_prefix, parsed)))
+    is_void = {key: not has_finite_value(part, definitions) for key, part in patterns.items()}
+    if patterns and node.get("additionalProperties", True) is not False:
+        # Any key but those that can have no value; some are under a pattern, others are not.
+        return not all(_is_loose(_parse(key)) for key in patterns if is_void[key])
+    return not all(_is_endless(_parse(key)) for key in patterns if not is_void[key])
 
 
 def _parse(pattern: str) -> Any:
     """A pattern that covers the whole key, as ``to_fullmatch`` writes it, anchored or not."""
     readable = _CODE.sub(lambda match: f"\\U{int(match[1], 16):08x}", pattern)
-    return _plain(_parser.parse(readable.removeprefix("^").removesuffix("$")))
-
-
-def _plain(items: Any) -> list[Any]:
-    """Without groups around single things."""
-    nodes = [(str(op), value) for op, value in items]
-    while len(nodes) == 1 and nodes[0][0] == "SUBPATTERN":
-        nodes = [(str(op), value) for op, value in nodes[0][1][3]]
-    return nodes
+    return _flat(_parser.parse(readable.removeprefix("^").removesuffix("$")))
 
 
 def _is_endless(nodes: list[Any]) -> bool:
@@ -98,53 +96,50 @@ def _is_endless(nodes: list[Any]) -> bool:
     match op:
         case "MAX_REPEAT":
             return value[1] is _parser.MAXREPEAT and _is_written(value[2])
-        case "SUBPATTERN":
-            return _is_endless(_plain(value[3]))
         case "BRANCH":
-            return all(_is_endless(_plain(option)) for option in value[1])
+            return all(_is_endless(_flat(option)) for option in value[1])
     return False
 
 
 def _is_written(items: Any) -> bool:
-    """Whether JSON can hold it without escapes, which not every backend writes."""
-    for op, value in _plain(items):
-        match op:
-            case "LITERAL":
-                found = value >= _PRINTABLE
-            case "IN":
-                found = any(
-                    str(kind) == "RANGE"
-                    and part[1] > _DELETE
-                    or str(kind) == "LITERAL"
-                    and part >= _PRINTABLE
-                    for kind, part in value
-                )
-            case "SUBPATTERN":
-                found = _is_written(value[3])
-            case "BRANCH":
-                found = any(map(_is_written, value[1]))
-            case _:
-                found = op == "MAX_REPEAT" and _is_written(value[2])
-        if not found:
-            return False
-    return True
+    """Whether JSON can hold it as it is: not every backend writes the escapes that it needs."""
+    return all(_holds_plain(op, value) for op, value in _flat(items))
 
 
-def _is_prefix(nodes: list[Any]) -> bool:
-    """Whether it is a plain text and then a loop over one set of characters.
+def _holds_plain(op: str, value: Any) -> bool:
+    match op:
+        case "LITERAL":
+            return bool(value >= _PRINTABLE)
+        case "RANGE":
+            return bool(value[1] >= _PRINTABLE)
+        case "IN":
+            return any(_holds_plain(str(kind), part) for kind, part in value)
+        case "BRANCH":
+            return any(map(_is_written, value[1]))
+    return op == "MAX_REPEAT" and _is_written(value[2])
 
-    Then what does not match it can go on to infinitely many other texts, too.
+
+def _is_loose(nodes: list[Any]) -> bool:
+    """Whether it is a plain text, then loops over single characters, then a plain text.
+
+    What does not match such patterns can then go on to infinitely many other texts, too: of what
+    the loops match, every part is matched as well; if they left out only finitely many texts, each
+    of these would be part of one that they match.
     """
-    *first, (op, value) = _flat(nodes) or [("", None)]
-    if not all(name == "LITERAL" for name, _ in first) or op != "MAX_REPEAT":
+    loops = [at for at, (op, _) in enumerate(nodes) if op != "LITERAL"]
+    return all(map(_is_loop, nodes[loops[0] : loops[-1] + 1])) if loops else True
+
+
+def _is_loop(node: Any) -> bool:
+    op, value = node
+    if op != "MAX_REPEAT" or value[0] > 0 or value[1] is not _parser.MAXREPEAT:
         return False
-    low, high, inner = value
-    return low == 0 and high is _parser.MAXREPEAT and [n for n, _ in _plain(inner)] in _SETS
+    return [name for name, _ in _flat(value[2])] in _SETS
 
 
-def _flat(nodes: list[Any]) -> list[Any]:
-    """Groups of a sequence in line with it."""
+def _flat(items: Any) -> list[Any]:
+    """The parts of a sequence, those of groups in line with it."""
     found: list[Any] = []
-    for op, value in nodes:
-        found += _flat(_plain(value[3])) if op == "SUBPATTERN" else [(op, value)]
+    for op, value in items:
+        found += _flat(value[3]) if str(op) == "SUBPATTERN" else [(str(op), value)]
     return found

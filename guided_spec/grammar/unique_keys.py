@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.json_keys import START, Mode, Place
+from guided_spec.grammar.json_keys import START, Keys, Mode, Place
 from guided_spec.grammar.key_tokens import KeyTokens
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, row_source
 from guided_spec.grammar.schema_keys import free_keys
@@ -24,8 +24,12 @@ from guided_spec.grammar.schema_report import Unenforced
 
 __all__ = ["UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
 
-_Option = tuple[int, Place]
-"""A token, and the place behind it."""
+
+class _Ahead(NamedTuple):
+    """away: a token that makes a key unlike all that are there. near: others, with their places."""
+
+    away: int | None
+    near: Iterator[tuple[int, Place]]
 
 
 class _Noted(CompiledGrammar, Protocol):
@@ -93,6 +97,7 @@ class UniqueKeysMatcher:
         self._tokens = grammar.tokens
         self._inner = inner
         self._places = [START]  # before every token and behind the last one
+        self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
 
     @property
     def inner(self) -> GrammarMatcher:
@@ -136,6 +141,7 @@ class UniqueKeysMatcher:
         """An independent copy at the same position."""
         copy = UniqueKeysMatcher(self._grammar, self._inner.fork())
         copy._places = self._places.copy()
+        copy._ways = self._ways.copy()
         return copy
 
     def rollback(self, num_tokens: int) -> None:
@@ -156,41 +162,31 @@ class UniqueKeysMatcher:
 
     def _suspects(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
         """All tokens that may have to be taken out of the row, and others."""
-        tokens, frame = self._tokens, place.frame
+        yield from self._tokens.loaded
+        if place.frame is not None:
+            for key in place.frame.spelled:
+                yield from self._tokens.whole[key]
+            if place.mode is Mode.KEY and place.frame.keys is not None:
+                yield from self._closing(place, place.frame.keys, row)
         if self._grammar.run_out:
-            yield from tokens.turning(place.mode, row)
-            if _is_near(place, in_key=True):
-                yield from self._shared(place, row)
-            return
-        yield from tokens.loaded
-        if frame is None:
-            return
-        for key in frame.spelled:
-            yield from tokens.whole[key]
-        if place.mode is not Mode.KEY or frame.keys is None:
-            return
+            yield from self._tokens.turning(place.mode, row)
+
+    def _closing(self, place: Place, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
+        """Tokens that complete a key that is there already; or may write more of it."""
+        tokens, near = self._tokens, keys.starting(place.key)
         if place.is_pending:
-            yield from tokens.quoted(row)
-            return
-        keys = frame.keys.starting(place.key)
-        if len(keys) < len(tokens.closers):
-            for key in keys:
+            yield from self._ids(row) if self._grammar.run_out else tokens.quoted(row)
+        elif len(near) < len(tokens.closers):
+            for key in near:
                 yield from tokens.closers.get(key[len(place.key) :], ())
         else:
             for rest, closers in tokens.closers.items():
-                if frame.keys.holds(place.key + rest):
+                if keys.holds(place.key + rest):
                     yield from closers
-
-    def _shared(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
-        """Tokens that write more of a key that is there already, and no end."""
-        if place.is_pending:
-            yield from _ids(row)
-            return
-        assert place.frame is not None and place.frame.keys is not None
-        start = len(place.key)
-        for key in place.frame.keys.starting(place.key):
-            for end in range(start + 1, len(key) + 1):
-                yield from self._tokens.texts.get(key[start:end], ())
+        if self._grammar.run_out:
+            for key in near:
+                for end in range(len(place.key) + 1, len(key) + 1):
+                    yield from tokens.texts.get(key[len(place.key) : end], ())
 
     def _takes(self, token_id: int) -> bool:
         """Whether a token that the inner matcher takes is legal."""
@@ -207,34 +203,56 @@ class UniqueKeysMatcher:
         """Whether a key is left that the object does not have. The inner matcher stands there."""
         if not self._grammar.run_out or not _is_near(place):
             return True
-        seen = {place}
-        waiting = [self._options(place, seen, spaced=False)]
-        while waiting and (options := waiting[-1]) is not None:
-            option = next(options, None)
+        if self._leads_away(place, self._ways.get(place.mode, ())):
+            return True
+        way, seen = list[int](), {place}
+        waiting = [self._look(place, seen, spaced=False)]
+        while waiting and waiting[-1].away is None:
+            option = next(waiting[-1].near, None)
             if option is None:
                 waiting.pop()
-                self._inner.rollback(1 if waiting else 0)
+                self._inner.rollback(len(way[-1:]))
+                del way[-1:]
             elif self._inner.accept_token(option[0]):
-                waiting.append(self._options(option[1], seen, spaced=option[1] is place))
-        self._inner.rollback(max(len(waiting) - 1, 0))
+                way.append(option[0])
+                waiting.append(self._look(option[1], seen, spaced=option[1] is place))
+        self._inner.rollback(len(way))
+        if waiting:
+            self._ways[place.mode] = (*way, waiting[-1].away or 0)
         return bool(waiting)
 
-    def _options(self, place: Place, seen: set[Place], *, spaced: bool) -> Iterator[_Option] | None:
-        """What may follow, and leads no further from the keys that are there; None: all is well."""
+    def _leads_away(self, place: Place, way: tuple[int, ...]) -> bool:
+        """Whether these tokens begin or complete a key that is not there yet."""
+        count, is_near = 0, True
+        for token in way:
+            then = self._tokens.follow(place, token)
+            if then is None or not self._inner.accept_token(token):
+                break
+            count, place, is_near = count + 1, then, _is_near(then)
+        self._inner.rollback(count)
+        return not is_near
+
+    def _look(self, place: Place, seen: set[Place], *, spaced: bool) -> _Ahead:
+        """What may follow, but for places in ``seen``; these are added to it."""
         row = np.zeros((1, -(-len(self._tokens.data) // 32)), dtype=np.int32)
         self._inner.fill_next_token_bitmask(row)
-        found: list[_Option] = []
-        for token in _ids(row[0]):
+        near: list[tuple[int, Place]] = []
+        for token in self._ids(row[0]):
             then = self._tokens.follow(place, token)
             if then is not None and not _is_near(then):
-                return None
+                return _Ahead(token, iter(near))
             if then is not None and then not in seen:
                 seen.add(then)
-                found.append((token, then))
-            elif then is place and not spaced:
+                near.append((token, then))
+            elif then is place and not spaced:  # one space
                 spaced = True
-                found.append((token, then))
-        return iter(found)
+                near.append((token, then))
+        return _Ahead(None, iter(near))
+
+    def _ids(self, row: NDArray[np.int32]) -> list[int]:
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: len(self._tokens.data)]
+        ids: list[int] = np.flatnonzero(bits).tolist()
+        return ids
 
 
 def _is_near(place: Place, *, in_key: bool = False) -> bool:
@@ -245,8 +263,3 @@ def _is_near(place: Place, *, in_key: bool = False) -> bool:
     if place.mode is Mode.KEY:
         return place.is_pending or bool(keys.starting(place.key))
     return place.mode is Mode.BEFORE_KEY and not in_key
-
-
-def _ids(row: NDArray[np.int32]) -> list[int]:
-    ids: list[int] = np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist()
-    return ids
