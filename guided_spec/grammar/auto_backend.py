@@ -17,13 +17,13 @@ from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
 from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 
 __all__ = ["AutoBackend", "BackendChoice", "build_backend"]
 
-_Compiled = XGrammarGrammar | LLGuidanceGrammar | UniqueKeysGrammar
+_Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
 
 
 class AutoBackend:

@@ -31,7 +31,7 @@ from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_report import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceGrammar", "is_installed"]
@@ -86,7 +86,7 @@ class LLGuidanceBackend:
             eos_token=list(vocabulary.stop_token_ids),
         )
 
-    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar | UniqueKeysGrammar:
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile ``spec``; milliseconds for most.
 
         Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
@@ -97,7 +97,7 @@ class LLGuidanceBackend:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
         return compile_as_asked(spec, self._compile)
 
-    def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar | UniqueKeysGrammar:
+    def _compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
         grammar = self._compile_in_order(spec)
         if spec.key_order == "any":
             grammar = self._in_any_order(spec, grammar)

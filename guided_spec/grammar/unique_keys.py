@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,7 +22,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, row_so
 from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_report import Unenforced
 
-__all__ = ["UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
+__all__ = ["MaybeUnique", "UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
 
 
 class _Ahead(NamedTuple):
@@ -46,14 +46,14 @@ BackendGrammar = TypeVar("BackendGrammar", bound=_Noted)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class UniqueKeysGrammar:
+class UniqueKeysGrammar(Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
     inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
     notes: as the one inside has them.
     """
 
-    inner: CompiledGrammar
+    inner: BackendGrammar
     tokens: KeyTokens
     backend: str
     run_out: bool = True
@@ -69,13 +69,17 @@ class UniqueKeysGrammar:
         return UniqueKeysMatcher(self, self.inner.new_matcher())
 
     def new_style_matcher(self) -> GrammarMatcher | None:
-        """The one inside has it: drafts may repeat a key, and are cut there."""
+        """The one inside: its drafts may repeat a key, and are cut there."""
         return self.inner.new_style_matcher()
+
+
+MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
+"""What ``with_unique_keys`` returns."""
 
 
 def with_unique_keys(
     grammar: BackendGrammar, prepared: Any, tokens: Callable[[], KeyTokens]
-) -> BackendGrammar | UniqueKeysGrammar:
+) -> MaybeUnique[BackendGrammar]:
     """``grammar``, of a prepared schema, without the texts that write a key twice.
 
     As it is where the grammar itself has none. tokens: of its vocabulary, made when needed.
@@ -92,7 +96,7 @@ class UniqueKeysMatcher:
     inner: at the start of the grammar.
     """
 
-    def __init__(self, grammar: UniqueKeysGrammar, inner: GrammarMatcher) -> None:
+    def __init__(self, grammar: UniqueKeysGrammar[Any], inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._tokens = grammar.tokens
         self._inner = inner

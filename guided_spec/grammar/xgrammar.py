@@ -25,7 +25,7 @@ from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tag import prepare_tag
 from guided_spec.grammar.tag_tokens import with_tokens
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
@@ -75,7 +75,7 @@ class XGrammarBackend:
             xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False),
         )
 
-    def compile(self, spec: GrammarSpec) -> XGrammarGrammar | UniqueKeysGrammar:
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
         """Compile ``spec``; may take seconds and cannot be interrupted.
 
         Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
@@ -85,7 +85,7 @@ class XGrammarBackend:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
         return compile_as_asked(spec, self._compile_uniquely)
 
-    def _compile_uniquely(self, spec: GrammarSpec) -> XGrammarGrammar | UniqueKeysGrammar:
+    def _compile_uniquely(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
         grammar = self._compile_strictly(spec)
         if spec.kind not in ("json_schema", "json_object"):
             return grammar
