@@ -9,7 +9,7 @@ speculation stays exact.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
@@ -140,6 +140,13 @@ class UniqueKeysMatcher:
                     bits[word] &= ~bit
                     forbids = True
         return forbids
+
+    def is_unique(self, token_ids: Sequence[int]) -> bool:
+        """Whether no key is there twice behind these tokens; nothing else is asked of them."""
+        place: Place | None = self._places[-1]
+        for token in token_ids:
+            place = place and self._tokens.follow(place, token)
+        return place is not None
 
     def fork(self) -> UniqueKeysMatcher:
         """An independent copy at the same position."""

@@ -171,6 +171,7 @@ def test_only_texts_with_a_key_twice_are_lost(name: str, schema: str) -> None:
         if inner.is_terminated():
             matcher = grammar.new_matcher()
             is_admitted = all(map(matcher.accept_token, text))
+            assert grammar.new_matcher().is_unique(text) is is_admitted
             assert is_admitted is not repeats(decode(text)), decode(text)
 
 
