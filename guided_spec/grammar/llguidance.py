@@ -137,7 +137,7 @@ class LLGuidanceBackend:
             source,
             None if style is None else source._replace(text=style),
             self._without_bytes,
-            writes_json=spec.kind in _JSON_KINDS,
+            writes_json=spec.kind in ("json_schema", "json_object"),
         )
         try:
             _require_compiled(spec, source, grammar)
