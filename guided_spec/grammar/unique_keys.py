@@ -45,7 +45,7 @@ class _Noted(CompiledGrammar, Protocol):
 BackendGrammar = TypeVar("BackendGrammar", bound=_Noted)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
 class UniqueKeysGrammar(Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
