@@ -64,7 +64,7 @@ class UniqueKeysGrammar(Generic[BackendGrammar]):
         """As the one inside has it."""
         return self.inner.excluded
 
-    def new_matcher(self) -> GrammarMatcher:
+    def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
         return UniqueKeysMatcher(self, self.inner.new_matcher())
 

@@ -86,8 +86,9 @@ def compiled(name: str, schema: str, order: str = "schema") -> UniqueKeysGrammar
         grammar = backend(name).compile(spec)
     except UnsupportedSchemaError:
         pytest.skip("the backend refuses the schema")
-    if not isinstance(grammar, UniqueKeysGrammar):
+    if name == "xgrammar" and schema in ("open", "not these"):
         pytest.skip("the backend closes the objects")
+    assert isinstance(grammar, UniqueKeysGrammar)
     return grammar
 
 
