@@ -64,13 +64,11 @@ class Frame(NamedTuple):
     """An open object, or an array (keys: None), and what it stands in.
 
     spelled: keys of this object and those around it that one token may spell in full.
-    has_keys: whether any of these objects has a key.
     """
 
     keys: Keys | None
     around: Frame | None
     spelled: tuple[bytes, ...]
-    has_keys: bool
 
 
 class Place(NamedTuple):
@@ -154,9 +152,8 @@ def _step(byte: bytes, mode: Mode, frame: Frame | None) -> tuple[Mode, Frame | N
             in_object = frame is not None and frame.keys is not None
             return (Mode.BEFORE_KEY if in_object else Mode.OUTSIDE), frame
         case b"{" | b"[":
-            spelled, has_keys = (frame.spelled, frame.has_keys) if frame else ((), False)
             is_object = byte == b"{"
-            inner = Frame(Keys() if is_object else None, frame, spelled, has_keys)
+            inner = Frame(Keys() if is_object else None, frame, frame.spelled if frame else ())
             return (Mode.BEFORE_KEY if is_object else Mode.OUTSIDE), inner
         case _:
             return Mode.OUTSIDE, frame.around if frame else None
@@ -167,7 +164,7 @@ def _closed(frame: Frame | None, key: bytes, spelled: Container[bytes]) -> Frame
     if frame is None or frame.keys is None or frame.keys.holds(key):
         return None
     more = (*frame.spelled, key) if key in spelled else frame.spelled
-    return Frame(frame.keys.with_key(key), frame.around, more, has_keys=True)
+    return Frame(frame.keys.with_key(key), frame.around, more)
 
 
 def _with_unit(key: bytes, digits: bytes) -> bytes:
