@@ -11,6 +11,7 @@ import xgrammar
 
 from guided_spec.bench.heap import frozen_heap
 from guided_spec.bench.workload import WorkItem
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 
@@ -55,7 +56,8 @@ def run_transformers(
         for prompt, grammar in zip(prompts, grammars, strict=True):
             processors = []
             if grammar is not None:
-                processors.append(xgrammar.contrib.hf.LogitsProcessor(grammar.compiled))
+                inner = grammar.inner if isinstance(grammar, UniqueKeysGrammar) else grammar
+                processors.append(xgrammar.contrib.hf.LogitsProcessor(inner.compiled))
             input_ids = torch.tensor([prompt], device=model.device)
             with torch.inference_mode():
                 output = model.generate(

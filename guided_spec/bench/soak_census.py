@@ -22,6 +22,7 @@ from guided_spec.grammar.completion import CompletingMatcher
 from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
 from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.unique_keys import UniqueKeysMatcher
 
 __all__ = ["Census", "count_alive", "find_leaks", "take_census"]
 
@@ -33,6 +34,7 @@ _OF_A_REQUEST = {
     LLGuidanceMatcher: "matchers of llguidance",
     CompletingMatcher: "matchers with a budget",
     AfterMatcher: "matchers behind a marker",
+    UniqueKeysMatcher: "matchers that know keys",
     Lookahead: "lookaheads",
     DecodeBatch: "batches",
 }

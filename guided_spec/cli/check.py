@@ -23,7 +23,9 @@ from guided_spec.errors import (
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema import Unenforced, find_unenforced
+from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
@@ -102,10 +104,18 @@ def _findings(
     ):
         return []
     schema = json.loads(text)
-    kept = getattr(compiled, "notes", ())  # the objects whose keys stay in order
+    notes = [*getattr(compiled, "notes", ()), *_about_tags(schema)]
     if backend == "llguidance" and not isinstance(compiled, GrammarCompileError):
-        return [*lower(schema).entries, *kept]
-    return [*find_unenforced(schema), *kept]
+        return [*lower(schema).entries, *notes]
+    return [*find_unenforced(schema), *notes]
+
+
+def _about_tags(schema: Any) -> list[Unenforced]:
+    """Where its keys cannot be told apart: what is around a tag's JSON is none."""
+    if not free_keys(examine_schema(schema).schema).are_there:
+        return []
+    reason = "as part of a tool or tag, a key that is not listed may be written twice"
+    return [Unenforced("", "additionalProperties", reason, "list the keys there", "note")]
 
 
 def _print(report: dict[str, Any]) -> None:

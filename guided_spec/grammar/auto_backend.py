@@ -17,10 +17,13 @@ from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
 from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 
 __all__ = ["AutoBackend", "BackendChoice", "build_backend"]
+
+_Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
 
 
 class AutoBackend:
@@ -40,14 +43,14 @@ class AutoBackend:
         self.vocabulary = vocabulary
         self._first = XGrammarBackend(vocabulary)
 
-    def compile(self, spec: GrammarSpec) -> XGrammarGrammar | LLGuidanceGrammar:
+    def compile(self, spec: GrammarSpec) -> _Compiled:
         """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
         return compile_as_asked(spec, self._compile)
 
-    def _compile(self, spec: GrammarSpec) -> XGrammarGrammar | LLGuidanceGrammar:
+    def _compile(self, spec: GrammarSpec) -> _Compiled:
         if spec.kind != "json_schema" or not is_installed() or _is_for_xgrammar(spec):
             return self._first.compile(spec)
         try:

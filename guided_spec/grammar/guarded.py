@@ -17,6 +17,7 @@ from guided_spec.grammar.backends import BackendFactory
 from guided_spec.grammar.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarGrammar
 
@@ -70,7 +71,7 @@ class GuardedBackend:
     def _compile(self, spec: GrammarSpec) -> CompiledGrammar:
         # Without the name: it may hand the spec on to a backend that goes by names.
         inner = self._backend.compile(replace(spec, backend=None))
-        if isinstance(inner, XGrammarGrammar | LLGuidanceGrammar):
+        if isinstance(inner, XGrammarGrammar | LLGuidanceGrammar | UniqueKeysGrammar):
             return inner
         if lacks := _lacks(inner, _GRAMMAR):
             reason = f"compiled a {type(inner).__name__} without {lacks}"

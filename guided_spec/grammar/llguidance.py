@@ -23,6 +23,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.any_order import any_order_grammar
+from guided_spec.grammar.key_tokens import KeyTokens
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.regex import to_fullmatch
@@ -30,6 +31,7 @@ from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_report import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceBackend", "LLGuidanceGrammar", "is_installed"]
@@ -45,6 +47,8 @@ _FIXED = {
     "json_allowed_escapes": _ESCAPES,
 }
 _FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_JSON_KINDS = ("json_schema", "json_object")
+_ANY_OBJECT = {"type": "object"}
 _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
@@ -82,7 +86,7 @@ class LLGuidanceBackend:
             eos_token=list(vocabulary.stop_token_ids),
         )
 
-    def compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
         """Compile ``spec``; milliseconds for most.
 
         Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
@@ -93,9 +97,17 @@ class LLGuidanceBackend:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
         return compile_as_asked(spec, self._compile)
 
-    def _compile(self, spec: GrammarSpec) -> LLGuidanceGrammar:
+    def _compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
         grammar = self._compile_in_order(spec)
-        return grammar if spec.key_order == "schema" else self._in_any_order(spec, grammar)
+        if spec.key_order == "any":
+            grammar = self._in_any_order(spec, grammar)
+        if spec.kind not in _JSON_KINDS:
+            return grammar
+        return with_unique_keys(grammar, _prepare(spec), lambda: self._key_tokens)
+
+    @cached_property
+    def _key_tokens(self) -> KeyTokens:
+        return KeyTokens(self.vocabulary)
 
     def _in_any_order(self, spec: GrammarSpec, in_order: LLGuidanceGrammar) -> LLGuidanceGrammar:
         """The same texts with free keys; ``in_order``, with a note, where that does not compile.
@@ -214,11 +226,8 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
     """The spec as a grammar in llguidance's Lark dialect, which every kind can be written in."""
     match spec.kind:
         case "json_schema" | "json_object":
-            schema: Any = {"type": "object"}
-            if spec.kind == "json_schema":
-                schema = prepare_for_llguidance(_parse(spec))
             options = _FLEXIBLE if any_whitespace else _FIXED
-            text = f"start: %json {json.dumps({**schema, 'x-guidance': options})}"
+            text = f"start: %json {json.dumps({**_prepare(spec), 'x-guidance': options})}"
         case "regex":
             text = _regex_rule(to_fullmatch(spec.source))
         case "choice":
@@ -232,6 +241,11 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
             fix = "use the backend xgrammar, which compiles it"
             raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
     return _OPTIONS + text
+
+
+def _prepare(spec: GrammarSpec) -> dict[str, Any]:
+    """The schema of a JSON kind."""
+    return _ANY_OBJECT if spec.kind == "json_object" else prepare_for_llguidance(_parse(spec))
 
 
 def _regex_rule(pattern: str) -> str:

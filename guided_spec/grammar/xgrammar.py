@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -16,6 +16,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
 )
 from guided_spec.grammar.any_order_ebnf import any_order_ebnf
+from guided_spec.grammar.key_tokens import KeyTokens
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_mode import compile_as_asked
@@ -24,6 +25,7 @@ from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tag import prepare_tag
 from guided_spec.grammar.tag_tokens import with_tokens
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
@@ -73,7 +75,7 @@ class XGrammarBackend:
             xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False),
         )
 
-    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
         """Compile ``spec``; may take seconds and cannot be interrupted.
 
         Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
@@ -81,7 +83,17 @@ class XGrammarBackend:
         """
         if spec.start is not None:
             raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
-        return compile_as_asked(spec, self._compile_strictly)
+        return compile_as_asked(spec, self._compile_uniquely)
+
+    def _compile_uniquely(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
+        grammar = self._compile_strictly(spec)
+        if spec.kind not in ("json_schema", "json_object"):
+            return grammar
+        return with_unique_keys(grammar, _schema_of(spec), lambda: self._key_tokens)
+
+    @cached_property
+    def _key_tokens(self) -> KeyTokens:
+        return KeyTokens(self.vocabulary)
 
     def _compile_strictly(self, spec: GrammarSpec) -> XGrammarGrammar:
         if spec.kind == "structural_tag":
@@ -201,15 +213,18 @@ def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool)
 def _prepare(spec: GrammarSpec) -> str:
     """The source to hand to xgrammar."""
     match spec.kind:
-        case "json_schema":
-            return json.dumps(prepare_schema(_parse(spec)))
-        case "json_object":
-            return json.dumps(_ANY_OBJECT)
+        case "json_schema" | "json_object":
+            return json.dumps(_schema_of(spec))
         case "regex":
             return to_fullmatch(spec.source)
         case "choice":
             return "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
     return spec.source
+
+
+def _schema_of(spec: GrammarSpec) -> Any:
+    """The prepared schema of a JSON kind."""
+    return _ANY_OBJECT if spec.kind == "json_object" else prepare_schema(_parse(spec))
 
 
 def _parse(spec: GrammarSpec) -> Any:

@@ -46,6 +46,19 @@ def test_check_names_the_backend(
     assert took is None or f"compiles with {took} in" in printed.stdout
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+def test_check_says_where_keys_may_come_twice(tmp_path: Path, *, is_closed: bool) -> None:
+    path = tmp_path / "schema.json"
+    inside = {"a": {"type": "object", "properties": {}, "additionalProperties": not is_closed}}
+    schema = {"type": "object", "properties": inside, "additionalProperties": False}
+    path.write_text(json.dumps(schema))
+    report = json.loads(CliRunner().invoke(app, ["check", str(path), "--json"]).stdout)
+    assert report["compiles"]
+    assert report["validates"]
+    reasons = [finding["reason"] for finding in report["findings"]]
+    assert any("written twice" in reason for reason in reasons) is not is_closed
+
+
 @pytest.mark.parametrize("makes", ["a grammar", "an error"])
 def test_check_asks_a_registered_backend(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, makes: str

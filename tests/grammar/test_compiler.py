@@ -12,6 +12,7 @@ from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 from tests.grammar.walks import BYTES, accepts
 
@@ -109,7 +110,7 @@ def test_the_size_of_a_compiled_grammar_counts() -> None:
     counting = Counter[str]()
 
     class Counting(XGrammarBackend):
-        def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+        def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
             counting[spec.source] += 1
             return super().compile(spec)
 

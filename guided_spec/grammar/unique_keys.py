@@ -1,0 +1,276 @@
+"""No key twice in one object: a grammar of JSON texts becomes one whose keys are unique.
+
+A grammar has no memory for keys that it does not list. The matcher here has: it follows the text,
+and takes away every token that would complete a key again. Where keys may run out, as under a
+pattern such as ``^[A-Z]{2}$``, it also takes away what leads to where only such keys are left: the
+last comma, or the first letter of the last key. What is legal depends on the text alone, so that
+speculation stays exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.json_keys import START, Keys, Mode, Place
+from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, row_source
+from guided_spec.grammar.schema_keys import free_keys
+from guided_spec.grammar.schema_report import Unenforced
+
+__all__ = ["MaybeUnique", "UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
+
+
+class _Ahead(NamedTuple):
+    """away: a token that makes a key unlike all that are there. near: others, with their places."""
+
+    away: int | None
+    near: Iterator[tuple[int, Place]]
+
+
+class _Noted(CompiledGrammar, Protocol):
+    """What the backends of this package compile."""
+
+    @property
+    def backend(self) -> str: ...
+
+    @property
+    def notes(self) -> tuple[Unenforced, ...]: ...
+
+
+BackendGrammar = TypeVar("BackendGrammar", bound=_Noted)
+
+
+@dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
+class UniqueKeysGrammar(Generic[BackendGrammar]):
+    """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
+
+    inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
+    notes: as the one inside has them.
+    """
+
+    inner: BackendGrammar
+    tokens: KeyTokens
+    backend: str
+    run_out: bool = True
+    notes: tuple[Unenforced, ...] = ()
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        """As the one inside has it."""
+        return self.inner.excluded
+
+    def new_matcher(self) -> UniqueKeysMatcher:
+        """A matcher at the start of the grammar."""
+        return UniqueKeysMatcher(self, self.inner.new_matcher())
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """The one inside: its drafts may repeat a key, and are cut there."""
+        return self.inner.new_style_matcher()
+
+
+MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
+"""What ``with_unique_keys`` returns."""
+
+
+def with_unique_keys(
+    grammar: BackendGrammar, prepared: Any, tokens: Callable[[], KeyTokens]
+) -> MaybeUnique[BackendGrammar]:
+    """``grammar``, of a prepared schema, without the texts that write a key twice.
+
+    As it is where the grammar itself has none. tokens: of its vocabulary, made when needed.
+    """
+    keys = free_keys(prepared)
+    if not keys.are_there:
+        return grammar
+    return UniqueKeysGrammar(grammar, tokens(), grammar.backend, keys.run_out, grammar.notes)
+
+
+class UniqueKeysMatcher:
+    """A ``GrammarMatcher`` that knows the keys of the objects that are open.
+
+    inner: at the start of the grammar.
+    """
+
+    def __init__(self, grammar: UniqueKeysGrammar[Any], inner: GrammarMatcher) -> None:
+        self._grammar = grammar
+        self._tokens = grammar.tokens
+        self._inner = inner
+        self._places = [START]  # before every token and behind the last one
+        self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
+
+    @property
+    def inner(self) -> GrammarMatcher:
+        """The grammar's own matcher."""
+        return self._inner
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """The inner matcher's while no token can complete a key again; else this one."""
+        return self if self._may_differ(self._places[-1]) else row_source(self._inner)
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        token_id = int(token_id)
+        if not 0 <= token_id < len(self._tokens.data):
+            return False
+        place = self._tokens.follow(self._places[-1], token_id)
+        if place is None or not self._inner.accept_token(token_id):
+            return False
+        if not self._goes_on(place):
+            self._inner.rollback(1)
+            return False
+        self._places.append(place)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
+        forbids = self._inner.fill_next_token_bitmask(bitmask, index)
+        place = self._places[-1]
+        if self._may_differ(place):
+            row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+            bits = row.view(np.uint32)
+            for token in dict.fromkeys(self._suspects(place, row)):
+                word, bit = token >> 5, np.uint32(1 << (token & 31))
+                if bits[word] & bit and not self._takes(token):
+                    bits[word] &= ~bit
+                    forbids = True
+        return forbids
+
+    def is_unique(self, token_ids: Sequence[int]) -> bool:
+        """Whether no key is there twice behind these tokens; nothing else is asked of them."""
+        place: Place | None = self._places[-1]
+        for token in token_ids:
+            place = place and self._tokens.follow(place, token)
+        return place is not None
+
+    def fork(self) -> UniqueKeysMatcher:
+        """An independent copy at the same position."""
+        copy = UniqueKeysMatcher(self._grammar, self._inner.fork())
+        copy._places = self._places.copy()
+        copy._ways = self._ways.copy()
+        return copy
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens."""
+        self._inner.rollback(num_tokens)
+        if num_tokens > 0:
+            del self._places[-num_tokens:]
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._inner.is_terminated()
+
+    def _may_differ(self, place: Place) -> bool:
+        """Whether the row may lack tokens that the inner matcher's has."""
+        if self._grammar.run_out or self._tokens.loaded:
+            return True
+        return bool(place.frame and place.frame.spelled) or _is_near(place, in_key=True)
+
+    def _suspects(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
+        """All tokens that may have to be taken out of the row, and others."""
+        yield from self._tokens.loaded
+        if place.frame is not None:
+            for key in place.frame.spelled:
+                yield from self._tokens.whole[key]
+            if place.mode is Mode.KEY and place.frame.keys is not None:
+                yield from self._closing(place, place.frame.keys, row)
+        if self._grammar.run_out:
+            yield from self._tokens.turning(place.mode, row)
+
+    def _closing(self, place: Place, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
+        """Tokens that complete a key that is there already; or may write more of it."""
+        tokens, near = self._tokens, keys.starting(place.key)
+        if place.is_pending:
+            yield from self._ids(row) if self._grammar.run_out else tokens.quoted(row)
+        elif len(near) < len(tokens.closers):
+            for key in near:
+                yield from tokens.closers.get(key[len(place.key) :], ())
+        else:
+            for rest, closers in tokens.closers.items():
+                if keys.holds(place.key + rest):
+                    yield from closers
+        if self._grammar.run_out:
+            for key in near:
+                for end in range(len(place.key) + 1, len(key) + 1):
+                    yield from tokens.texts.get(key[len(place.key) : end], ())
+
+    def _takes(self, token_id: int) -> bool:
+        """Whether a token that the inner matcher takes is legal."""
+        place = self._tokens.follow(self._places[-1], token_id)
+        if place is None or not self._grammar.run_out or not _is_near(place):
+            return place is not None
+        if not self._inner.accept_token(token_id):
+            return True  # which is for the inner matcher to say
+        goes_on = self._goes_on(place)
+        self._inner.rollback(1)
+        return goes_on
+
+    def _goes_on(self, place: Place) -> bool:
+        """Whether a key is left that the object does not have. The inner matcher stands there."""
+        if not self._grammar.run_out or not _is_near(place):
+            return True
+        if self._leads_away(place, self._ways.get(place.mode, ())):
+            return True
+        way, seen = list[int](), {place}
+        waiting = [self._look(place, seen, spaced=False)]
+        while waiting and waiting[-1].away is None:
+            option = next(waiting[-1].near, None)
+            if option is None:
+                waiting.pop()
+                self._inner.rollback(len(way[-1:]))
+                del way[-1:]
+            elif self._inner.accept_token(option[0]):
+                way.append(option[0])
+                waiting.append(self._look(option[1], seen, spaced=option[1] is place))
+        self._inner.rollback(len(way))
+        if waiting:
+            self._ways[place.mode] = (*way, waiting[-1].away or 0)
+        return bool(waiting)
+
+    def _leads_away(self, place: Place, way: tuple[int, ...]) -> bool:
+        """Whether these tokens begin or complete a key that is not there yet."""
+        count, is_near = 0, True
+        for token in way:
+            then = self._tokens.follow(place, token)
+            if then is None or not self._inner.accept_token(token):
+                break
+            count, place, is_near = count + 1, then, _is_near(then)
+        self._inner.rollback(count)
+        return not is_near
+
+    def _look(self, place: Place, seen: set[Place], *, spaced: bool) -> _Ahead:
+        """What may follow, but for places in ``seen``; these are added to it."""
+        row = np.zeros((1, -(-len(self._tokens.data) // 32)), dtype=np.int32)
+        self._inner.fill_next_token_bitmask(row)
+        near: list[tuple[int, Place]] = []
+        for token in self._ids(row[0]):
+            then = self._tokens.follow(place, token)
+            if then is not None and not _is_near(then):
+                return _Ahead(token, iter(near))
+            if then is not None and then not in seen:
+                seen.add(then)
+                near.append((token, then))
+            elif then is place and not spaced:  # one space
+                spaced = True
+                near.append((token, then))
+        return _Ahead(None, iter(near))
+
+    def _ids(self, row: NDArray[np.int32]) -> list[int]:
+        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: len(self._tokens.data)]
+        ids: list[int] = np.flatnonzero(bits).tolist()
+        return ids
+
+
+def _is_near(place: Place, *, in_key: bool = False) -> bool:
+    """Whether what comes next may turn out to be a key that the object has. in_key: has begun."""
+    keys = place.frame.keys if place.frame else None
+    if not keys or not (keys.new or keys.old):
+        return False
+    if place.mode is Mode.KEY:
+        return place.is_pending or bool(keys.starting(place.key))
+    return place.mode is Mode.BEFORE_KEY and not in_key
