@@ -21,6 +21,7 @@ from guided_spec.grammar.completion_tokens import (
 )
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.unique_keys import UniqueKeysMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["SearchEndings", "Way"]
@@ -279,8 +280,10 @@ class _Walk:
 
     def _look(self) -> Iterator[tuple[int, ...]]:
         assert self._row is not None
-        if isinstance(self._matcher, LLGuidanceMatcher):
-            forced = self._matcher.forced_bytes()
+        matcher = self._matcher
+        inner = matcher.inner if isinstance(matcher, UniqueKeysMatcher) else matcher
+        if isinstance(inner, LLGuidanceMatcher):
+            forced = inner.forced_bytes()
             written = self._endings.spelling.write(forced) if forced else None
             if written:
                 yield written
@@ -423,6 +426,8 @@ def _ends_of(text: bytes) -> Iterator[bytes]:
 
 def _takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
     """Whether a matcher accepts some tokens, the last of which ends the text; does not move."""
+    if isinstance(matcher, UniqueKeysMatcher):
+        return matcher.is_unique(token_ids) and _takes(matcher.inner, token_ids)
     if isinstance(matcher, LLGuidanceMatcher):
         return matcher.count_legal(token_ids) == len(token_ids)
     count = _follow(matcher, token_ids)

@@ -94,6 +94,8 @@ SPECS = {
     "tag": GrammarSpec.structural_tag({"type": "structural_tag", "format": TAG}),
 }
 
+KEYED = {"open", "any"}  # whose keys must not repeat, which rules alone do not say
+
 CACHE = EndingsCache(VOCABULARY)
 seeds = st.integers(0, 2**32)
 
@@ -169,13 +171,13 @@ def _check_costs(
 def test_every_text_ends_within_its_budget(name: str) -> None:
     compiled = compiled_of(name)
     endings = CACHE.of(compiled)
-    assert isinstance(endings, RuleEndings), "the printed grammar is not understood"
+    assert isinstance(endings, RuleEndings) == (name not in KEYED), "the grammar is not understood"
     dice = random.Random(name)
     lengths = [len(write(compiled, endings, VOCABULARY, dice)) for _ in range(25)]
     assert len(set(lengths)) > 1
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", sorted(SPECS.keys() - KEYED))
 def test_the_rules_allow_what_the_matcher_allows(name: str) -> None:
     compiled, dice = compiled_of(name), random.Random(name)
     endings = CACHE.of(compiled)
