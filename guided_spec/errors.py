@@ -5,6 +5,7 @@ GuidedSpecError
 │   └── UnknownProposerError             a proposer name that nobody registered
 ├── ModelError                           a model or tokenizer cannot be loaded or used
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
+├── TrainingStoppedError                 a signal ended a training run, which was saved
 ├── RequestError                         one request cannot be served; the others go on
 │   ├── PromptError                      empty, of the wrong type, or longer than the context
 │   ├── BudgetTooSmallError              max_tokens is below the grammar's shortest text
@@ -31,6 +32,7 @@ __all__ = [
     "PromptError",
     "RequestCancelledError",
     "RequestError",
+    "TrainingStoppedError",
     "UnknownProposerError",
     "UnsatisfiableGrammarError",
     "UnsupportedSchemaError",
@@ -39,7 +41,12 @@ __all__ = [
 
 
 class GuidedSpecError(Exception):
-    """The root: catch this to catch everything guided_spec raises on purpose."""
+    """The root: catch this to catch everything guided_spec raises on purpose.
+
+    exit_code: of a command that it ends.
+    """
+
+    exit_code = 1
 
 
 class ConfigError(GuidedSpecError, ValueError):
@@ -65,6 +72,20 @@ class ModelError(GuidedSpecError):
 
 class VocabularyMismatchError(ModelError):
     """The draft model's vocabulary is not the target's."""
+
+
+class TrainingStoppedError(GuidedSpecError):
+    """A signal ended a training run between two steps; it was saved and can be resumed.
+
+    exit_code: 128 and the signal's number, as a shell says of what a signal has ended.
+    """
+
+    def __init__(self, signal_name: str, number: int, step: int, folder: str) -> None:
+        self.exit_code = 128 + number
+        super().__init__(
+            f"{signal_name} after step {step}: saved in {folder}; go on with the same command and "
+            "--resume"
+        )
 
 
 class RequestError(GuidedSpecError):

@@ -39,7 +39,7 @@ def print_json(value: Any) -> None:
 
 @contextmanager
 def failures_as_messages() -> Iterator[None]:
-    """A GuidedSpecError becomes its message on stderr and exit code 1.
+    """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
 
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
@@ -48,4 +48,4 @@ def failures_as_messages() -> Iterator[None]:
         yield
     except GuidedSpecError as error:
         stderr().print(f"{type(error).__name__}: {error}", style="red", markup=False)
-        raise typer.Exit(1) from error
+        raise typer.Exit(error.exit_code) from error

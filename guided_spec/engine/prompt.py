@@ -7,7 +7,7 @@ from typing import Any
 
 from guided_spec.errors import PromptError
 
-__all__ = ["Message", "Prompt", "PromptEncoder", "split_prompts"]
+__all__ = ["Message", "Prompt", "PromptEncoder", "split_prompts", "text_ids"]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | Sequence[Message]
@@ -64,7 +64,7 @@ class PromptEncoder:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return list(self._tokenizer(prompt)["input_ids"])
+            return text_ids(self._tokenizer, prompt)
         if not isinstance(prompt, Sequence):
             kind = type(prompt).__name__
             raise PromptError(f"prompt is a {kind}: pass a str, token ids or chat messages")
@@ -94,6 +94,16 @@ class PromptEncoder:
                 f"prompt holds token {token}: ids must be below the vocabulary's {self._vocab_size}"
             )
         return token
+
+
+def text_ids(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of a text that begins a sequence, with what the tokenizer adds.
+
+    It adds nothing to a text that begins with its beginning-of-text token, as a rendered chat does.
+    """
+    bos = getattr(tokenizer, "bos_token", None)
+    has_bos = isinstance(bos, str) and bos != "" and text.startswith(bos)
+    return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
 def _is_chat(prompt: Sequence[Any]) -> bool:

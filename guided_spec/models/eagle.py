@@ -76,7 +76,7 @@ class EagleHead(nn.Module):
         """Load a head on the target's device and in its dtype, for inference.
 
         The target is not changed; its output head, and its embedding where the checkpoint has
-        none, are used as they are. Raises ModelError, listing what was expected and what was
+        no other, are used as they are. Raises ModelError, listing what was expected and what was
         found, for a checkpoint that is no EAGLE head or was made for another target.
         """
         source = checkpoint.source
@@ -91,7 +91,8 @@ class EagleHead(nn.Module):
         )
         # Some converted files carry a copy of the target's output head, which upstream ignores.
         names = {name: name for name in sorted(checkpoint.names - {"lm_head.weight"})}
-        tensors = read_tensors(checkpoint, names, target.dtype)
+        read = read_tensors(checkpoint, names, target.dtype)
+        tensors = TargetEnds(target).without_copy(read)
         return fill_head(lambda: cls(config, tensors, target), tensors, target, source)
 
     @classmethod

@@ -143,14 +143,15 @@ class Eagle3Head(nn.Module):
         """Load a head on the target's device and in its dtype, for inference.
 
         The target is not changed; its embedding and output head are used as they are where the
-        checkpoint has none. Raises ModelError, listing what was expected and what was found, for a
-        checkpoint that is no EAGLE-3 head or was made for another target.
+        checkpoint has no other. Raises ModelError, listing what was expected and what was found,
+        for a checkpoint that is no EAGLE-3 head or was made for another target.
         """
         source = checkpoint.source
         check_quantization(checkpoint.config, source)
         kept = sorted(checkpoint.names.difference(IGNORED))
         names = {name: name.replace("midlayer.", "layers.0.") for name in kept}
-        tensors = read_tensors(checkpoint, names, target.dtype)
+        read = read_tensors(checkpoint, names, target.dtype)
+        tensors = TargetEnds(target).without_copy(read)
         layout = read_layout(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
         vocabulary = _read_vocabulary(offsets, layout, target, source)

@@ -1,13 +1,16 @@
-"""Draft heads written as checkpoints, which ``load_head`` and other engines read.
+"""Draft heads written as checkpoints, which ``load_head`` reads, in the layouts of others.
 
 =================  ======================================================================
-kind of head       layouts
+kind of head       layouts, and whose loader was run on what is written here
 =================  ======================================================================
-``EagleHead``      "safeailab": SafeAILab/EAGLE, vLLM, lmdeploy
-``Eagle3Head``     "speculators": speculators, vLLM; "safeailab": also SGLang and SpecForge
-``MtpHead``        "deepseek": what DeepSeek and GLM publish
-``QwenMtpHead``    "qwen": what Qwen publishes; "speculators": speculators, vLLM
+``EagleHead``      "safeailab": none
+``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
+``MtpHead``        "deepseek": transformers, once it is added to its target
+``QwenMtpHead``    "qwen": none; "speculators": speculators 0.9
 =================  ======================================================================
+
+vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
+``bench``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 """
 
 from __future__ import annotations

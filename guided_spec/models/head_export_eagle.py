@@ -1,12 +1,13 @@
 """EAGLE and EAGLE-3 heads in the layouts that are published.
 
-SafeAILab's, which SpecForge, SGLang, vLLM and lmdeploy read, describes the layer at the top level
-of config.json; speculators', which vLLM reads, in ``transformer_layer_config``.
+SafeAILab's describes the layer at the top level of config.json; speculators' in
+``transformer_layer_config``. Which loaders were run on them: see ``head_export``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -101,12 +102,18 @@ def eagle3_safeailab(
 def eagle3_speculators(
     head: Eagle3Head, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
 ) -> HeadFiles:
-    """What ``Eagle3DraftModel.from_pretrained`` of speculators reads, and vLLM.
+    """What ``Eagle3DraftModel.from_pretrained`` of speculators 0.9 reads.
 
-    speculators takes an embedding that is omitted from the verifier. Raises ModelError for a head
-    that speculators has no words for.
+    Embedding and output head are always there. speculators takes those that are missing from the
+    verifier only if the memory it finds in their place happens to hold a NaN. Raises ModelError
+    for a head that speculators has no words for, and for embedding="omit".
     """
     layout = head.layout
+    if options.embedding == "omit":
+        raise ModelError(
+            "embedding='omit': speculators does not reliably take them from the verifier; pass "
+            "'auto', or layout='safeailab'"
+        )
     if not layout.use_aux_hidden_state:
         raise _refusal("speculators", "a head with an fc, found none", "safeailab")
     if layout.target_hidden_size != head.hidden_size:
@@ -131,7 +138,8 @@ def eagle3_speculators(
             "tie_word_embeddings": False,
         },
     }
-    return HeadFiles(config, _complete_eagle3(head, tensors, target, options))
+    complete = replace(options, embedding="copy")
+    return HeadFiles(config, _complete_eagle3(head, tensors, target, complete))
 
 
 def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
@@ -170,8 +178,8 @@ def _with_embedding(
 def _borrowed(rows: Tensor | None, what: str) -> Tensor:
     if rows is None:
         raise ModelError(
-            f"embedding='copy': expected plain weights of the target's {what}, found others; pass "
-            "embedding='omit'"
+            f"embedding='copy': expected plain weights of the target's {what}, found others; save "
+            "it as 'safeailab', with embedding='omit'"
         )
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict, get_args
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ __all__ = [
     "speculators_config",
 ]
 
-Embedding = Literal["omit", "copy"]
+Embedding = Literal["auto", "omit", "copy"]
 
 # The release whose files these are.
 SPECULATORS_VERSION = "0.9.0"
@@ -46,15 +46,15 @@ class SaveOptions:
 
     dtype: of its weights. speculative_tokens: how many to draft, which layouts of speculators tell
     the engine. embedding: "copy" writes what the head borrows of the target, its embedding and
-    where the layout has a place for it the output head, for engines that do not look for it in the
-    target; "omit" leaves it out, which is smaller.
+    where the layout has a place for it the output head; "omit" leaves it out, which is smaller;
+    "auto" writes it where the layout's own loader does not take it from the target.
 
     Raises ConfigError, naming the option, for a value that cannot be.
     """
 
     dtype: torch.dtype = torch.bfloat16
     speculative_tokens: int = 5
-    embedding: Embedding = "omit"
+    embedding: Embedding = "auto"
 
     def __post_init__(self) -> None:
         if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
@@ -62,8 +62,8 @@ class SaveOptions:
             raise ConfigError("dtype", self.dtype, fix)
         if self.speculative_tokens < 1:
             raise ConfigError("speculative_tokens", self.speculative_tokens, "must be at least 1")
-        if self.embedding not in ("omit", "copy"):
-            raise ConfigError("embedding", self.embedding, "must be 'omit' or 'copy'")
+        if self.embedding not in get_args(Embedding):
+            raise ConfigError("embedding", self.embedding, "must be 'auto', 'omit' or 'copy'")
 
 
 class SaveKeywords(TypedDict, total=False):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
@@ -48,6 +50,20 @@ class TargetEnds:
         """
         weight = getattr(self._head, "weight", None)
         return _plain_rows(weight, token_ids, width)
+
+    def without_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of a head, but for an ``embed_tokens.weight`` that is the target's own.
+
+        It may be rounded to another dtype. What a head was trained with, and shares, needs no
+        memory of its own.
+        """
+        kept, own = dict(tensors), getattr(self._embedding, "weight", None)
+        copy = kept.get("embed_tokens.weight")
+        if copy is None or not isinstance(own, Tensor) or own.shape != copy.shape:
+            return kept
+        if torch.equal(own.detach().to(copy.dtype), copy.to(own.device)):
+            del kept["embed_tokens.weight"]
+        return kept
 
     def embedding_rows(self, width: int) -> Tensor | None:
         """A copy of the embedding, float32 [V, width], or None as of ``output_rows``."""

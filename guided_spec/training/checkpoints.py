@@ -7,14 +7,45 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["Checkpoints", "Progress"]
+__all__ = ["CHECKPOINTS", "Checkpoints", "Progress", "check_folder", "check_output"]
+
+CHECKPOINTS = "checkpoints"  # in the output folder of a run
 
 PROGRESS = "progress.json"
 PARTIAL = "unfinished"
+MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+
+
+def check_output(folder: Path, *, resume: bool) -> None:
+    """Refuse the output folder of a run that it cannot write to, or that holds another one's files.
+
+    Raises ConfigError where a model would be overwritten, where there are checkpoints that
+    ``resume`` does not ask for, and for a folder that cannot be written.
+    """
+    has_checkpoints = Checkpoints(folder / CHECKPOINTS, 1, {}).newest() is not None
+    if has_checkpoints and not resume:
+        fix = "holds the checkpoints of a run: pass --resume, or another folder"
+        raise ConfigError("output", str(folder), fix)
+    models = [name for name in MODEL_FILES if (folder / name).exists()]
+    if models and not has_checkpoints:
+        fix = f"holds a model ({', '.join(models)}) that would be overwritten: pass another folder"
+        raise ConfigError("output", str(folder), fix)
+    check_folder("output", folder)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Make a folder, and raise ConfigError, naming the option, where it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fix = f"cannot be written to ({error}): pass another folder"
+        raise ConfigError(option, str(folder), fix) from error
 
 
 @dataclass
@@ -48,12 +79,12 @@ class Checkpoints:
         found = self._complete()
         return found[-1] if found else None
 
-    def save(self, accelerator: Any, progress: Progress) -> None:
+    def save(self, accelerator: Any, progress: Progress) -> Path:
         """Write model, optimizer, random states and ``progress``; every process has to call it.
 
-        A checkpoint gets its name when it is complete: a kill leaves no broken one.
+        Returns its folder, which gets its name when it is complete: a kill leaves no broken one.
         """
-        partial = self._folder / PARTIAL
+        partial, final = self._folder / PARTIAL, self._folder / f"step_{progress.step:06d}"
         if accelerator.is_main_process:
             shutil.rmtree(partial, ignore_errors=True)
         accelerator.wait_for_everyone()
@@ -62,12 +93,12 @@ class Checkpoints:
         if accelerator.is_main_process:
             record = {"progress": asdict(progress), "identity": self._identity}
             (partial / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
-            final = self._folder / f"step_{progress.step:06d}"
             shutil.rmtree(final, ignore_errors=True)
             partial.rename(final)
             for old in self._complete()[: -self._keep]:
                 shutil.rmtree(old)
         accelerator.wait_for_everyone()
+        return final
 
     def load(self, accelerator: Any) -> Progress:
         """Restore the newest checkpoint; every process has to call it. A fresh start if none.

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.llm import LLM
+from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.models.loading import end_of_text_ids
@@ -29,6 +30,7 @@ from guided_spec.training.data.grammar_masks import GrammarMasks
 from guided_spec.training.data.records import read_lines
 from guided_spec.training.data.regenerate import regenerate
 from guided_spec.training.options import TrainOptions
+from guided_spec.training.stopping import ignore_stop_signals
 from guided_spec.training.trainer import TrainingData
 from guided_spec.types import SamplingParams
 
@@ -66,15 +68,16 @@ class Corpus:
         if options.regenerate:
             paths = _regenerate(options, accelerator, target, tokenizer)
         stop_ids = end_of_text_ids(target, tokenizer)
+        config: Any = target.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None) or options.max_length
         dataset = load_examples(
             paths,
             tokenizer,
             stop_ids=stop_ids,
-            max_length=options.max_length,
+            max_length=min(options.max_length, context),
             limit=options.limit,
         )
         split = split_heldout(dataset, options.heldout_share, options.seed)
-        config: Any = target.config.get_text_config(decoder=True)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, config.vocab_size, stop_ids)
         return cls(split.train, split.heldout, vocabulary, GrammarMasks(vocabulary), options)
 
@@ -92,7 +95,10 @@ class Corpus:
             settings = {"limit": FORCED_DOCUMENTS, "walks": FORCED_WALKS}
             keep |= forced_tokens(self.train, self.masks, seed=self.options.seed, **settings)
         counts = count_tokens(self.train, self.vocabulary.vocab_size)
-        found = select_draft_vocabulary(counts, size, keep)
+        try:
+            found = select_draft_vocabulary(counts, size, keep)
+        except ConfigError as error:
+            raise ConfigError("draft_vocab_size", size, error.fix) from error
         return DraftVocabulary(found.target_ids.to(device), found.target_size)
 
     def batches(self, accelerator: Any) -> TrainingData:
@@ -126,6 +132,7 @@ class Corpus:
             dataset,
             batch_sampler=sampler,
             collate_fn=collator,
+            worker_init_fn=ignore_stop_signals,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=accelerator.device.type == "cuda",

@@ -9,9 +9,12 @@ layers, where the file was written here.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -23,6 +26,7 @@ from guided_spec.training.features import Features
 
 __all__ = ["KeptFeatures", "StoredFeatures", "feature_file", "write_features"]
 
+DTYPES = ("BF16", "F16", "F32")
 REMAKE = "the data or the target has changed: pass another folder, or delete this one"
 
 
@@ -85,29 +89,46 @@ class StoredFeatures:
         moved = together.to(batch.token_ids.device, non_blocking=True)
         return TargetStates(moved[:, :, :-1], moved[:, :, -1])
 
+    def check(self, index: int, token_ids: Tensor) -> None:
+        """Raise what reading the file of row ``index`` would, without reading its states.
+
+        token_ids: int64 [S], on the CPU: of the document.
+        """
+        with self._opened(index, token_ids):
+            pass
+
     def _read(self, index: int, token_ids: Tensor) -> Tensor:
         """Hidden states [S, A + 1, H] of one document."""
+        with self._opened(index, token_ids) as file:
+            states: Tensor = file.get_tensor("hidden_states")
+        return states
+
+    @contextmanager
+    def _opened(self, index: int, token_ids: Tensor) -> Iterator[Any]:
+        """The file of a document, which fits it and the layers."""
         path = feature_file(self._folder, index)
         if not path.is_file():
             raise ConfigError("features", str(path), "there is no such file; make it first")
         try:
             with safe_open(path, "pt") as file:
-                header = (file.metadata() or {}).get("layers", _spell(self._layers))
-                states: Tensor = file.get_tensor("hidden_states")
-                found: Tensor = file.get_tensor("token_ids")
+                self._check_file(path, file, token_ids)
+                yield file
         except SafetensorError as error:
             raise _wrong(path, f"cannot be read: {error}") from error
+
+    def _check_file(self, path: Path, file: Any, token_ids: Tensor) -> None:
+        header = (file.metadata() or {}).get("layers", _spell(self._layers))
         if header != _spell(self._layers):
             raise _wrong(path, f"holds the layers {header}, expected {_spell(self._layers)}")
-        if not torch.equal(found, token_ids):
+        if not torch.equal(file.get_tensor("token_ids"), token_ids):
             raise _wrong(path, "holds other tokens than the dataset's row")
-        slots = len(self._layers) + 1
-        if states.dim() != 3 or states.shape[:2] != (len(token_ids), slots):
+        states, slots = file.get_slice("hidden_states"), len(self._layers) + 1
+        shape, dtype = list(states.get_shape()), states.get_dtype()
+        if len(shape) != 3 or shape[:2] != [len(token_ids), slots]:
             expected = f"[{len(token_ids)}, {slots}, H]"
-            raise _wrong(path, f"holds states {list(states.shape)}, expected {expected}")
-        if states.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-            raise _wrong(path, f"holds states of {states.dtype}; write them in bfloat16")
-        return states
+            raise _wrong(path, f"holds states {shape}, expected {expected}")
+        if dtype not in DTYPES:
+            raise _wrong(path, f"holds states of {dtype}; write them in bfloat16")
 
 
 class KeptFeatures:
@@ -126,6 +147,16 @@ class KeptFeatures:
         states = self._compute(batch)
         write_features(self._folder, batch, states, self._layers)
         return states
+
+    def check(self, dataset: Any) -> None:
+        """Raise ConfigError for a file that is there, but not of its row of ``dataset``.
+
+        dataset: as ``load_examples`` makes it. Files are opened, their states are not read.
+        """
+        for row in dataset.select_columns(["index", "input_ids"]):
+            index = int(row["index"])
+            if feature_file(self._folder, index).is_file():
+                self._stored.check(index, torch.from_numpy(np.asarray(row["input_ids"])))
 
 
 def _spell(layers: Sequence[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,18 +14,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, TrainingStoppedError
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
+from guided_spec.training.checkpoints import check_folder, check_output
 from guided_spec.training.corpus import Corpus
 from guided_spec.training.feature_files import KeptFeatures
 from guided_spec.training.features import Features, OnlineFeatures
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.processes import close_accelerator, make_accelerator, shard_layers
 from guided_spec.training.registry import find_algorithm
+from guided_spec.training.rehearsal import Rehearsal, choose_layout
 from guided_spec.training.trainer import Trainer, TrainingResult
-from guided_spec.training.validation import decode_heldout
-from guided_spec.types import SamplingParams
+from guided_spec.training.validation import decode_heldout, decoding_params
 
 __all__ = ["REPORT", "TrainingReport", "train"]
 
@@ -66,16 +68,26 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
 
     algorithm_options: keyword arguments, the fields of the algorithm's ``config_class``.
     In a run of several processes each of them has to call it; all get the report, the main one
-    writes the files. Raises ConfigError and ModelError.
+    writes the files. What can be refused is refused before the first step, by ConfigError and
+    ModelError: see ``Rehearsal``. Raises TrainingStoppedError as ``Trainer.run`` does.
     """
     if options.target == BUNDLED:
         options = replace(options, target=bundled_asset("target"))
     algorithm = _algorithm(options)
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
+    check_output(Path(options.output), resume=options.resume)
+    if options.features is not None:
+        check_folder("features", Path(options.features))
     accelerator = make_accelerator(options)
-    report = _run(options, algorithm_options, algorithm, accelerator, forward)
+    stopped: TrainingStoppedError | None = None
+    try:
+        report = _run(options, algorithm_options, algorithm, accelerator, forward)
+    except TrainingStoppedError as error:
+        stopped = error.with_traceback(None)  # its frames hold the model
     close_accelerator(accelerator)
+    if stopped is not None:
+        raise stopped
     return report
 
 
@@ -89,16 +101,22 @@ def _run(
     target = load_model(options.target, dtype=options.target_dtype, device=accelerator.device)
     target.requires_grad_(requires_grad=False)
     tokenizer = load_tokenizer(options.target)
-    corpus = Corpus.load(options, accelerator, target, tokenizer)
+    with ExitStack() as stack:
+        rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
+        if accelerator.is_main_process:
+            stack.enter_context(rehearsal)
+        corpus = Corpus.load(options, accelerator, target, tokenizer)
+        if accelerator.is_main_process:
+            rehearsal.decode(corpus.decode_items(options.decode_limit))
     model = algorithm.from_training_args(
         target.config.get_text_config(decoder=True),
         target=target,
         vocabulary=corpus.draft_vocabulary(accelerator.device),
         **algorithm_options,
     )
-    layout = _layout(options, tuple(model.layouts))
+    layout = choose_layout(options, tuple(model.layouts))
     shard_layers(accelerator, model.layers)
-    features = _features(options, target, tuple(model.feature_layers))
+    features = _features(options, target, tuple(model.feature_layers), corpus)
     trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
     result = trainer.run(Path(options.output))
     tensors = accelerator.get_state_dict(trainer.model)
@@ -121,18 +139,16 @@ def _algorithm(options: TrainOptions) -> Any:
     return algorithm
 
 
-def _layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
-    if options.layout is not None and options.layout not in layouts:
-        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
-        raise ConfigError("layout", options.layout, fix)
-    return options.layout or layouts[0]
-
-
-def _features(options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...]) -> Features:
+def _features(
+    options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...], corpus: Corpus
+) -> Features:
     online = OnlineFeatures(target, layers)
     if options.features is None:
         return online
-    return KeptFeatures(Path(options.features), layers, online)
+    kept = KeptFeatures(Path(options.features), layers, online)
+    for dataset in (corpus.train, corpus.heldout):
+        kept.check(dataset)
+    return kept
 
 
 def _report(
@@ -167,10 +183,13 @@ def _decode(
     """The report with what decoding gave, written again; unchanged where there are no items."""
     if not items:
         return report
-    params = SamplingParams(max_tokens=options.decode_max_tokens)
-    draft = Path(options.output)
     counted = decode_heldout(
-        target, tokenizer, draft, items, params, num_draft_tokens=options.num_draft_tokens
+        target,
+        tokenizer,
+        Path(options.output),
+        items,
+        decoding_params(options),
+        num_draft_tokens=options.num_draft_tokens,
     )
     report = replace(report, decoded=counted.as_dict())
     report.write()

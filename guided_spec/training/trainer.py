@@ -11,15 +11,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
 from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.training.batch import TrainingBatch
-from guided_spec.training.checkpoints import Checkpoints, Progress
+from guided_spec.training.checkpoints import CHECKPOINTS, Checkpoints, Progress, check_output
 from guided_spec.training.features import Features
 from guided_spec.training.metrics import MetricSums, acceptance_lengths
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run_log import RunLog
 from guided_spec.training.schedule import make_optimizer, rate_factor
+from guided_spec.training.stopping import StopRequest
 from guided_spec.training.validation import evaluate
 
 __all__ = ["Trainer", "TrainingData", "TrainingResult"]
@@ -79,10 +80,12 @@ class Trainer:
     def run(self, output: Path) -> TrainingResult:
         """Train, with checkpoints and logs below the folder ``output``.
 
-        Raises ConfigError when there are checkpoints there that cannot be gone on from, and
-        ModelError, naming the step, when a loss is not a finite number.
+        Raises ConfigError as ``check_output`` does, and when there are checkpoints that cannot be
+        gone on from, and ModelError, naming the step, when a loss is not a finite number. SIGTERM
+        or SIGINT in any process saves behind the step and raises TrainingStoppedError in all.
         """
-        checkpoints = self._checkpoints(output / "checkpoints")
+        check_output(output, resume=self._options.resume)
+        checkpoints = self._checkpoints(output / CHECKPOINTS)
         self._progress = checkpoints.load(self._accelerator)
         progress = self._progress
         started = time.perf_counter() - progress.seconds
@@ -91,14 +94,16 @@ class Trainer:
         with (
             shape_free_kernels(),
             RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,
+            StopRequest(self._accelerator) as stop,
         ):
             for batch in self._batches():
                 self._train_on(batch)
                 if self._accelerator.sync_gradients:
                     progress.step += 1
                     progress.seconds = time.perf_counter() - started
-                    self._after_step(log, checkpoints)
+                    self._after_step(log, checkpoints, stop)
             heldout = self._evaluate()
+            self._stop_if_asked(log, checkpoints, stop)  # a signal that came since the last step
             log.write(progress.step, {f"heldout_{name}": v for name, v in heldout.items()})
         return TrainingResult(progress, self._metrics, heldout)
 
@@ -108,11 +113,7 @@ class Trainer:
         identity = {name: getattr(options, name) for name in names}
         identity["documents"] = len(self._data.train.dataset)
         identity["processes"] = self._accelerator.num_processes
-        checkpoints = Checkpoints(folder, options.keep_checkpoints, identity)
-        if not options.resume and checkpoints.newest() is not None:
-            fix = "holds the checkpoints of a run: pass --resume, or another folder"
-            raise ConfigError("output", options.output, fix)
-        return checkpoints
+        return Checkpoints(folder, options.keep_checkpoints, identity)
 
     def _batches(self) -> Iterator[TrainingBatch]:
         """The batches that are left, on the device; counts them before they are used."""
@@ -149,8 +150,9 @@ class Trainer:
         for group in self._optimizer.param_groups:
             group["lr"] = self._options.learning_rate * factor
 
-    def _after_step(self, log: RunLog, checkpoints: Checkpoints) -> None:
+    def _after_step(self, log: RunLog, checkpoints: Checkpoints, stop: StopRequest) -> None:
         step, options = self._progress.step, self._options
+        self._stop_if_asked(log, checkpoints, stop)
         is_last = step == self.total_steps
         saves = options.save_every and (is_last or step % options.save_every == 0)
         evaluates = options.eval_every and step % options.eval_every == 0 and not is_last
@@ -162,6 +164,14 @@ class Trainer:
         if saves:
             checkpoints.save(self._accelerator, self._progress)
         log.advance(step)
+
+    def _stop_if_asked(self, log: RunLog, checkpoints: Checkpoints, stop: StopRequest) -> None:
+        received = stop.agreed()
+        if received is not None:
+            if self._losses:
+                self._write_metrics(log)
+            step, folder = self._progress.step, checkpoints.save(self._accelerator, self._progress)
+            raise TrainingStoppedError(received.name, received, step, str(folder))
 
     def _write_metrics(self, log: RunLog) -> None:
         """Add up what the processes saw since the last time. The only wait for the device."""

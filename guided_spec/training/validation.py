@@ -15,14 +15,16 @@ from guided_spec.bench.measurement import Measurement, measure_completions
 from guided_spec.bench.validity import valid_share
 from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ModelError
 from guided_spec.training.algorithm import Metric
 from guided_spec.training.batch import TrainingBatch
 from guided_spec.training.features import Features
 from guided_spec.training.metrics import MetricSums, acceptance_lengths
+from guided_spec.training.options import TrainOptions
 from guided_spec.types import SamplingParams
 
-__all__ = ["decode_heldout", "evaluate"]
+__all__ = ["check_decoding", "decode_heldout", "decoding_params", "evaluate"]
 
 BATCH_SIZE = 8  # documents decoded at a time
 
@@ -67,23 +69,68 @@ def decode_heldout(
     ``valid`` and ``acceptance_length`` of the result are what to look at. Raises ModelError when
     the draft does not load, or a request fails.
     """
-    settings: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "num_draft_tokens": num_draft_tokens,
-        "max_batch_size": BATCH_SIZE,
-        "max_model_len": _context(target, items, params),
-    }
     wanted = [replace(params, grammar=item.grammar) for item in items]
-    with LLM(target, "auto", draft=str(draft), **settings) as llm:
+    context = _context(target, items, params)
+    with _engine(target, tokenizer, draft, context, num_draft_tokens=num_draft_tokens) as llm:
         started = time.perf_counter()
         outputs = llm.generate([item.prompt for item in items], wanted)
         seconds = time.perf_counter() - started
     completions = [output.completions[0] for output in outputs]
-    failed = next((completion.error for completion in completions if completion.error), None)
-    if failed is not None:
-        raise ModelError(f"draft={str(draft)!r}: a held-out document failed: {failed}")
+    for completion in completions:
+        _raise_error(draft, completion)
     valid = valid_share(completions, items)
     return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
+
+
+def check_decoding(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Path,
+    items: Sequence[WorkItem],
+    params: SamplingParams,
+    *,
+    num_draft_tokens: int,
+) -> None:
+    """Raise what ``decode_heldout`` would, at the cost of the first tokens of every answer."""
+    context = _context(target, items, params)
+    with _engine(target, tokenizer, draft, context, num_draft_tokens=num_draft_tokens) as llm:
+        for start in range(0, len(items), BATCH_SIZE):
+            batch = items[start : start + BATCH_SIZE]
+            waiting = set(range(len(batch)))
+            wanted = [replace(params, grammar=item.grammar) for item in batch]
+            for chunk in llm.stream([item.prompt for item in batch], wanted):
+                _raise_error(draft, chunk.completion)
+                waiting.discard(chunk.prompt_index)
+                if not waiting:
+                    break
+
+
+def decoding_params(options: TrainOptions) -> SamplingParams:
+    """How held-out documents are decoded at the end of a run."""
+    return SamplingParams(max_tokens=options.decode_max_tokens)
+
+
+def _engine(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    draft: Path,
+    context: int | None,
+    *,
+    num_draft_tokens: int,
+) -> LLM:
+    settings: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "num_draft_tokens": num_draft_tokens,
+        "max_batch_size": BATCH_SIZE,
+        "max_model_len": context,
+    }
+    return LLM(target, "auto", draft=str(draft), **settings)
+
+
+def _raise_error(draft: Path, completion: Completion | None) -> None:
+    if completion is not None and completion.error is not None:
+        problem = f"a held-out document failed: {completion.error}"
+        raise ModelError(f"draft={str(draft)!r}: {problem}")
 
 
 def _context(

@@ -10,7 +10,7 @@ import pytest
 from guided_spec.bench.compare import Plan, run_plan
 from guided_spec.bench.measurement import Measurement
 from guided_spec.bench.validity import is_valid
-from guided_spec.bench.workload import WorkItem, load_workload
+from guided_spec.bench.workload import WorkItem, load_workload, read_grammar
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -48,6 +48,17 @@ def test_a_workload(workload: Path) -> None:
     assert load_workload(workload, 2) == items[:2]
 
 
+def test_a_request_may_ask_for_any_grammar() -> None:
+    regex = GrammarSpec.regex("b")
+    for record, expected in (
+        ({"lark": "start: A"}, GrammarSpec.lark("start: A")),
+        ({"regex": "b", "after": "</think>"}, regex.after("</think>")),
+        ({"regex": "b", "after": True}, regex.after()),
+        ({"regex": "b", "reasoning_budget": 9}, regex.after(reasoning_budget=9)),
+    ):
+        assert read_grammar(record) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -55,6 +66,8 @@ def test_a_workload(workload: Path) -> None:
         ('{"prompt": "a"}\n{"prompt": ', ":2': is not JSON"),
         ("\n[1, 2]\n", ":2': must be a JSON object"),
         ('{"schema": {}}', ":1': has neither prompt nor messages"),
+        ('{"prompt": "a", "grammar": "b"}', ":1': grammar='b': is unknown; the keys are after, .*"),
+        ('{"prompt": "a", "reasoning_budget": 3}', ":1': after=None: needs a grammar"),
         ('{"prompt": "a", "choice": []}', "must be a non-empty list"),
         ('{"prompt": "a", "regex": 5}', "must be a str"),
         ('{"prompt": "a", "schema": 5}', "must be a dict"),

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of speculators' own depende
 STEPS = 3
 
 
-@pytest.mark.parametrize("embedding", ["omit", "copy"])
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -31,14 +30,13 @@ STEPS = 3
         ("qwen3", {"model_type": "qwen3", "aux_hidden_layers": (0, 1, 3, 4)}),
     ],
 )
-def test_eagle3(tmp_path: Path, name: str, options: dict[str, Any], embedding: Any) -> None:
+def test_eagle3(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
     pytest.importorskip("speculators")
     target: Any = build(name)
     head = fresh_head("eagle3", target, **options)
     spread(head)
     save_target(target, tmp_path / "target")
-    arguments: Any = {"dtype": torch.float32, "embedding": embedding}
-    save_head(head, tmp_path, layout="speculators", target=target, **arguments)
+    save_head(head, tmp_path, layout="speculators", target=target, dtype=torch.float32)
     (text,) = draw_texts([7], 32 * len(head.aux_hidden_layers), 64, drafts=STEPS)
     wanted = eagle3_logits(tmp_path, text, steps=STEPS)
     for position in range(7):

@@ -104,61 +104,6 @@ def same_tensors(head: nn.Module, expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"), [("eagle", "safeailab"), ("eagle3", "speculators"), ("eagle3", "safeailab")]
-)
-def test_a_copied_embedding_changes_no_draft(tmp_path: Path, kind: str, layout: str) -> None:
-    target: Any = named(build("llama"))
-    head = fresh_head(kind, target)
-    spread(head)
-    options: Any = {"dtype": torch.float32, "embedding": "copy"}
-    save_head(head, tmp_path, layout=layout, target=target, **options)
-    loaded: Any = load_head(kind, tmp_path, target)
-    assert torch.equal(loaded.embed_tokens.weight, target.model.embed_tokens.weight)
-    assert torch.equal(drafts(loaded, target), drafts(head, target))
-
-
-@pytest.mark.parametrize(
-    ("kind", "layout", "names"),
-    [
-        (
-            "mtp",
-            "deepseek",
-            ("model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"),
-        ),
-        ("qwen_mtp", "qwen", ("model.embed_tokens.weight", "lm_head.weight")),
-    ],
-)
-def test_mtp_modules_may_hold_copies_of_the_ends(
-    tmp_path: Path, kind: str, layout: str, names: tuple[str, str]
-) -> None:
-    target: Any = build("llama")
-    head = fresh_head(kind, target)
-    spread(head)
-    options: Any = {"dtype": torch.float32, "embedding": "copy"}
-    save_head(head, tmp_path, layout=layout, target=target, **options)
-    stored = load_file(tmp_path / MODEL)
-    assert torch.equal(stored[names[0]], target.model.embed_tokens.weight)
-    assert torch.equal(stored[names[1]], target.lm_head.weight)
-    assert find_method(tmp_path, target) == "mtp"
-    same_tensors(load_head("mtp", tmp_path, target), head.state_dict())  # type: ignore[arg-type]
-
-
-def test_what_a_head_borrowed_is_copied(tmp_path: Path) -> None:
-    """A head whose checkpoint had no output head uses the target's."""
-    target: Any = named(build("llama"))
-    write_eagle3(tmp_path / "old", target, draft_vocab_size=None, own_lm_head=False)
-    head: Any = load_head("eagle3", tmp_path / "old", target)
-    for embedding in ("omit", "copy"):
-        folder = tmp_path / embedding
-        options: Any = {"dtype": torch.float32, "embedding": embedding}
-        save_head(head, folder, layout="speculators", target=target, **options)
-        assert ("lm_head.weight" in Checkpoint.open(folder).names) == (embedding == "copy")
-        assert torch.equal(
-            drafts(load_head("eagle3", folder, target), target), drafts(head, target)
-        )
-
-
 def test_a_head_that_is_saved_again_is_read_again(tmp_path: Path) -> None:
     target = build("llama")
     head = fresh_head("eagle", target)
@@ -362,7 +307,7 @@ def test_a_target_without_a_name_is_an_error(tmp_path: Path) -> None:
         ({"dtype": torch.int8}, r"dtype=torch\.int8: must be"),
         ({"dtype": torch.float8_e4m3fn}, "dtype=.*must be"),
         ({"speculative_tokens": 0}, "speculative_tokens=0: must be at least 1"),
-        ({"embedding": "tied"}, "embedding='tied': must be 'omit' or 'copy'"),
+        ({"embedding": "tied"}, "embedding='tied': must be 'auto', 'omit' or 'copy'"),
     ],
 )
 def test_options_are_checked(tmp_path: Path, options: Any, message: str) -> None:

@@ -197,7 +197,7 @@ def spoil(path: Path, problem: str) -> None:
         ("tokens", "holds other tokens than the dataset's row"),
         ("shorter", "holds other tokens than the dataset's row"),
         ("slots", r"holds states \[9, 3, 32\], expected \[9, 4, H\]"),
-        ("dtype", "holds states of torch.float8_e4m3fn"),
+        ("dtype", "holds states of F8_E4M3"),
         ("neighbour", "another width or dtype than its neighbours"),
     ],
 )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +36,9 @@ class ToyConfig:
     aux_layer: int = option("The layer it reads.", default=1)
     spoil_step: int = option("The forward whose loss is not a number; -1: none.", default=-1)
     stop_step: int = option("The forward in which the process dies; -1: none.", default=-1)
+    signal_step: int = option("The forward in which a signal comes; -1: none.", default=-1)
+    signal_name: str = option("Which one.", default="SIGTERM")
+    signal_rank: int = option("The process that gets it.", default=0)
 
 
 @register("toy")
@@ -74,6 +79,9 @@ class ToyTraining(nn.Module):
         self._forwards += self.training
         if self.training and self._forwards == self._config.stop_step:
             raise KeyboardInterrupt
+        is_hit = int(os.environ.get("RANK", "0")) == self._config.signal_rank
+        if self.training and is_hit and self._forwards == self._config.signal_step:
+            os.kill(os.getpid(), signal.Signals[self._config.signal_name])
         assert masked == (len(batch.bitmask) > 1)
         scores = self.score(self.layers[0](states.aux[:, :-2, 0].float()))
         goal = batch.token_ids[:, 2:]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from guided_spec.bench.workload import read_grammar
+from guided_spec.bench.workload import GRAMMAR_KEYS, NOTE_KEYS, read_grammar, refuse_unknown
 from guided_spec.engine.prompt import Message
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
@@ -15,6 +15,7 @@ from guided_spec.grammar.spec import GrammarSpec
 __all__ = [
     "ANSWER_NAMES",
     "CHAT_NAMES",
+    "RECORD_KEYS",
     "SHAREGPT_ROLES",
     "Example",
     "Line",
@@ -27,6 +28,19 @@ ANSWER_NAMES = ("response", "completion", "answer")
 
 CHAT_NAMES = ("messages", "conversations", "prompt")
 """Where a chat may stand; the first one that is there counts."""
+
+REFUSED = {
+    "after": "is not followed in training: write the grammar of the whole answer",
+    "lark": "is not followed in training: write it as ebnf",
+    "reasoning_budget": "is not followed in training: write the grammar of the whole answer",
+    "tools": "are not written into prompts; write them into the system message, drop the member",
+}
+"""What an engine could do, but not a training run; and what to do instead."""
+
+RECORD_KEYS = frozenset(
+    {*CHAT_NAMES, "text", *ANSWER_NAMES, *GRAMMAR_KEYS, *NOTE_KEYS}.difference(REFUSED)
+)
+"""All that may stand in a record."""
 
 SHAREGPT_ROLES = {
     "assistant": "assistant",
@@ -82,11 +96,13 @@ def read_example(record: Mapping[str, Any]) -> Example:
     ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
     ``prompt``: text. Their answer is the assistant's last message or, behind the prompt,
     ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
-    all of it is the answer. The grammar: see ``read_grammar``. Raises ConfigError.
+    all of it is the answer. The grammar: see ``read_grammar``. Raises ConfigError, also for a key
+    that is none of ``RECORD_KEYS``.
     """
-    if record.get("tools"):
-        fix = "are not written into prompts; write them into the system message, drop the member"
-        raise ConfigError("tools", record["tools"], fix)
+    for key, fix in REFUSED.items():
+        if record.get(key):
+            raise ConfigError(key, record[key], fix)
+    refuse_unknown({**record, **dict.fromkeys(REFUSED)}, RECORD_KEYS)
     grammar = read_grammar(record)
     answer = _answer(record)
     chat = _chat(record)

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from guided_spec.engine.prompt import Message, PromptEncoder
+from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.training.data.records import Example, read_example
@@ -105,7 +105,7 @@ def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -
 
 
 def _text_segments(text: str, tokenizer: Any) -> list[Segment]:
-    token_ids = list(tokenizer(text)["input_ids"])
+    token_ids = text_ids(tokenizer, text)
     start = int(bool(token_ids) and token_ids[0] == getattr(tokenizer, "bos_token_id", None))
     return [
         Segment(token_ids[:start], is_answer=False),

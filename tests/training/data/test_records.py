@@ -13,6 +13,12 @@ from guided_spec.training.data.records import Example, read_example, read_lines
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}
+EBNF = GrammarSpec.ebnf('r ::= "x"', root="r")
+TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
+
+
+def with_grammar(grammar: GrammarSpec | None) -> Example:
+    return Example("a", None, grammar)
 
 
 @pytest.mark.parametrize(
@@ -41,6 +47,18 @@ REPLY = {"role": "assistant", "content": "Hello"}
             {"prompt": "a", "schema": {}, "regex": None, "any_whitespace": True},
             Example("a", None, GrammarSpec.json_schema({}, any_whitespace=True)),
         ),
+        ({"prompt": "a", "ebnf": 'r ::= "x"', "root": "r"}, with_grammar(EBNF)),
+        ({"prompt": "a", "structural_tag": TAG}, with_grammar(GrammarSpec.structural_tag(TAG))),
+        (
+            {"prompt": "a", "response_format": {"type": "json_object"}},
+            with_grammar(GrammarSpec.json_object()),
+        ),
+        ({"prompt": "a", "response_format": {"type": "text"}}, with_grammar(None)),
+        (
+            {"prompt": "a", "schema": {}, "key_order": "any", "unsupported": "rewrite"},
+            with_grammar(GrammarSpec.json_schema({}, key_order="any", unsupported="rewrite")),
+        ),
+        ({"prompt": "a", "id": 7, "kind": "order", "tools": []}, with_grammar(None)),
     ],
 )
 def test_shapes(record: dict[str, Any], expected: Example) -> None:
@@ -61,6 +79,12 @@ def test_shapes(record: dict[str, Any], expected: Example) -> None:
         ({"prompt": "a", "schema": {}, "regex": "b"}, "at most one"),
         ({"prompt": "a", "schema": {}, "any_whitespace": 1}, "must be True or False"),
         ({"messages": [USER], "tools": [{}]}, "tools=.*system message"),
+        ({"prompt": "a", "schemas": {}}, "schemas={}: is unknown; the keys are answer, .* text"),
+        ({"conversations": [], "system": "Be kind"}, "system='Be kind': is unknown"),
+        ({"prompt": "a", "regex": "b", "root": "c"}, "root='c': goes with ebnf only"),
+        ({"prompt": "a", "regex": "b", "after": "x"}, "after='x': is not followed"),
+        ({"prompt": "a", "lark": "b"}, "lark='b': .*write it as ebnf"),
+        ({"prompt": "a", "ebnf": 5}, "must be a str"),
     ],
 )
 def test_broken_records(record: dict[str, Any], message: str) -> None:
