@@ -351,7 +351,8 @@ class Scan:
     def _test_content(self, content: NDArray[np.int32], matcher: GrammarMatcher) -> None:
         way = self._state.text
         probes = spread_tokens(content, _PROBES)
-        if self._fits(way) and all(self._completes(matcher, token, way) for token in probes):
+        is_alike = self._fits(way) and not _may_repeat(matcher)
+        if is_alike and all(self._completes(matcher, token, way) for token in probes):
             self._groups.append(_Group(content, way))
         else:
             self._test(first_tokens(content, _TESTED), matcher)
@@ -364,7 +365,9 @@ class Scan:
             alike = turns[kinds == kind]
             first = alike[:_ALIKE].tolist()
             self._test(first, matcher)
-            if all(token in self._ways for token in first):
+            if kind >= tokens.num_plain or _may_repeat(matcher):
+                self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), matcher)
+            elif all(token in self._ways for token in first):
                 self._groups.append(_Group(alike, self._ways[first[0]]))
             else:
                 self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
@@ -412,6 +415,11 @@ class Scan:
 
     def _completes(self, matcher: GrammarMatcher, token: int, way: bytes) -> bool:
         return self._endings.completes(matcher, (token,), way)
+
+
+def _may_repeat(matcher: GrammarMatcher) -> bool:
+    """Whether one of several like tokens may lead to a key that is there already."""
+    return isinstance(matcher, UniqueKeysMatcher) and matcher.may_repeat
 
 
 def _ends_of(text: bytes) -> Iterator[bytes]:

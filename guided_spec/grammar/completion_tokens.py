@@ -19,7 +19,8 @@ _RANK_OF_REST = 16
 _WORN = 512  # above all ranks
 _BLANK = re.compile(rb"[ \t\r\n]+")
 _WORD = re.compile(rb'[^\[\]{},:"\\ \t\r\n]+')
-_PARTIAL = b"\\ part of a character"
+_PARTIAL = b"\xff"
+_PART = re.compile(rb"[\xc2-\xdf]$|[\xe0-\xef][\x80-\xbf]?$|[\xf0-\xf4][\x80-\xbf]{0,2}$")
 
 
 class SearchTokens:
@@ -31,7 +32,8 @@ class SearchTokens:
     content: int32 [W], a row of the tokens of whole characters without quotes and backslashes: in a
     JSON string they neither end nor escape anything.
     turns: int64, all other tokens that write anything. kinds: int64 [turns], equal for tokens that
-    are alike in JSON but for their words; short ones, and those without escapes, come first.
+    are alike in JSON but for their words; short ones come first. num_plain: those below it hold no
+    backslash.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -44,6 +46,7 @@ class SearchTokens:
         self.turns = np.array([t for t in written if not is_content[t]], dtype=np.int64)
         kinds = [_kind(data[token]) for token in self.turns.tolist()]
         order = sorted(dict.fromkeys(kinds), key=_order_of_kinds)
+        self.num_plain = sum(b"\\" not in kind for kind in order)
         numbers = {kind: number for number, kind in enumerate(order)}
         self.kinds = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
         singles = vocabulary.single_byte_ids
@@ -116,12 +119,25 @@ def _is_content(data: bytes) -> bool:
 
 
 def _kind(data: bytes) -> bytes:
-    """The token with words and blanks shortened; those that hold parts of characters are alike."""
-    return _WORD.sub(b"a", _BLANK.sub(b" ", data)) if _is_utf8(data) else _PARTIAL
+    """The token with words and blanks shortened, and what it lacks of a character at its end."""
+    found = _PART.search(data)
+    part = found[0] if found else b""
+    whole = _WORD.sub(b"a", _BLANK.sub(b" ", data[: len(data) - len(part)]))
+    if not part and _is_utf8(data):
+        return whole
+    return _PARTIAL + whole + _lead(part[:1]) + b"." * len(part)
 
 
-def _order_of_kinds(kind: bytes) -> tuple[bool, int]:
-    return b"\\" in kind, len(kind) - 2 * kind.startswith(b'"')
+def _lead(byte: bytes) -> bytes:
+    """First bytes of characters that may go on alike."""
+    if byte in (b"\xe0", b"\xed", b"\xf0", b"\xf4") or byte < b"\xc2":
+        return byte
+    return b"\xc2" if byte < b"\xe0" else b"\xe1" if byte < b"\xf0" else b"\xf1"
+
+
+def _order_of_kinds(kind: bytes) -> tuple[bool, bool, int]:
+    is_part = kind.startswith(_PARTIAL)
+    return b"\\" in kind, is_part, len(kind) - 2 * kind.startswith(b'"')
 
 
 def _is_utf8(data: bytes) -> bool:

@@ -141,6 +141,15 @@ class UniqueKeysMatcher:
                     forbids = True
         return forbids
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether tokens that are alike may differ: one may begin a key that is there already."""
+        place = self._places[-1]
+        keys = place.frame.keys if place.frame else None
+        if not keys or not (keys.new or keys.old):
+            return False
+        return place.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or _is_near(place)
+
     def is_unique(self, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice behind these tokens; nothing else is asked of them."""
         place: Place | None = self._places[-1]
