@@ -1,0 +1,180 @@
+"""Whether a model computes over slots what it computes without them: tried where it is loaded.
+
+transformers does not promise that a model takes its positions, its masks and its past as they are
+given. One that does not would write other texts, without an error. So a few tokens go through the
+slots the way an engine feeds them, and their logits are compared:
+
+1. In pieces, padded, beside another row, with tokens behind them that do not stay: with the model's
+   own forward of the whole texts.
+2. At the end of a slot, where the masks hide all in between: with a forward without a cache, of the
+   same tokens at the same positions. A model that counts positions by itself, or keeps to a window
+   of its own, shows here, whatever its configuration says.
+3. At the end of a slot full of other keys, under our masks: with the same under those that the
+   model makes for itself. Windows that were read wrongly from its configuration show here.
+
+The packed form goes through 1 and 3, and in 3 it is compared with the stock form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.errors import ModelError
+from guided_spec.models.refusal import CheckedEmbeddings, errors_naming, likely_cause
+from guided_spec.models.stock_slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+
+__all__ = ["SlotTrial"]
+
+# How the first tokens are fed: which logits, tokens of each row that stay, and others behind them.
+PIECES: tuple[tuple[LogitsKind, tuple[int, int], int], ...] = (
+    ("none", (3, 2), 1),
+    ("last", (2, 2), 0),
+    ("all", (1, 2), 1),
+)
+NUM_FIRST = 6
+NUM_LAST = 4  # tokens at the end of a slot
+STRIDE = 7  # between the ids of tokens
+
+# Of the logits of a token, without their mean: the norm of the difference by the norm.
+LARGEST_ERROR = {torch.float32: 1e-2, torch.float64: 1e-2}
+HALF_ERROR = 0.2  # rounding, in deep models and where it changes the choice of experts
+
+Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
+
+
+class SlotTrial:
+    """The trial of one model over its slots, which it writes to: no text may be in them yet.
+
+    It runs the model some eight times on a few tokens, and leaves everything else as it was.
+    """
+
+    def __init__(self, slots: StockSlots) -> None:
+        self._slots, self._model = slots, slots.model
+        self._call: Any = slots.model
+        cache = slots.cache
+        self._length = cache.max_length
+        self._rows = [cache.num_slots - 1, 0][: cache.num_slots]
+        vocab_size: int = self._model.config.get_text_config(decoder=True).vocab_size
+        steps = STRIDE * torch.arange(2 * (NUM_FIRST + NUM_LAST)).view(2, -1)
+        # From the middle: ids that mean something else than text are at the ends.
+        ids = (vocab_size // 2 + steps)[: len(self._rows)] % vocab_size
+        self._first, self._last = ids[:, : min(NUM_FIRST, self._length)], ids[:1, NUM_FIRST:]
+        self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
+        self._full: Tensor | None = None  # of the last ones, at the end of a full slot
+
+    def check_stock(self) -> None:
+        """Raises ModelError, with the reason, where texts over slots would be others."""
+        device = self._model.device
+        with errors_naming(self._model, "its own forward of a few tokens failed"):
+            self._own = self._call(input_ids=self._first.to(device), use_cache=False).logits
+        with errors_naming(self._model, "a forward over KV slots failed"):
+            self._check_pieces(self._slots.forward, "over KV slots")
+            if not self._has_gap():
+                return
+            with CheckedEmbeddings(self._model, self._length):
+                hidden, expected = self._behind_hidden(), self._without_cache()
+            self._require_close(
+                hidden,
+                expected,
+                f"at position {self._length - 1} over KV slots (a window of its own, or positions "
+                "that it counts by itself; a smaller max_model_len may do)",
+            )
+            self._fill()
+            self._full = self._slots.forward(self._at_the_end()).logits
+            own = self._slots.forward(self._at_the_end(), masks=lambda *_: None).logits
+            self._require_close(self._full, own, "under the masks that it makes for itself")
+
+    def check_packed(self, forward: Forward) -> None:
+        """The same for the packed form, behind ``check_stock``."""
+        with errors_naming(self._model, "a forward in packed form failed"):
+            self._check_pieces(forward, "in packed form")
+            if self._full is not None:
+                self._fill()
+                found = forward(self._at_the_end(), "all").logits
+                what = f"at position {self._length - 1} in packed form"
+                self._require_close(found, self._full, what)
+
+    def _check_pieces(self, forward: Forward, where: str) -> None:
+        assert self._own is not None
+        found, expected = [], []
+        starts = [0] * len(self._rows)
+        for kind, staying, others in PIECES:
+            ends = [min(s + n, self._first.shape[1]) for s, n in zip(starts, staying, strict=False)]
+            keep = [end - start for start, end in zip(starts, ends, strict=True)]
+            counts = [
+                min(end + others, self._length) - s for s, end in zip(starts, ends, strict=True)
+            ]
+            fed = torch.zeros(len(starts), max(counts) + 1, dtype=torch.int64)
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                fed[row, : end - start] = self._first[row, start:end]
+            logits = forward(SlotInputs(fed, self._rows, starts, counts), kind).logits
+            self._slots.cache.commit(keep)
+            if logits is not None:
+                for row, end in enumerate(ends):
+                    scored = logits[row, : keep[row]]
+                    found.append(scored)
+                    expected.append(self._own[row, end - len(scored) : end])
+            starts = ends
+        self._require_close(torch.cat(found), torch.cat(expected), where)
+
+    def _has_gap(self) -> bool:
+        return self._length > NUM_FIRST + NUM_LAST
+
+    def _at_the_end(self) -> SlotInputs:
+        return SlotInputs(self._last, self._rows[:1], [self._length - NUM_LAST], [NUM_LAST])
+
+    def _behind_hidden(self) -> Tensor | None:
+        """Of the last tokens at the end of the slot with the first ones, all else hidden."""
+
+        def masks(positions: Tensor, view: int) -> Any:
+            keys = torch.arange(view, device=positions.device)
+            keys[NUM_FIRST : view - NUM_LAST] = view  # behind every token, so none sees it
+            return self._slots.masks.build(positions, view, self._model.dtype, keys)
+
+        return self._slots.forward(self._at_the_end(), masks=masks).logits
+
+    def _without_cache(self) -> Tensor:
+        device = self._model.device
+        ids = torch.cat([self._first[:1], self._last], 1).to(device)
+        positions = torch.arange(NUM_FIRST + NUM_LAST, device=device)
+        positions[NUM_FIRST:] += self._length - len(positions)
+        masks = self._slots.masks.build(
+            positions[None], len(positions), self._model.dtype, positions
+        )
+        logits: Tensor = self._call(
+            input_ids=ids, position_ids=positions[None], attention_mask=masks, use_cache=False
+        ).logits
+        return logits[:, NUM_FIRST:]
+
+    def _fill(self) -> None:
+        """Keys and values everywhere between the first and the last tokens; half and half."""
+        middle = self._length // 2
+        self._slots.cache.repeat(self._rows[0], 0, NUM_FIRST, middle)
+        self._slots.cache.repeat(self._rows[0], 1, middle, self._length - NUM_LAST)
+
+    def _require_close(self, found: Tensor | None, expected: Tensor | None, where: str) -> None:
+        assert found is not None
+        assert expected is not None
+        errors = _errors(found.flatten(0, -2), expected.flatten(0, -2).to(found.device))
+        largest = LARGEST_ERROR.get(self._model.dtype)
+        # Half precision now and then takes a token to other experts: not most of them.
+        error = float(errors.median() if largest is None else errors.max()) if len(errors) else 0.0
+        if not error <= (largest or HALF_ERROR):
+            raise ModelError(
+                f"model_type={self._model.config.model_type!r}: its logits {where} differ from "
+                f"those of its own forward, by {error:.0%}, so its texts would be others"
+                f"{likely_cause(self._model)}; use a model of another family (docs/models.md)"
+            )
+
+
+def _errors(found: Tensor, expected: Tensor) -> Tensor:
+    """[N]: how far logits [N, V] are apart; NaN where some are no numbers."""
+    # Some models mark tokens that do not exist by the lowest number there is.
+    real = (expected > torch.finfo(expected.dtype).min / 2) | (expected != found)
+    shown = [logits.double().where(real, 0) for logits in (found, expected)]
+    shown = [logits - logits.mean(-1, keepdim=True) for logits in shown]
+    return (shown[0] - shown[1]).norm(dim=-1) / shown[1].norm(dim=-1).clamp_min(1e-9)
