@@ -30,15 +30,12 @@ class MaskBuilder:
         self._types = sorted(set(layer_types) - {"dummy"})
         self._windows = windows
 
-    def build(
-        self, positions: Tensor, view: int, dtype: torch.dtype, keys: Tensor | None = None
-    ) -> Any:
-        """The mask of queries at ``positions`` [B, T] over ``view`` keys.
+    def build(self, positions: Tensor, view: int, dtype: torch.dtype) -> Any:
+        """The mask of queries at ``positions`` [B, T] over keys 0 to ``view`` - 1.
 
-        keys: [view] their positions; None is 0 to ``view`` - 1.
         Each [B, 1, T, view] on the device of ``positions``: bool for sdpa, ``dtype`` for eager.
         """
-        keys = torch.arange(view, device=positions.device) if keys is None else keys
+        keys = torch.arange(view, device=positions.device)
         queries = positions[:, None, :, None]
         causal = keys <= queries
         masks = {kind: self._mask(kind, causal, keys, queries, dtype) for kind in self._types}

@@ -8,19 +8,18 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 
-__all__ = ["CheckedEmbeddings", "errors_naming", "likely_cause"]
+__all__ = ["CheckedEmbeddings", "errors_naming", "likely_cause", "refusal"]
 
 
 @contextmanager
 def errors_naming(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Turn any error into a ModelError of the model's type, ``what`` failed, and the likely cause.
+    """Turn errors into ModelErrors with the model's type, ``what`` failed, and why.
 
     ModelErrors stay as they are, and so do errors for lack of memory.
     """
@@ -30,39 +29,40 @@ def errors_naming(model: PreTrainedModel, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # models raise nearly every class of exception here
         reason = " ".join(str(error).split()) or type(error).__name__
-        raise ModelError(
-            f"model_type={model.config.model_type!r}: {what}{likely_cause(model)}: {reason}"
-        ) from error
+        cause = likely_cause(model)
+        raise refusal(model, f"{what}{cause and f' ({cause})'}: {reason}") from error
+
+
+def refusal(model: PreTrainedModel, what: str) -> ModelError:
+    """The error for a model that cannot be used, for the reason ``what``."""
+    kind = model.config.model_type
+    return ModelError(f"model_type={kind!r}: {what}; docs/models.md lists the families that run")
 
 
 def likely_cause(model: PreTrainedModel) -> str:
-    """What about the model's forward explains that slots do not serve it; empty if nothing does."""
+    """What about the model explains that slots do not serve it; empty if nothing does."""
     if model.training:
-        return " (it is in training mode: call model.eval() first)"
+        return "it is in training mode, call model.eval() first"
+    if getattr(model.config, "is_decoder", True) is False:
+        return "its configuration says is_decoder=False, so that its tokens may look ahead"
     arguments = inspect.signature(model.forward).parameters
+    if "input_ids" not in arguments:  # a wrapper, which tells nothing
+        return ""
     if "past_key_values" not in arguments:
-        return (
-            " (it keeps its past in a form of its own, not as keys and values in past_key_values, "
-            "so slots cannot hold it)"
-        )
+        return "it keeps its past in a form of its own, not as keys and values in past_key_values"
     if "position_ids" not in arguments:
         return (
-            " (its forward takes no position_ids: it counts positions by itself, which is wrong "
-            "for rows of different lengths)"
+            "its forward takes no position_ids but counts positions by itself, which rows of "
+            "different lengths do not allow"
         )
     return ""
 
 
 class CheckedEmbeddings(TorchFunctionMode):
-    """While it is open, rows that an embedding does not have raise ModelError.
+    """While it is open, rows that an embedding does not have raise IndexError on any device.
 
-    On a CUDA device they would end the process's use of it.
-    max_length: of texts, whose last position is tried.
+    Without it, a CUDA device would be of no more use to the process.
     """
-
-    def __init__(self, model: PreTrainedModel, max_length: int) -> None:
-        super().__init__()
-        self._model, self._max_length = model, max_length
 
     def __torch_function__(
         self,
@@ -73,15 +73,9 @@ class CheckedEmbeddings(TorchFunctionMode):
     ) -> Any:
         """Look at the arguments of ``torch.nn.functional.embedding``, and at no others."""
         del types
-        if func is functional.embedding:
-            self._check(*args[:2])
-        return func(*args, **(kwargs or {}))
-
-    def _check(self, rows: Tensor, weight: Tensor) -> None:
-        beyond = int(rows.max()) + 1 - len(weight)
-        if beyond > 0:
-            raise ModelError(
-                f"model_type={self._model.config.model_type!r}, max_model_len={self._max_length}: "
-                f"it embeds {beyond} positions fewer; use a max_model_len of at most "
-                f"{self._max_length - beyond}"
+        if func is functional.embedding and int(args[0].max()) >= len(args[1]):
+            raise IndexError(
+                f"it looks up row {int(args[0].max())} of an embedding of {len(args[1])} rows; if "
+                "that is a table of positions, use a smaller max_model_len"
             )
+        return func(*args, **(kwargs or {}))

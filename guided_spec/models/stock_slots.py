@@ -60,7 +60,7 @@ class StockSlots:
     def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
         self.model = model
         self.cache = SlotCache(model.config, num_slots=num_slots, max_length=max_length)
-        self.masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
+        self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
         self._call: Any = model
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
@@ -72,12 +72,14 @@ class StockSlots:
         inputs: SlotInputs,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
-        masks: Callable[[Tensor, int], Any] | None = None,
+        *,
+        view: int | None = None,
+        has_masks: bool = True,
     ) -> SlotOutput:
         """See ``CausalLM.forward``.
 
-        masks: makes other masks than the usual ones, from the positions [B, T] of the tokens and
-            the number of columns that the layers read.
+        view: positions that the layers read of every slot; None is as many as are needed.
+        has_masks: False leaves the masks to the model, which makes them for rows that end the view.
         """
         device = self.model.device
         token_ids = inputs.token_ids.to(device, non_blocking=True)
@@ -87,16 +89,20 @@ class StockSlots:
             inputs.counts,
             num_tokens=token_ids.shape[1],
             max_length=self.cache.max_length,
+            view=view,
         )
         self.cache.begin(plan)
         positions = plan.positions(device)
         arguments = {
             "input_ids": token_ids,
             "position_ids": positions,
-            "attention_mask": (masks or self._masks_by_position)(positions, plan.view),
+            "attention_mask": None,
             "past_key_values": self.cache,
             "use_cache": True,
         }
+        if has_masks:
+            masks = self._masks.build(positions, plan.view, self.model.dtype)
+            arguments["attention_mask"] = masks
         with ExitStack() as stack:
             stack.enter_context(shape_free_kernels())
             if self.cache.has_linear_state:
@@ -104,9 +110,6 @@ class StockSlots:
             captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
             scores = self._run(arguments, inputs.counts, logits)
             return SlotOutput(scores, _concatenate(captured, device))
-
-    def _masks_by_position(self, positions: Tensor, view: int) -> Any:
-        return self.masks.build(positions, view, self.model.dtype)
 
     def _run(
         self, arguments: dict[str, Any], counts: Sequence[int], logits: LogitsKind
