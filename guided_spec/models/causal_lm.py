@@ -22,6 +22,8 @@ from guided_spec.models.stock_slots import LogitsKind, SlotInputs, SlotOutput, S
 
 __all__ = ["CausalLM", "SlotInputs", "SlotOutput", "kv_bytes_per_token", "state_bytes_per_slot"]
 
+PACKED_DEVICES = ("cuda",)  # where "auto" is packed
+
 logger = logging.getLogger(__name__)
 
 
@@ -67,7 +69,7 @@ class CausalLM:
         trial = SlotTrial(self._stock)
         trial.check_stock()
         self._packed: PackedLM | None = None
-        if kernels == "packed" or (kernels == "auto" and self.device.type == "cuda"):
+        if kernels == "packed" or (kernels == "auto" and self.device.type in PACKED_DEVICES):
             self._packed = self._pack(trial, kernels)
 
     @property

@@ -18,8 +18,8 @@ __all__ = ["CheckedEmbeddings", "errors_naming", "likely_cause", "refusal"]
 
 
 @contextmanager
-def errors_naming(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Turn errors into ModelErrors with the model's type, ``what`` failed, and why.
+def errors_naming(model: PreTrainedModel, what: str, cause: str = "") -> Iterator[None]:
+    """Turn errors into ModelErrors that name the model's type, what failed, and its cause if known.
 
     ModelErrors stay as they are, and so do errors for lack of memory.
     """
@@ -29,8 +29,7 @@ def errors_naming(model: PreTrainedModel, what: str) -> Iterator[None]:
         raise
     except Exception as error:  # models raise nearly every class of exception here
         reason = " ".join(str(error).split()) or type(error).__name__
-        cause = likely_cause(model)
-        raise refusal(model, f"{what}{cause and f' ({cause})'}: {reason}") from error
+        raise refusal(model, f"{what}{cause and f', {cause}'}: {reason}") from error
 
 
 def refusal(model: PreTrainedModel, what: str) -> ModelError:
@@ -42,18 +41,18 @@ def refusal(model: PreTrainedModel, what: str) -> ModelError:
 def likely_cause(model: PreTrainedModel) -> str:
     """What about the model explains that slots do not serve it; empty if nothing does."""
     if model.training:
-        return "it is in training mode, call model.eval() first"
+        return "for it is in training mode: call model.eval() first"
     if getattr(model.config, "is_decoder", True) is False:
-        return "its configuration says is_decoder=False, so that its tokens may look ahead"
+        return "for its configuration says is_decoder=False: a decoder needs is_decoder=True"
     arguments = inspect.signature(model.forward).parameters
     if "input_ids" not in arguments:  # a wrapper, which tells nothing
         return ""
     if "past_key_values" not in arguments:
-        return "it keeps its past in a form of its own, not as keys and values in past_key_values"
+        return "for it keeps its past in a form of its own, not as past_key_values"
     if "position_ids" not in arguments:
         return (
-            "its forward takes no position_ids but counts positions by itself, which rows of "
-            "different lengths do not allow"
+            "for it counts positions by itself and takes no position_ids, as rows of different "
+            "lengths need them"
         )
     return ""
 
@@ -73,9 +72,11 @@ class CheckedEmbeddings(TorchFunctionMode):
     ) -> Any:
         """Look at the arguments of ``torch.nn.functional.embedding``, and at no others."""
         del types
-        if func is functional.embedding and int(args[0].max()) >= len(args[1]):
-            raise IndexError(
-                f"it looks up row {int(args[0].max())} of an embedding of {len(args[1])} rows; if "
-                "that is a table of positions, use a smaller max_model_len"
-            )
+        if func is functional.embedding:
+            row, rows = int(args[0].max()), len(args[1])
+            if row >= rows:
+                raise IndexError(
+                    f"it looks up row {row} of an embedding of {rows} rows; if that is a table of "
+                    "positions, use a smaller max_model_len"
+                )
         return func(*args, **(kwargs or {}))

@@ -4,10 +4,10 @@ transformers does not promise that a model takes its positions, its masks and it
 given. One that does not would write other texts, without an error. So a few tokens go through the
 slots the way an engine feeds them, and their logits are compared:
 
-1. In pieces, padded, beside another row, with tokens behind them that do not stay, and with all
-   columns of the slots before them: with the model's own forward of the whole texts. A model that
-   counts positions by itself, keeps its past elsewhere, looks ahead, or has a window of its own in
-   its attention shows here, whatever its configuration says.
+1. In pieces, padded, beside another row, with tokens behind them that do not stay, once before the
+   fewest columns of their slots and once before all: with the model's own forward of the whole
+   texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
+   mask of its own in its attention shows here, whatever its configuration says.
 2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
    model makes for itself. Windows that were read wrongly from its configuration show here.
 
@@ -17,6 +17,7 @@ The packed form goes through both, and in 2 it is compared with the stock one.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,8 +39,8 @@ NUM_LAST = 4  # tokens at the end of a slot
 STRIDE = 7  # between the ids of tokens
 
 # Of the logits of a token, without their mean: the norm of the difference by the norm.
-LARGEST_ERROR = 1e-3
-ROUGH_ERROR = 0.2  # of the median token: half precision takes some of them to other experts
+LARGEST_ERROR = 5e-3
+ROUGH_ERROR = 0.1  # of the median token: half precision takes some of them to other experts
 
 Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 
@@ -47,7 +48,7 @@ Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 class SlotTrial:
     """The trial of one model over its slots, which it writes to: no text may be in them yet.
 
-    It runs the model some eight times on a few tokens, and leaves everything else as it was.
+    It runs the model some ten times on a few tokens, and leaves everything else as it was.
     """
 
     def __init__(self, slots: StockSlots) -> None:
@@ -61,6 +62,7 @@ class SlotTrial:
         # From the middle: ids that mean something else than text are at the ends.
         ids = (vocab_size // 2 + steps)[: len(self._rows)] % vocab_size
         self._first, self._last = ids[:, : min(NUM_FIRST, self._length)], ids[:1, NUM_FIRST:]
+        self._cause = likely_cause(self._model)
         self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
         self._full: Tensor | None = None  # of the last ones, at the end of a full slot
 
@@ -70,8 +72,10 @@ class SlotTrial:
             with errors_naming(self._model, "its own forward of a few tokens failed"):
                 ids = self._first.to(self._model.device)
                 self._own = self._call(input_ids=ids, use_cache=False).logits
-            with errors_naming(self._model, "a forward over KV slots failed"):
-                self._check_pieces(self._forward_wide, "over KV slots")
+            with errors_naming(self._model, "a forward over KV slots failed", self._cause):
+                for view in (self._first.shape[1] + 1, self._length):
+                    forward = partial(self._slots.forward, view=min(view, self._length))
+                    self._check_pieces(forward, "over KV slots")
                 if self._length <= NUM_FIRST + NUM_LAST:
                     return
                 self._fill()
@@ -81,15 +85,13 @@ class SlotTrial:
 
     def check_packed(self, forward: Forward) -> None:
         """The same for the packed form, behind ``check_stock``."""
+        self._cause = ""  # the stock form has passed
         with errors_naming(self._model, "a forward in packed form failed"):
             self._check_pieces(forward, "in packed form")
             if self._full is not None:
                 self._fill()
                 found = forward(self._at_the_end(), "all").logits
                 self._require_close(found, self._full, "in packed form, at the end of a slot,")
-
-    def _forward_wide(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
-        return self._slots.forward(inputs, logits, view=self._length)
 
     def _check_pieces(self, forward: Forward, where: str) -> None:
         assert self._own is not None
@@ -98,6 +100,8 @@ class SlotTrial:
         for kind, staying, others in PIECES:
             ends = [min(s + n, self._first.shape[1]) for s, n in zip(starts, staying, strict=False)]
             keep = [end - start for start, end in zip(starts, ends, strict=True)]
+            if not any(keep):
+                continue
             counts = [
                 min(end + others, self._length) - s for s, end in zip(starts, ends, strict=True)
             ]
@@ -112,7 +116,8 @@ class SlotTrial:
                     found.append(scored)
                     expected.append(self._own[row, end - len(scored) : end])
             starts = ends
-        self._require_close(torch.cat(found), torch.cat(expected), where)
+        if found:
+            self._require_close(torch.cat(found), torch.cat(expected), where)
 
     def _at_the_end(self) -> SlotInputs:
         return SlotInputs(self._last, self._rows[:1], [self._length - NUM_LAST], [NUM_LAST])
@@ -127,19 +132,19 @@ class SlotTrial:
         assert found is not None
         assert expected is not None
         errors = _errors(found.flatten(0, -2), expected.flatten(0, -2).to(found.device))
-        if len(errors) == 0:
-            return
         is_exact = self._model.dtype in (torch.float32, torch.float64)
         if is_exact and torch.get_float32_matmul_precision() == "highest":
             error, largest = float(errors.max()), LARGEST_ERROR
         else:
             error, largest = float(errors.median()), ROUGH_ERROR
-        if not error <= largest:
-            cause = likely_cause(self._model)
+        if not error <= largest:  # nor is NaN
+            cause = (
+                self._cause or "for it does not keep to the masks and positions that it is given"
+            )
             raise refusal(
                 self._model,
-                f"its logits {where} differ from its own by {error:.2g} of their size, so it would "
-                f"write other texts{cause and f' ({cause})'}",
+                f"its logits {where} differ from its own by {error:.2g} of their size and it would "
+                f"write other texts, {cause}",
             )
 
 
