@@ -4,8 +4,8 @@ transformers does not promise that a model takes its positions, its masks and it
 given. One that does not would write other texts, without an error. So a few tokens go through the
 slots the way an engine feeds them, and their logits are compared:
 
-1. In pieces, padded, beside another row, with tokens behind them that do not stay, once before the
-   fewest columns of their slots and once before all: with the model's own forward of the whole
+1. In pieces, padded, beside another row, with tokens behind them that do not stay, some before the
+   fewest columns of their slots and some before all: with the model's own forward of the whole
    texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
    mask of its own in its attention shows here, whatever its configuration says.
 2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
@@ -17,7 +17,6 @@ The packed form goes through both, and in 2 it is compared with the stock one.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +34,7 @@ PIECES: tuple[tuple[LogitsKind, tuple[int, int], int], ...] = (
     ("all", (1, 2), 1),
 )
 NUM_FIRST = 6
+PADDING = 3  # behind the longest row: further than any column of the slots that is read
 NUM_LAST = 4  # tokens at the end of a slot
 STRIDE = 7  # between the ids of tokens
 
@@ -48,7 +48,7 @@ Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 class SlotTrial:
     """The trial of one model over its slots, which it writes to: no text may be in them yet.
 
-    It runs the model some ten times on a few tokens, and leaves everything else as it was.
+    It runs the model six times on a few tokens, and leaves everything else as it was.
     """
 
     def __init__(self, slots: StockSlots) -> None:
@@ -56,7 +56,7 @@ class SlotTrial:
         self._call: Any = slots.model
         cache = slots.cache
         self._length = cache.max_length
-        self._rows = [cache.num_slots - 1, 0][: cache.num_slots]
+        self._rows = [*range(min(2, cache.num_slots))]
         vocab_size: int = self._model.config.get_text_config(decoder=True).vocab_size
         steps = STRIDE * torch.arange(2 * (NUM_FIRST + NUM_LAST)).view(2, -1)
         # From the middle: ids that mean something else than text are at the ends.
@@ -73,9 +73,7 @@ class SlotTrial:
                 ids = self._first.to(self._model.device)
                 self._own = self._call(input_ids=ids, use_cache=False).logits
             with errors_naming(self._model, "a forward over KV slots failed", self._cause):
-                for view in (self._first.shape[1] + 1, self._length):
-                    forward = partial(self._slots.forward, view=min(view, self._length))
-                    self._check_pieces(forward, "over KV slots")
+                self._check_pieces(self._forward_viewing, "over KV slots")
                 if self._length <= NUM_FIRST + NUM_LAST:
                     return
                 self._fill()
@@ -93,6 +91,11 @@ class SlotTrial:
                 found = forward(self._at_the_end(), "all").logits
                 self._require_close(found, self._full, "in packed form, at the end of a slot,")
 
+    def _forward_viewing(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
+        """The last piece over all columns of the slots, the others over as few as can be."""
+        view = self._length if logits == "all" else min(self._first.shape[1] + 1, self._length)
+        return self._slots.forward(inputs, logits, view=view)
+
     def _check_pieces(self, forward: Forward, where: str) -> None:
         assert self._own is not None
         found, expected = [], []
@@ -105,7 +108,7 @@ class SlotTrial:
             counts = [
                 min(end + others, self._length) - s for s, end in zip(starts, ends, strict=True)
             ]
-            fed = torch.zeros(len(starts), max(counts) + 1, dtype=torch.int64)
+            fed = torch.zeros(len(starts), max(counts) + PADDING, dtype=torch.int64)
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 fed[row, : end - start] = self._first[row, start:end]
             logits = forward(SlotInputs(fed, self._rows, starts, counts), kind).logits
@@ -154,4 +157,5 @@ def _errors(found: Tensor, expected: Tensor) -> Tensor:
     real = (expected > torch.finfo(expected.dtype).min / 2) | (expected != found)
     shown = [logits.double().where(real, 0) for logits in (found, expected)]
     shown = [logits - logits.mean(-1, keepdim=True) for logits in shown]
-    return (shown[0] - shown[1]).norm(dim=-1) / shown[1].norm(dim=-1).clamp_min(1e-9)
+    sizes = [logits.norm(dim=-1) for logits in (shown[0] - shown[1], shown[1])]
+    return sizes[0] / sizes[1].clamp_min(1e-9)

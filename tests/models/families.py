@@ -44,7 +44,8 @@ SIZES: dict[int, str] = {
     64: "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff d_inner n_inner dff "
     "mlp_dim ffn_hidden_size feed_forward_size dim_ff intermediate_size_mlp "
     "dense_intermediate_size vocab_size unpadded_vocab_size decoder_vocab_size "
-    "vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size encoder_hash_byte_group_vocab",
+    "vocab_size_per_layer_input pronunciation_vocab_size shape_vocab_size "
+    "encoder_hash_byte_group_vocab",
     512: "max_position_embeddings n_positions max_target_positions",
 }
 LARGEST = {name: value for value, names in SIZES.items() for name in names.split()}
@@ -154,7 +155,7 @@ def _families() -> list[str]:
     found = []
     for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         found.append(kind)
-        fields: Any = CONFIG_MAPPING[kind].__dataclass_fields__  # type: ignore[attr-defined]
+        fields: Any = CONFIG_MAPPING[kind].__dataclass_fields__
         if "is_decoder" in fields:
             found.append(kind + ENCODER)
     return found

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -18,6 +20,7 @@ from tests.models.family_sweep import EQUAL, NO_PACKED_FORM, outcome_of
 from tests.models.tiny import build
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "models.md").read_text()
+IS_OF_THE_PAGE = f"With transformers {transformers.__version__}:" in PAGE
 RUN = {
     "big_bird": NO_PACKED_FORM,  # as a decoder
     "diffllama": "in packed form differ",
@@ -60,14 +63,19 @@ def refusal(model: PreTrainedModel, max_length: int = 80, **options: object) -> 
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", RUN)
+def known(families: Iterable[str]) -> list[str]:
+    """Those that the installed transformers has."""
+    return [family for family in families if family in FAMILIES]
+
+
+@pytest.mark.parametrize("family", known(RUN))
 def test_these_write_what_generate_writes(family: str) -> None:
     found = outcome_of(family)
     assert found.stock == EQUAL
     assert RUN[family] in found.packed
 
 
-@pytest.mark.parametrize("family", REFUSED)
+@pytest.mark.parametrize("family", known(REFUSED))
 def test_these_are_refused_with_their_type_and_the_reason(family: str) -> None:
     message = refusal(build_family(family))
     assert message.startswith(f"model_type='{family.removesuffix(ENCODER)}': ")
@@ -82,6 +90,8 @@ def test_every_family_writes_what_generate_writes_or_is_refused(family: str) -> 
             build_family(family)
         return
     found = outcome_of(family)
+    if not IS_OF_THE_PAGE:
+        return
     section = found.stock if found.stock == EQUAL else "refused"
     section = "both forms" if found.packed == EQUAL else section
     titles = {"both forms": "Run in both forms", EQUAL: "Run by their stock modules"}
@@ -89,6 +99,7 @@ def test_every_family_writes_what_generate_writes_or_is_refused(family: str) -> 
     assert f"`{family}`" in text, "docs/models.md says otherwise"
 
 
+@pytest.mark.skipif(not IS_OF_THE_PAGE, reason="docs/models.md is of another transformers")
 def test_the_page_has_every_family() -> None:
     assert set(re.findall(r"`([^`\n]+)`", PAGE.split("<!-- below")[1])) >= set(FAMILIES)
 
@@ -108,7 +119,7 @@ def test_auto_keeps_the_stock_form_where_the_packed_one_is_wrong(
     assert not caplog.text
 
 
-@pytest.mark.parametrize("max_length", [8, 20, 600])
+@pytest.mark.parametrize("max_length", [8, 20, 400])
 def test_a_mask_of_a_models_own_is_found_in_slots_of_any_size(max_length: int) -> None:
     """Its own windows have 8 tokens here; a mask by columns is wrong even within them."""
     assert "does not keep to the masks" in refusal(build_family("gpt_neo"), max_length)
