@@ -136,17 +136,17 @@ def test_windows_that_were_read_wrongly_are_found(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("max_length", range(1, 13))
 def test_slots_of_any_size_can_be_tried(num_slots: int, max_length: int) -> None:
     for kernels in ("stock", "packed"):
-        CausalLM(build("llama"), num_slots=num_slots, max_length=max_length, kernels=kernels)  # type: ignore[arg-type]
+        CausalLM(build("llama"), num_slots=num_slots, max_length=max_length, kernels=kernels)
     if max_length > 2:
         assert POSITIONS in refusal(build_family("trocr"), max_length)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_rounds_and_is_tried_all_the_same(dtype: torch.dtype) -> None:
-    for family in ("gemma3n_text", "mixtral"):
+    for family in ("gemma3n_text", "mixtral", "mpt"):
         half = build_family(family).to(dtype)  # type: ignore[arg-type]
         CausalLM(half, num_slots=2, max_length=80)
-    for family in ("gpt_neo", "trocr", "moshi"):
+    for family in ("gpt_neo", "trocr", "moshi", "rwkv", "roberta"):
         refusal(build_family(family).to(dtype))  # type: ignore[arg-type]
 
 
