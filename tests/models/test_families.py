@@ -178,3 +178,10 @@ def test_a_trial_leaves_everything_as_it_was(name: str) -> None:
     modules = list(model.modules())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_with_hooks_can_be_tried() -> None:
+    """accelerate moves weights and states between devices with them."""
+    accelerate = pytest.importorskip("accelerate")
+    model = accelerate.dispatch_model(build("llama"), {"": "cpu"}, force_hooks=True)
+    assert not CausalLM(model, num_slots=2, max_length=80, kernels="packed").is_packed
