@@ -30,15 +30,19 @@ class ShadowConstraints:
         self._waits = waits
         self._shadows: dict[Hashable, _Shadow] = {}
 
-    def follow(self, name: Hashable, spec: GrammarSpec, output: Sequence[int]) -> Constraint | None:
-        """The constraint of a request at the end of its committed tokens ``output``.
+    def follow(
+        self, name: Hashable, spec: GrammarSpec, text: Sequence[int], start: int = 0
+    ) -> Constraint | None:
+        """The constraint of a request at the end of its committed tokens.
+
+        text: all of these from ``start`` on; of them only what is new is read.
 
         None while its grammar compiles, once its text is complete, and after it was lost: when the
-        grammar does not compile or refuses a token. Output that is not a continuation of what came
-        before is followed from its beginning.
+        grammar does not compile or refuses a token. Text that does not go on from what came before
+        is followed from its beginning.
         """
         self.prepare(name, spec)
-        return self._shadows[name].follow(output, waits=self._waits)
+        return self._shadows[name].follow(text, start, waits=self._waits)
 
     def prepare(self, name: Hashable, spec: GrammarSpec) -> None:
         """Begin to compile a request's grammar, which is followed later."""
@@ -63,24 +67,24 @@ class _Shadow:
         self._constraint: Constraint | None = None
         self._is_lost = False
 
-    def follow(self, output: Sequence[int], *, waits: bool) -> Constraint | None:
+    def follow(self, text: Sequence[int], start: int, *, waits: bool) -> Constraint | None:
         if self._is_lost or not (waits or self._future.done()):
             return None
         if self._future.exception() is not None:
             self._is_lost = True
             return None
         constraint = self._constraint
-        if constraint is None or not _continues(constraint.committed, output):
+        if constraint is None or not _continues(constraint.committed, text, start):
             constraint = self._constraint = Constraint(self._future.result())
         try:
-            constraint.commit(output[len(constraint.committed) :])
+            constraint.commit(text[start + len(constraint.committed) :])
         except GrammarStateError:
             self._is_lost = True
             return None
         return None if constraint.is_terminated else constraint
 
 
-def _continues(committed: Sequence[int], output: Sequence[int]) -> bool:
-    """Whether ``output`` may continue ``committed``; looks at the end of it only."""
+def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:
+    """Whether ``text`` may continue ``committed`` from ``start`` on; looks at its end only."""
     last = len(committed) - 1
-    return len(output) > last and (last < 0 or output[last] == committed[last])
+    return len(text) - start > last and (last < 0 or text[start + last] == committed[last])
