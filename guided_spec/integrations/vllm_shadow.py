@@ -1,11 +1,12 @@
 """Shadow constraints: a request's grammar followed where only its committed tokens are known.
 
 Another engine owns the grammar that is enforced. A shadow only draws up drafts, so it may lag
-behind, or be lost: the request is then drafted without it.
+behind, or be lost: the request is then drafted without it, and vLLM's log says why.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Hashable, Sequence
 from concurrent.futures import Future
 
@@ -16,6 +17,8 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["ShadowConstraints"]
+
+_logger = logging.getLogger("vllm.guided_spec")
 
 
 class ShadowConstraints:
@@ -70,18 +73,20 @@ class _Shadow:
     def follow(self, text: Sequence[int], start: int, *, waits: bool) -> Constraint | None:
         if self._is_lost or not (waits or self._future.done()):
             return None
-        if self._future.exception() is not None:
-            self._is_lost = True
-            return None
+        if (failure := self._future.exception()) is not None:
+            return self._lose(failure)
         constraint = self._constraint
         if constraint is None or not _continues(constraint.committed, text, start):
             constraint = self._constraint = Constraint(self._future.result())
         try:
             constraint.commit(text[start + len(constraint.committed) :])
-        except GrammarStateError:
-            self._is_lost = True
-            return None
+        except GrammarStateError as error:
+            return self._lose(error)
         return None if constraint.is_terminated else constraint
+
+    def _lose(self, error: BaseException) -> None:
+        self._is_lost = True
+        _logger.warning("guided_spec: a request is drafted without its grammar: %s", error)
 
 
 def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:

@@ -150,7 +150,7 @@ def test_a_step_reads_what_is_new() -> None:
     server.shown = shown = Counted(server.prompt)
     words, output, reads = server.prompt, list[int](), list[bool]()
     for kept, new in ((0, 0), (0, 1), (1, 6), (7, 3), (10, 40), (50, 2), (20, 1), (21, 6), (5, 30)):
-        output = [*output[:kept], *words[2 * new : 3 * new]]
+        output = [*output[:kept], *(words[3 * (new + at) % len(words)] for at in range(new))]
         before = shown.reads
         found = server.draft_behind(["a"], [output], [None])
         reads.append(shown.reads > before)
