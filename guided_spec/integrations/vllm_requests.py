@@ -85,9 +85,9 @@ class GrammarRequests:
         if self.any_grammar(names):
             counts = num_tokens.view(-1, 1).to(token_ids.dtype)
             packed = torch.cat([counts, token_ids], 1)  # a copy: vLLM may use its memory again
-            self._noted.append(_Noted([*names], packed))
-            if len(self._noted) > MOST_NOTED:
+            if len(self._noted) == MOST_NOTED:
                 self._record()
+            self._noted.append(_Noted([*names], packed))
 
     def commit(self, names: Sequence[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for it.
