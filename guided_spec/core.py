@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -69,6 +69,7 @@ class DecodeBatch:
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
     logprobs: who wants log-probabilities, and which; None when nobody does.
+    prefills: [B] equal where a prompt was read once for several; () where each has its own.
     """
 
     slots: tuple[int, ...]
@@ -86,6 +87,7 @@ class DecodeBatch:
     verifier: Verifier = "rejection"
     adjustments: Adjustments | None = None
     logprobs: LogprobsPlan | None = None
+    prefills: tuple[Hashable, ...] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -128,7 +130,8 @@ class Running(Protocol):
     """A request that decodes, as ``Batches`` reads it.
 
     tokens: prompt and output so far. noise_key: the seed of its noise. rules: the biases, bans and
-    penalties of ``params``. The others are those of ``DecodeBatch``.
+    penalties of ``params``. prefill: see ``DecodeBatch.prefills``. The others are those of
+    ``DecodeBatch``.
     """
 
     @property
@@ -147,6 +150,8 @@ class Running(Protocol):
     def noise_key(self) -> int: ...
     @property
     def rules(self) -> TokenRules: ...
+    @property
+    def prefill(self) -> Hashable: ...
 
 
 class _Wishes(NamedTuple):
@@ -202,6 +207,7 @@ class Batches:
             verifier=self._verifier,
             adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
             logprobs=wishes.logprobs,
+            prefills=tuple(request.prefill for request in requests),
         )
 
     def forget(self) -> None:
@@ -213,11 +219,9 @@ class Batches:
             params = [request.params for request in requests]
             seeds = [request.noise_key for request in requests]
             rules = [request.rules for request in requests]
-            wishes = _Wishes(
-                Sampling.stack(params, seeds, self._device),
-                RuleTable.stack(rules, self._vocab_size, self._device),
-                LogprobsPlan.stack(params, self._device),
-            )
+            table = RuleTable.stack(rules, self._vocab_size, self._device)
+            sampling = Sampling.stack(params, seeds, self._device)
+            wishes = _Wishes(sampling, table, LogprobsPlan.stack(params, self._device))
             self._wishes = (requests, wishes)
         return self._wishes[1]
 

@@ -190,31 +190,33 @@ class Engine:
             request.num_cached += len(chunk)
 
     def _shares_prefill(self, request: Request) -> bool:
-        """Whether the request takes its prompt from another sample, now or once that is read."""
-        leader = request.job.leader
-        if leader is None or leader.slot < 0 or leader.state is State.FINISHED:
+        """Whether the request takes its prompt from another one, now or once that is read."""
+        if request.num_cached > 0:
             return False
-        if leader.state is State.PREFILL:
-            return True
         # Keys and values of the prompt stay where they are, a linear state and the hidden states
         # that a proposer takes do not.
-        has_moved_on = self._model.has_linear_state or bool(self._proposer.aux_hidden_layers)
-        if has_moved_on or request.num_cached > 0:
-            return False
-        self._share(leader, request)
-        return True
+        moves_on = self._model.has_linear_state or bool(self._proposer.aux_hidden_layers)
+        for other in self._scheduler.running():
+            if other is request or not request.has_prompt_of(other):
+                continue
+            if other.state is State.PREFILL and (other.num_cached > 0 or other.slot < request.slot):
+                return True
+            if other.state is State.DECODE and not moves_on:
+                self._share(other, request)
+                return True
+        return False
 
-    def _share(self, leader: Request, request: Request) -> None:
-        length = leader.prompt_length - 1
-        self._target.share_prefill(leader.slot, request.slot, length)
-        request.num_cached = length
+    def _share(self, source: Request, request: Request) -> None:
+        length = source.prompt_length - 1
+        self._target.share_prefill(source.slot, request.slot, length)
+        request.num_cached, request.prefill = length, source.prefill
         request.state = State.DECODE
 
-    def _hand_on(self, leader: Request) -> None:
-        """Give a prompt that was just read to the samples that wait for it."""
+    def _hand_on(self, source: Request) -> None:
+        """Give a prompt that was just read to the requests that wait for it."""
         for request in self._scheduler.running(State.PREFILL):
-            if request.job.leader is leader and request.num_cached == 0:
-                self._share(leader, request)
+            if request.num_cached == 0 and request.has_prompt_of(source):
+                self._share(source, request)
 
     def _decode(self, *, is_typical: bool) -> None:
         """One speculative step. is_typical: False when its time holds more than that."""

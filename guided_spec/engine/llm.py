@@ -211,7 +211,7 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
     for index in range(1, first.params.n):
         # Samples differ by their seed; the first one is what n=1 would have given.
         seed = (first.seed + index) % (MAX_SEED + 1)
-        job = first._replace(seed=seed, sample_index=index, leader=samples[0])
+        job = first._replace(seed=seed, sample_index=index)
         samples.append(Request(job, vocabulary, report))
     return samples
 

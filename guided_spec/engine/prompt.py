@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
 
 from guided_spec.errors import PromptError
 
 __all__ = ["Message", "Prompt", "PromptEncoder", "split_prompts", "text_ids"]
 
 Message = Mapping[str, Any]
-Prompt = str | Sequence[int] | Sequence[Message]
-"""Text, token ids, or chat messages such as ``{"role": "user", "content": "..."}``."""
+Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message]
+"""Text, token ids in a list or in an array of one dimension, or chat messages such as
+``{"role": "user", "content": "..."}``."""
+
+_TEXTS = (str, bytes, bytearray)
+_KINDS = "pass a str, a list of token ids, or a list of chat messages"
 
 
 def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts.
 
-    A list of ints is one prompt of token ids, a list of dicts is one chat.
+    A list of ints is one prompt of token ids, a list of dicts is one chat. What is no prompt stands
+    in the list as it is: ``PromptEncoder`` refuses it alone.
     """
-    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
-        return [prompts]
-    if prompts and all(isinstance(part, int | Mapping) for part in prompts):
+    if isinstance(prompts, _TEXTS) or not isinstance(prompts, Sequence):
+        return [prompts]  # the encoder looks at it
+    if prompts and all(isinstance(part, int | np.integer | Mapping) for part in prompts):
         return [prompts]  # type: ignore[list-item]  # just checked
     return list(prompts)  # type: ignore[arg-type]
 
@@ -64,14 +73,15 @@ class PromptEncoder:
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return text_ids(self._tokenizer, prompt)
-        if not isinstance(prompt, Sequence):
-            kind = type(prompt).__name__
-            raise PromptError(f"prompt is a {kind}: pass a str, token ids or chat messages")
+            return text_ids(self._tokenizer, _readable(prompt))
+        if isinstance(prompt, np.ndarray | Tensor) and prompt.ndim == 1:
+            prompt = prompt.tolist()
+        if isinstance(prompt, _TEXTS) or not isinstance(prompt, Sequence):
+            raise PromptError(f"prompt is of type {type(prompt).__name__}: {_KINDS}")
         if _is_chat(prompt):
-            text = self._render(prompt)
+            text = _readable(self._render(prompt))
             return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return [self._checked(token) for token in prompt]
+        return [self._checked(at, token) for at, token in enumerate(prompt)]
 
     def _render(self, messages: Sequence[Any]) -> str:
         if not getattr(self._tokenizer, "chat_template", None):
@@ -86,14 +96,15 @@ class PromptEncoder:
             raise PromptError(f"prompt: the chat template refused it: {error}") from error
         return text
 
-    def _checked(self, token: Any) -> int:
-        if isinstance(token, bool) or not isinstance(token, int):
-            raise PromptError(f"prompt holds {token!r}: token ids must be ints")
+    def _checked(self, at: int, token: Any) -> int:
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+            kind = type(token).__name__
+            raise PromptError(f"prompt holds {token!r} of type {kind} at {at}: token ids are ints")
         if not 0 <= token < self._vocab_size:
             raise PromptError(
-                f"prompt holds token {token}: ids must be below the vocabulary's {self._vocab_size}"
+                f"prompt holds token {token} at {at}: ids go from 0 to {self._vocab_size - 1}"
             )
-        return token
+        return int(token)
 
 
 def text_ids(tokenizer: Any, text: str) -> list[int]:
@@ -106,5 +117,18 @@ def text_ids(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=not has_bos)["input_ids"])
 
 
-def _is_chat(prompt: Sequence[Any]) -> bool:
-    return bool(prompt) and all(isinstance(part, Mapping) for part in prompt)
+def _readable(text: str) -> str:
+    """The text itself. Raises PromptError for one that has no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"prompt holds {text[error.start]!r} at character {error.start}, half of a "
+            "surrogate pair, which no tokenizer can read: replace it, or decode the text anew"
+        ) from error
+    return text
+
+
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[Message]]:
+    is_filled = isinstance(prompt, Sequence) and bool(prompt)
+    return is_filled and all(isinstance(part, Mapping) for part in prompt)

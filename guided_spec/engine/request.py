@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NamedTuple
@@ -39,7 +39,6 @@ class Job(NamedTuple):
     seed: of this sample. grammar: the grammar being compiled, None for free text.
     endings: how texts of grammars end, to end this one in time; None never does.
     prompt_index, sample_index: the request's place in the caller's list.
-    leader: the first sample of the same prompt, whose prefill is shared; None for itself.
     echo: what the text begins with.
     bad_words: the token sequences that ``params.bad_words`` stand for.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
@@ -54,7 +53,6 @@ class Job(NamedTuple):
     endings: EndingsCache | None = None
     prompt_index: int = 0
     sample_index: int = 0
-    leader: Request | None = None
     echo: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     is_streamed: bool = True
@@ -77,6 +75,8 @@ class Request:
         self.prompt_length = len(job.prompt_ids)
         self.noise_key = noise_key(job.seed, self.tokens, job.params.grammar)
         self.num_cached = 0
+        self.prefill: Hashable = object()  # the same for all that share one, see ``DecodeBatch``
+        self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
         self.acceptance = OwnAcceptance()
         self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
@@ -99,6 +99,11 @@ class Request:
     def draft_room(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self._max_length - len(self.tokens) - 1
+
+    def has_prompt_of(self, other: Request) -> bool:
+        """Whether the two prompts are the same."""
+        is_alike = self._prompt_hash == other._prompt_hash
+        return is_alike and self.job.prompt_ids == other.job.prompt_ids
 
     def bind(self, grammar: CompiledGrammar) -> None:
         """Constrain the text to a grammar.

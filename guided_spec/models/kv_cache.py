@@ -11,7 +11,7 @@ Everything this package relies on of transformers' cache internals is here and i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from guided_spec.models.linear_state import SavedState, SlotLinearLayer
 from guided_spec.models.step_plan import StepPlan
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["SlotCache"]
+__all__ = ["SlotCache", "copy_positions"]
 
 # What transformers calls the layers of DeepSeek sparse attention: now, and up to 5.17.
 INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
@@ -77,10 +77,7 @@ class SlotCache(Cache):
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions and the linear states of one slot to others."""
         for layer in self._slotted:
-            for buffer in layer.buffers():
-                prefix = buffer[source].narrow(-2, 0, length)
-                for slot in destinations:
-                    buffer[slot].narrow(-2, 0, length).copy_(prefix)
+            copy_positions(layer.buffers(), source, destinations, length)
         saved = self.save_states([source])
         for slot in destinations:
             self.load_states([slot], saved)
@@ -216,6 +213,16 @@ class SlotIndexedLayer(SlotLayer):
         """See ``SlotLayer.buffers``."""
         indexer = [] if self.indexer_keys is None else [self.indexer_keys]
         return super().buffers() + indexer
+
+
+def copy_positions(
+    buffers: Iterable[Tensor], source: int, destinations: Sequence[int], length: int
+) -> None:
+    """Copy the first ``length`` positions of one slot to others; buffers as of ``SlotLayer``."""
+    for buffer in buffers:
+        prefix = buffer[source].narrow(-2, 0, length)
+        for slot in destinations:
+            buffer[slot].narrow(-2, 0, length).copy_(prefix)
 
 
 def read_layers(config: Any) -> tuple[list[str], dict[str, int]]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs, bucket
+from guided_spec.models.kv_cache import copy_positions
 from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_lm import WIDEST_GRAPH
 from guided_spec.models.padding import pack_places, pad_ids, pad_rows, pad_states, pad_to
@@ -37,8 +38,7 @@ class PackedSlotHead:
     def __init__(
         self, packed: PackedEagle3, room: SlotRoom, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        self._packed = packed
-        self.max_length = room.max_length
+        self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
         heads, size = packed.kv_shape
         shape = (room.num_slots, heads, room.max_length + 1, size)
@@ -105,6 +105,18 @@ class PackedSlotHead:
             left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
         self._begin_draft(slots)
 
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
+        """See ``SlotHead.copy_slot``."""
+        length = self._lengths[source]
+        for memory in self._memory:
+            copy_positions(memory, source, destinations, length)
+        self._hidden[self._index(destinations)] = self._hidden[source].clone()
+        self._scored = None
+        for slot in destinations:
+            self._lengths[slot] = length
+        self._begin_draft(destinations)
+
     def can_read_ahead(self, slots: Sequence[int], width: int) -> bool:
         """Whether ``width`` more tokens fit each slot, and one graph."""
         longest = max(self._lengths[slot] for slot in slots) + width
@@ -123,9 +135,8 @@ class PackedSlotHead:
         for the draft, which is forgotten.
         """
         size, length = bucket(len(slots)), bucket(token_ids.shape[1])
-        starts = [self._lengths[slot] for slot in slots]
-        places = pack_places((slots, starts, [0] * len(slots)), size)
-        places = places.to(self._device, non_blocking=True)
+        rows = (slots, [self._lengths[slot] for slot in slots], [0] * len(slots))
+        places = pack_places(rows, size).to(self._device, non_blocking=True)
         places[2, : len(slots)] = last
         inputs = {
             "token_ids": pad_to(token_ids.clamp_min(0), (size, length)),
@@ -146,8 +157,7 @@ class PackedSlotHead:
         inputs = {"token_ids": pad_rows(token_ids, size)}
         is_scored = self._scored is not None and self._scored[0] == tuple(slots)
         if not is_scored or not self._has_walked:
-            hidden = self._hidden[self._index(slots)]
-            inputs["hidden"] = pad_rows(hidden, size)
+            inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
             inputs["places"] = pack_places((slots, self._ends(slots)), size)
         self._keep(slots, self.graphs.run(("walk", size), inputs, self._walk))
         self._has_walked = True
@@ -187,22 +197,19 @@ class PackedSlotHead:
 
     def _begin_draft(self, slots: Sequence[int]) -> None:
         for slot in slots:
-            self._depths[slot] = self._marks[slot] = 0
-        index = self._index(slots)
-        self._marked.index_copy_(0, index, self._hidden[index])
+            self._depths[slot] = 0
+        self.mark(slots)
 
     def _read_piece(
         self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]
     ) -> None:
         counts = [len(row) for row in tokens]
-        width = max(counts)
-        is_wide = width > WIDEST_GRAPH
+        is_wide = (width := max(counts)) > WIDEST_GRAPH
         size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
-        ids = pad_ids(tokens, length)
         padded = pad_states(states, width)
         starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
         inputs = {
-            "token_ids": pad_to(ids, (size, length)),
+            "token_ids": pad_to(pad_ids(tokens, length), (size, length)),
             "states": pad_to(padded, (size, length, padded.shape[2])),
             "places": pack_places((slots, starts, last), size),
         }
@@ -265,8 +272,7 @@ class PackedSlotHead:
     def _draft(self, inputs: Inputs, count: int, pick: Callable[[int, Tensor], Tensor]) -> Scored:
         """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
         slots, starts = inputs["places"][:2].unbind(0)
-        hidden = self._hidden[slots]
-        logits = inputs["logits"]
+        hidden, logits = self._hidden[slots], inputs["logits"]
         for depth in range(count):
             token_ids = pick(depth, logits)
             if depth < count - 1:

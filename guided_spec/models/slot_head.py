@@ -140,6 +140,18 @@ class SlotHead:
         self.mark(slots)
 
     @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
+        """Make ``destinations`` hold what was read into ``source``, without a draft."""
+        length = self._lengths[source]
+        self._cache.copy_slot(source, destinations, length)
+        index = self._index(destinations)
+        self._last[:, index] = self._last[:, source].unsqueeze(1).clone()
+        self._hidden[index] = self._hidden[source].clone()
+        for slot in destinations:
+            self._lengths[slot], self._depths[slot] = length, 0
+        self.mark(destinations)
+
+    @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         modules = self.head.num_modules

@@ -39,6 +39,9 @@ def spell_bad_words(
         if not isinstance(word, str):
             spelled[tuple(word)] = None
             continue
+        if any("\ud800" <= letter <= "\udfff" for letter in word):
+            fix = "it holds half of a surrogate pair, which no tokenizer can read; replace it"
+            raise ConfigError("bad_words", word, fix)
         for text in (word, f" {word}"):
             token_ids = tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
             if not token_ids:

@@ -19,6 +19,7 @@ from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_policy import read_policy
+from guided_spec.proposers.drafting import shared_prompts
 from guided_spec.types import Draft
 
 __all__ = ["DraftModel"]
@@ -82,7 +83,10 @@ class DraftModel:
         if not rows:
             return loop
         drafted = [list(drafts[row]) for row in rows]
-        self._catch_up(batch, rows)
+        self._share_prompts(batch, rows)
+        for row in rows:
+            context = batch.contexts[row]
+            self._read_up_to(len(context) - self._chunk, batch.slots[row], context)
         feeder = _Feeder(self._model, batch, rows)
         pending = [batch.contexts[row][self._lengths[batch.slots[row]] :] for row in rows]
         starts = [self._lengths[slot] for slot in feeder.slots]
@@ -108,17 +112,33 @@ class DraftModel:
         longest = max(batch.num_draft_tokens, self._longest)
         return length + longest <= self._model.max_length and batch.num_draft_tokens > 0
 
-    def _catch_up(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
-        """Feed long stretches of committed tokens (a new prompt) in chunks, except the last one."""
-        for row in rows:
-            context, slot = batch.contexts[row], batch.slots[row]
-            while len(context) - self._lengths[slot] > self._chunk:
-                start = self._lengths[slot]
-                tokens = torch.tensor([list(context[start : start + self._chunk])])
-                inputs = SlotInputs(tokens, [slot], [start], [self._chunk])
-                self._model.forward(inputs, logits="none")
-                self._model.commit([self._chunk])
-                self._lengths[slot] += self._chunk
+    def _share_prompts(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
+        """Read the prompt of new requests once, for those that share one; they go on behind it."""
+        for group in shared_prompts(batch):
+            length = batch.prompt_lengths[group[0]] - 1
+            new = [row for row in group if row in rows and not self._lengths[batch.slots[row]]]
+            # Keys and values stay where they are; a linear state has moved on with its text.
+            can_stay = not self._model.has_linear_state
+            known = [row for row in group if can_stay and self._lengths[batch.slots[row]] >= length]
+            if length == 0 or not new or len(new) + len(known) < 2:
+                continue
+            source, *_ = [*known, *new]
+            slot = batch.slots[source]
+            self._read_up_to(length, slot, batch.contexts[source])
+            others = [batch.slots[row] for row in new if row != source]
+            self._model.copy_slot(slot, others, length)
+            for other in others:
+                self._lengths[other] = length
+
+    def _read_up_to(self, end: int, slot: int, context: Sequence[int]) -> None:
+        """Feed committed tokens (a new prompt) in chunks, until ``end`` of them are there."""
+        while self._lengths[slot] < end:
+            start = self._lengths[slot]
+            count = min(self._chunk, end - start)
+            tokens = torch.tensor([list(context[start : start + count])])
+            self._model.forward(SlotInputs(tokens, [slot], [start], [count]), logits="none")
+            self._model.commit([count])
+            self._lengths[slot] += count
 
 
 class _Feeder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.ops.host_integers import host_integers
 from guided_spec.types import Draft
 
-__all__ = ["concatenate", "host_draft", "no_draft"]
+__all__ = ["concatenate", "host_draft", "no_draft", "shared_prompts"]
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -28,6 +28,16 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
 def no_draft(batch: DecodeBatch) -> Draft:
     """[B, 0] tokens."""
     return host_draft(batch, [()] * len(batch))
+
+
+def shared_prompts(batch: DecodeBatch) -> list[list[int]]:
+    """The rows of each prompt that the target read once for several requests of the batch."""
+    if len(set(batch.prefills)) == len(batch.prefills):
+        return []
+    groups: dict[Hashable, list[int]] = {}
+    for row, prefill in enumerate(batch.prefills):
+        groups.setdefault(prefill, []).append(row)
+    return [rows for rows in groups.values() if len(rows) > 1]
 
 
 def concatenate(first: Draft, second: Draft) -> Draft:

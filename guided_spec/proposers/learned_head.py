@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,7 +22,7 @@ from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_policy import drafts_best, drafts_masked, read_policy
-from guided_spec.proposers.drafting import no_draft
+from guided_spec.proposers.drafting import no_draft, shared_prompts
 from guided_spec.proposers.masked_walk import MaskedWalk
 from guided_spec.proposers.unread_states import UnreadStates
 from guided_spec.types import Accepted, Draft, DraftPolicy
@@ -43,6 +43,19 @@ class _Ahead(NamedTuple):
 
     places: dict[int, tuple[int, int]]
     download: Download
+
+
+class _Piece(NamedTuple):
+    """Verified tokens that are not read yet, and the target's hidden states [n, H] before them."""
+
+    token_ids: Sequence[int]
+    states: Tensor
+
+    def split(self, at: int) -> tuple[_Piece, _Piece]:
+        return (
+            _Piece(self.token_ids[:at], self.states[:at]),
+            _Piece(self.token_ids[at:], self.states[at:]),
+        )
 
 
 class LearnedHead:
@@ -206,16 +219,40 @@ class LearnedHead:
         is_little = min(waiting, default=0) >= 0 and sum(waiting) <= MOST_UNREAD
         if not any(waiting) or (batch.num_draft_tokens == 0 and is_little):
             return
-        rows = [row for row, count in enumerate(waiting) if count != 0]
-        slots = [batch.slots[row] for row in rows]
-        states = [unread.take(slot) for slot in slots]
-        for row, found in zip(rows, states, strict=True):
-            if waiting[row] != len(found):
-                raise ModelError(
-                    f"slot {batch.slots[row]}: the draft head needs the target's hidden states of "
-                    f"{waiting[row]} tokens, and batch.features holds {len(found)}"
-                )
-        head.read(slots, [batch.contexts[row][-waiting[row] :] for row in rows], states)
+        pieces = {row: self._take(batch, row, count) for row, count in enumerate(waiting) if count}
+        rests: dict[int, _Piece] = {}
+        groups = [[row for row in rows if row in pieces] for rows in shared_prompts(batch)]
+        shared = [rows for rows in groups if len(rows) > 1 and self._are_new(batch, rows)]
+        for rows in shared:
+            length = batch.prompt_lengths[rows[0]] - 1
+            prompt, _ = pieces[rows[0]].split(length)
+            rests |= {row: pieces.pop(row).split(length)[1] for row in rows}
+            pieces[rows[0]] = prompt
+        self._read_pieces(batch, pieces)
+        for first, *others in shared:
+            head.copy_slot(batch.slots[first], [batch.slots[row] for row in others])
+        self._read_pieces(batch, {row: rest for row, rest in rests.items() if rest.token_ids})
+
+    def _take(self, batch: DecodeBatch, row: int, count: int) -> _Piece:
+        states = self._unread.take(batch.slots[row])
+        if len(states) != count:
+            raise ModelError(
+                f"slot {batch.slots[row]}: the draft head needs the target's hidden states of "
+                f"{count} tokens, and batch.features holds {len(states)}"
+            )
+        return _Piece(batch.contexts[row][-count:], states)
+
+    def _are_new(self, batch: DecodeBatch, rows: Sequence[int]) -> bool:
+        return batch.prompt_lengths[rows[0]] > 1 and not any(
+            self._head.length(batch.slots[row]) for row in rows
+        )
+
+    def _read_pieces(self, batch: DecodeBatch, pieces: Mapping[int, _Piece]) -> None:
+        rows = sorted(pieces)
+        if rows:
+            tokens = [pieces[row].token_ids for row in rows]
+            states = [pieces[row].states for row in rows]
+            self._head.read([batch.slots[row] for row in rows], tokens, states)
 
     def _follow(
         self, slots: Sequence[int], drafted: Sequence[Sequence[int]], device: torch.device

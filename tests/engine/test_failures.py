@@ -8,7 +8,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
@@ -49,11 +51,20 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([], "it has no tokens"),
     ([5] * 192, "only 191 fit"),
     ("word " * 200, "raise max_model_len"),
-    (None, "a NoneType: pass a str"),
-    (7, "an? int: pass a str"),
-    ([1, 2.5], r"holds 2\.5"),
+    (None, "of type NoneType: pass a str"),
+    (7, "of type int: pass a str"),
+    (b"x", "of type bytes: pass a str"),
+    (bytearray(b"x"), "of type bytearray: pass a str"),
+    ({"role": "user", "content": "x"}, "of type dict: pass a str"),
+    ("A\ud800", r"'\\ud800' at character 1"),
+    (np.array([[1, 2]]), "of type ndarray: pass a str"),
+    (torch.tensor([1.5]), r"holds 1\.5 of type float at 0"),
+    ([1, 2.5], r"holds 2\.5 of type float at 1"),
+    ([1, None], "holds None of type NoneType at 1"),
+    ([1, "a"], "holds 'a' of type str at 1"),
+    ([[1]], r"holds \[1\] of type list at 0"),
     ([True], "holds True"),
-    ([VOCAB_SIZE], f"holds token {VOCAB_SIZE}"),
+    ([1, VOCAB_SIZE], f"holds token {VOCAB_SIZE} at 1: ids go from 0 to {VOCAB_SIZE - 1}"),
     ([-1], "holds token -1"),
     ([{"role": "user", "content": "x"}], "no chat template"),
 ]
@@ -89,6 +100,20 @@ def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
     assert_only_the_middle_failed(outputs, PromptError)
     with pytest.raises(PromptError, match=message):
         raise outputs[1].error or AssertionError
+
+
+@pytest.mark.parametrize("prompt", [b"x", "A\udfff", {"role": "user"}, np.array(1)])
+def test_a_bad_prompt_alone(llm: LLM, prompt: Any) -> None:
+    for prompts in (prompt, [prompt]):
+        (output,) = llm.generate(prompts, GOOD)
+        assert type(output.error) is PromptError
+        ends = [chunk.completion for chunk in llm.stream(prompts, GOOD)]
+        assert [str(end and end.error) for end in ends] == [str(output.error)]
+
+
+def test_a_bad_word_that_no_tokenizer_reads(llm: LLM) -> None:
+    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(bad_words="\ud800"), GOOD])
+    assert_only_the_middle_failed(outputs, ConfigError)
 
 
 def test_a_stop_token_outside_the_vocabulary(llm: LLM) -> None:

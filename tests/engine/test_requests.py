@@ -6,7 +6,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
@@ -168,7 +170,9 @@ def test_one_prompt_many_prompts(llm: LLM) -> None:
     params = SamplingParams(max_tokens=4)
     expected = one(llm, "cat", max_tokens=4).token_ids
     ids = list(tiny_tokenizer()("cat")["input_ids"])
-    for prompts, count in (("cat", 1), (["cat"], 1), (ids, 1), ([ids, "cat"], 2), ([], 0)):
+    arrays = [np.array(ids), torch.tensor(ids), [*np.array(ids)]]
+    calls: list[tuple[Any, int]] = [("cat", 1), (["cat"], 1), (ids, 1), ([ids, "cat"], 2), ([], 0)]
+    for prompts, count in [*calls, (arrays, 3), *((array, 1) for array in arrays)]:
         outputs = llm.generate(prompts, params)
         assert [output.token_ids for output in outputs] == [expected] * count
     assert llm.encode("cat") == ids
