@@ -72,6 +72,11 @@ class GuidedText:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self.max_length - len(self.tokens) - 1
 
+    @property
+    def prefill(self) -> int:
+        """No other open text has it: each prompt is read for one text, see ``DecodeBatch``."""
+        return self.slot
+
     def append(self, committed: Committed) -> list[int]:
         """Take the row that ``commit`` gave this text; returns the tokens that are now part of it.
 

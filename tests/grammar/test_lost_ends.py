@@ -153,7 +153,7 @@ def test_what_hangs_on_grammars_keeps_to_the_bound_as_it_grows() -> None:
             del grammar, endings, state
         queue.submit(GrammarSpec.regex("x")).result()
         gc.collect()
-        kept = [grammar for ref in alive if (grammar := ref()) is not None]
+        kept = [found for ref in alive if (found := ref()) is not None]
         assert 0 < len(kept) < 12
         assert sum(map(cache.size_of, kept)) <= queue.cached_bytes <= bound
     finally:
