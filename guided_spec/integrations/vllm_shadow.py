@@ -74,14 +74,16 @@ class _Shadow:
         if self._is_lost or not (waits or self._future.done()):
             return None
         if (failure := self._future.exception()) is not None:
-            return self._lose(failure)
+            self._lose(failure)
+            return None
         constraint = self._constraint
         if constraint is None or not _continues(constraint.committed, text, start):
             constraint = self._constraint = Constraint(self._future.result())
         try:
             constraint.commit(text[start + len(constraint.committed) :])
         except GrammarStateError as error:
-            return self._lose(error)
+            self._lose(error)
+            return None
         return None if constraint.is_terminated else constraint
 
     def _lose(self, error: BaseException) -> None:

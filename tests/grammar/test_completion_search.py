@@ -13,7 +13,8 @@ from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.completion_spelling import Spelling
 from guided_spec.grammar.completion_tokens import SearchTokens, first_tokens, spread_tokens
-from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.test_completion import check_agreement, legal
@@ -48,12 +49,12 @@ SCHEMAS: dict[str, Any] = {
 CASES = [*((name, "schema") for name in SCHEMAS), ("keys", "any")]
 
 
-def compiled_of(name: str, order: str = "schema") -> LLGuidanceGrammar:
+def compiled_of(name: str, order: str = "schema") -> CompiledGrammar:
     spec = GrammarSpec.json_schema(SCHEMAS[name])
     return BACKEND.compile(replace(spec, key_order=order))  # type: ignore[arg-type]
 
 
-def endings_of(compiled: LLGuidanceGrammar) -> SearchEndings:
+def endings_of(compiled: CompiledGrammar) -> SearchEndings:
     return SearchEndings(compiled, VOCABULARY, SPELLING, TOKENS)
 
 

@@ -43,11 +43,11 @@ def test_longer_matches_first_then_later_ones() -> None:
 class Read(list[int]):
     """A text that counts the tokens that are read of it."""
 
-    count = 0
+    num_read = 0
 
     def __getitem__(self, at: Any) -> Any:
         found = super().__getitem__(at)
-        self.count += len(found) if isinstance(at, slice) else 1
+        self.num_read += len(found) if isinstance(at, slice) else 1
         return found
 
 
@@ -83,9 +83,9 @@ def test_a_step_reads_what_is_new_and_looks_back_so_far() -> None:
     text = Read([1, 2, 3] + [5] * (LOOKS_BACK + 100))
     assert propose(proposer, text) == [5, 5, 5][:1]
     text += [1, 2]
-    text.count = 0
+    text.num_read = 0
     assert propose(proposer, text) == []  # what is older is not looked at
-    assert text.count <= 2 + LONGEST
+    assert text.num_read <= 2 + LONGEST
     text += [7, 1, 2]
     assert propose(proposer, text) == [7, 1, 2]
 
