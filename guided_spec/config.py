@@ -46,7 +46,8 @@ class EngineConfig:
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs llama-like models and EAGLE-3 heads on one CUDA device in packed form and
         as CUDA graphs, whose results differ from the stock modules' by rounding; "packed" does so
-        on any device; "stock" leaves everything to the stock modules.
+        on any device, and raises ModelError where that form fails its trial; "stock" leaves
+        everything to the stock modules.
     draft_length: "fixed" drafts ``num_draft_tokens`` at every step, "adaptive" up to as many, by
         what was accepted and what steps took.
 

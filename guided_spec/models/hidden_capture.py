@@ -1,4 +1,4 @@
-"""Hidden states of a decoder, read while it runs."""
+"""The decoder of a model, and its hidden states, read while it runs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 
-__all__ = ["capture_hidden", "check_layers"]
+__all__ = ["capture_hidden", "check_layers", "find_decoder"]
+
+
+def find_decoder(model: PreTrainedModel) -> nn.Module:
+    """The part of ``model`` in front of its output head."""
+    stock: Any = model
+    # ModernBERT calls its output head "decoder", and that is what transformers takes for one.
+    is_head = stock.get_decoder() is stock.get_output_embeddings()
+    found: nn.Module = stock.base_model if is_head else stock.get_decoder()
+    return found
 
 
 @contextmanager

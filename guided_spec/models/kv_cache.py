@@ -85,6 +85,13 @@ class SlotCache(Cache):
         for slot in destinations:
             self.load_states([slot], saved)
 
+    def repeat(self, slot: int, source: int, start: int, end: int) -> None:
+        """Fill positions ``start`` to ``end`` - 1 of a slot with what its ``source`` holds."""
+        for layer in self._slotted:
+            for buffer in layer.buffers():
+                states = buffer[slot]
+                states[..., start:end, :] = states[..., source : source + 1, :]
+
     def save_states(self, slots: Sequence[int]) -> list[SavedState]:
         """A copy of the linear states of ``slots``."""
         return [layer.save(slots) for layer in self._linear]
@@ -173,8 +180,8 @@ class SlotLayer(CacheLayerMixin):
         return self._cache.plan.view, 0
 
     def get_seq_length(self) -> int:
-        """An upper bound of the rows' lengths: transformers has no notion of one a row."""
-        return self._cache.plan.view
+        """Positions in front of those fed if they end the view: there is no length for all rows."""
+        return self._cache.plan.view - self._cache.plan.num_tokens
 
     def get_max_length(self) -> int:
         """Tokens a slot can hold."""

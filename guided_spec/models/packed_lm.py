@@ -12,17 +12,10 @@ from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed_decoder import PackedDecoder
 from guided_spec.models.padding import pack_places, pad_to
 from guided_spec.models.stock_decoder import StockDecoder
+from guided_spec.models.stock_slots import LogitsKind, SlotInputs, SlotOutput
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = [
-    "WIDEST_GRAPH",
-    "LogitsKind",
-    "PackedForward",
-    "PackedLM",
-    "Rows",
-]
-
-LogitsKind = Literal["all", "last", "none"]
+__all__ = ["WIDEST_GRAPH", "PackedLM", "Rows"]
 
 WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts
 LARGEST_PROMPTS = 640  # tokens of all rows of prompts; more take longer than their launches
@@ -37,17 +30,6 @@ class Rows(NamedTuple):
     slots: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
-
-
-class PackedForward(NamedTuple):
-    """What a forward gave, arbitrary at padding.
-
-    logits: [B, T, V], [B, 1, V] or None, as asked for; the next forward may overwrite them.
-    hidden_states: [B, T, len(layers) * H], None if none were asked for.
-    """
-
-    logits: Tensor | None
-    hidden_states: Tensor | None
 
 
 class PackedLM:
@@ -76,7 +58,7 @@ class PackedLM:
         layers: tuple[int, ...] = (),
         *,
         num_scored: int | None = None,
-    ) -> PackedForward:
+    ) -> SlotOutput:
         """Feed tokens int64 [B, T], on the device or the host; nothing waits for the device.
 
         logits, layers: as of ``CausalLM.forward``. num_scored: only the first so many rows get
@@ -89,19 +71,13 @@ class PackedLM:
         is_large = is_prompt and batch * width > LARGEST_PROMPTS
         size, length = (batch, width) if is_large else (bucket(batch), bucket(width))
         kind = logits if num_scored is None else "states"
-        slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
-        last = [max(count, 1) - 1 for count in rows.counts]
-        inputs = {
-            "token_ids": pad_to(token_ids, (size, length)),
-            "places": pack_places((slots, rows.starts, last), size),
-        }
+        inputs = _inputs(token_ids, rows, (size, length))
 
-        def body(tensors: Inputs) -> PackedForward:
+        def body(tensors: Inputs) -> SlotOutput:
             return self._compute(tensors, kind, layers)
 
         if is_large:
-            moved = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
-            found = body(moved)
+            found = body(self._upload(inputs))
         else:
             found = self._graphs.run((size, length, kind, layers), inputs, body)
         scores, hidden = found
@@ -109,16 +85,25 @@ class PackedLM:
             # Outside of the graph, which would keep logits for each size of batch: one product.
             scores = self._decoder.logits(scores[:num_scored])
         if is_large:
-            return PackedForward(scores, hidden)
-        return PackedForward(
+            return SlotOutput(scores, hidden)
+        return SlotOutput(
             None if scores is None else scores[:batch, :width],
             # Hidden states are kept until their proposer reads them; logits are used at once.
             None if hidden is None else hidden[:batch, :width].clone(),
         )
 
+    def forward_once(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
+        """``forward`` without a graph, for a shape that does not come again."""
+        token_ids, *places = inputs
+        tensors = _inputs(token_ids, Rows(*places), tuple(token_ids.shape))
+        return SlotOutput(*self._compute(self._upload(tensors), logits, ()))
+
+    def _upload(self, inputs: Inputs) -> Inputs:
+        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
+
     def _compute(
         self, inputs: Inputs, kind: LogitsKind | Literal["states"], layers: tuple[int, ...]
-    ) -> PackedForward:
+    ) -> SlotOutput:
         """With the states themselves in place of logits, if these are asked for."""
         slots, starts, last = inputs["places"].unbind(0)
         output = self._decoder.forward(
@@ -126,9 +111,17 @@ class PackedLM:
         )
         states = output.states
         if kind == "none":
-            return PackedForward(None, output.hidden_states)
+            return SlotOutput(None, output.hidden_states)
         if kind == "states":
-            return PackedForward(states, output.hidden_states)
+            return SlotOutput(states, output.hidden_states)
         if kind == "last":
             states = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[2]))
-        return PackedForward(self._decoder.logits(states), output.hidden_states)
+        return SlotOutput(self._decoder.logits(states), output.hidden_states)
+
+
+def _inputs(token_ids: Tensor, rows: Rows, size: tuple[int, ...]) -> Inputs:
+    """What a forward of [B, T] tokens takes, on the host where these are; padded to ``size``."""
+    slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
+    last = [max(count, 1) - 1 for count in rows.counts]
+    places = pack_places((slots, rows.starts, last), size[0])
+    return {"token_ids": pad_to(token_ids, size), "places": places}

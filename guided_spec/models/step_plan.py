@@ -18,6 +18,8 @@ class StepPlan:
     slots: [B] distinct slots. starts: [B] tokens already in each. counts: [B] real tokens of the
     ``num_tokens`` fed. Nothing here waits for the device.
 
+    view: how many positions are read of every slot; None is as many as are needed, and few more.
+
     Buffers are [num_slots, heads, max_length + 1, head_dim]; position max_length takes the padding.
     """
 
@@ -29,13 +31,14 @@ class StepPlan:
         *,
         num_tokens: int,
         max_length: int,
+        view: int | None = None,
     ) -> None:
         self.slots = list(slots)
         self.num_tokens = num_tokens
         self.fresh = [slot for slot, start in zip(slots, starts, strict=True) if start == 0]
         end = max(start + count for start, count in zip(starts, counts, strict=True))
         buckets = -(-max(end, 1) // VIEW_BUCKET)
-        self.view = min(max_length, buckets * VIEW_BUCKET)
+        self.view = min(max_length, buckets * VIEW_BUCKET) if view is None else view
         first = self.slots[0]
         self._range = first if self.slots == list(range(first, first + len(slots))) else None
         self._positions, self._columns = _place(starts, counts, num_tokens, max_length)

@@ -231,7 +231,7 @@ def test_a_model_that_breaks_in_the_first_forward_is_refused(
         raise ValueError("no cache, please")
 
     monkeypatch.setattr(model, "forward", refuse)
-    with pytest.raises(ModelError, match="over KV slots failed: no cache, please"):
+    with pytest.raises(ModelError, match="failed: no cache, please"):
         CausalLM(model, num_slots=1, max_length=8)
 
 

@@ -1,0 +1,151 @@
+"""What becomes of every family: ``python -m tests.models.family_sweep docs/models.md``.
+
+Each family's tiny model writes a ragged, speculative, greedy batch over slots, in stock and in
+packed form, and what it writes is compared with transformers' own generate.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.causal_lm import CausalLM
+from tests.models.families import FAMILIES, NOT_BUILT, build_family
+from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+
+__all__ = ["EQUAL", "NO_PACKED_FORM", "Outcome", "outcome_of", "write_text"]
+
+EQUAL = "equal"
+NO_PACKED_FORM = "has no packed form"
+PROMPTS = (5, 23)  # tokens; windows have 8
+NUM_TOKENS = 24
+MAX_LENGTH = 80
+SEEDS = 4
+MARK = "<!-- below: what the command writes -->\n"
+
+
+class Outcome(NamedTuple):
+    """EQUAL, NO_PACKED_FORM, or the message of the ModelError, in each form of the forward."""
+
+    stock: str
+    packed: str
+
+
+def outcome_of(family: str) -> Outcome:
+    """Build the family's model and run it in both forms.
+
+    Raises AssertionError where it writes other texts than ``generate`` without a ModelError.
+    """
+    try:
+        CausalLM(build_family(family), num_slots=2, max_length=MAX_LENGTH, kernels="stock")
+    except ModelError as error:
+        return Outcome(str(error), str(error))
+    model, expected = _reference(family)
+    return Outcome(*(_run(model, expected, kernels) for kernels in ("stock", "packed")))
+
+
+def write_text(lm: CausalLM, expected: list[Row]) -> list[list[int]]:
+    """What ``lm`` writes for the rows, which are made anew: their prompts, slots and lengths."""
+    rows = [Row(row.slot, row.prompt, row.expected) for row in expected]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while running := [row for row in rows if not row.is_done]:
+        speculate(lm, running, source)
+    return [row.tokens[: len(row.expected)] for row in rows]
+
+
+def _run(model: PreTrainedModel, expected: list[Row], kernels: Any) -> str:
+    try:
+        lm = CausalLM(model, num_slots=4, max_length=MAX_LENGTH, kernels=kernels)
+    except ModelError as error:
+        return str(error)
+    if kernels == "packed" and not lm.is_packed:
+        return NO_PACKED_FORM
+    assert write_text(lm, expected) == [row.expected for row in expected]
+    return EQUAL
+
+
+def _reference(family: str) -> tuple[PreTrainedModel, list[Row]]:
+    """A model, and texts that ``generate`` writes with and without a cache, if there are any.
+
+    Some models choose keys by scores that tie, and then write one text or another.
+    """
+    for seed in range(SEEDS):
+        model = build_family(family, seed)
+        prompts = prompts_of(PROMPTS, min(64, model.config.get_text_config().vocab_size), seed)
+        plain = [_without_cache(model, prompt) for prompt in prompts]
+        try:
+            found = [generate_alone(model, prompt, NUM_TOKENS) for prompt in prompts]
+        except Exception:  # of all kinds: some cannot generate with a cache
+            found = plain
+        rows = [Row(slot, *row) for slot, *row in zip((2, 0), prompts, found, strict=True)]
+        if found == plain:
+            break
+    return model, rows
+
+
+def _without_cache(model: Any, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(NUM_TOKENS):
+            logits = model(input_ids=torch.tensor([tokens]), use_cache=False).logits
+            tokens.append(int(logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def tables(outcomes: dict[str, Outcome]) -> str:
+    """What docs/models.md says behind MARK."""
+    packed = [name for name, found in outcomes.items() if found.packed == EQUAL]
+    stock = [name for name, found in outcomes.items() if EQUAL == found.stock != found.packed]
+    refused = defaultdict(list)
+    for name, found in outcomes.items():
+        if found.stock != EQUAL:
+            refused[_reason(found.stock)].append(name)
+    lines = [
+        *("", f"With transformers {transformers.__version__}:", ""),
+        *("## Run in both forms", "", _listed(packed), ""),
+        *("## Run by their stock modules", "", _listed(stock), ""),
+        *("## Refused", "", "| Why | Families |", "|---|---|"),
+        *(f"| {reason} | {_listed(names)} |" for reason, names in sorted(refused.items())),
+        *("", "## Not tried", "", "| Family | Why no tiny model of it is built |", "|---|---|"),
+        *(f"| `{name}` | {reason} |" for name, reason in NOT_BUILT.items()),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def _reason(message: str) -> str:
+    """The part of a refusal that does not differ from model to model."""
+    text = message.split(": ", 1)[1].split(";")[0]
+    known = re.search(r"\bfor (its? [^:]*)", text)
+    return known[1] if known else text
+
+
+def main() -> None:
+    """Write the tables anew in the page at the path given, behind its MARK."""
+    outcomes = {}
+    for family in FAMILIES:
+        if family not in NOT_BUILT:
+            outcomes[family] = outcome_of(family)
+            sys.stderr.write(f"{family}: {outcomes[family]}\n")
+    path = Path(sys.argv[1])
+    head, _ = path.read_text().split(MARK)
+    path.write_text(head + MARK + tables(outcomes))
+
+
+if __name__ == "__main__":
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    main()
