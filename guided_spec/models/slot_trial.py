@@ -40,13 +40,7 @@ STRIDE = 7  # between the ids of tokens
 
 # Of the logits of a token, without their mean: the norm of the difference by the norm.
 LARGEST_ERROR = 5e-3
-<<<<<<< HEAD
-# In half precision, of the median token: rounding takes some tokens to other experts.
-ROUGH_ERROR = 0.1
-SUSPECTED_ERROR = 0.03  # where there is reason to expect that it differs
-=======
 ROUGH_ERROR = 0.1  # of the median token: half precision takes some of them to other experts
->>>>>>> arch
 
 Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
 
@@ -145,25 +139,11 @@ class SlotTrial:
         if is_exact and torch.get_float32_matmul_precision() == "highest":
             error, largest = float(errors.max()), LARGEST_ERROR
         else:
-<<<<<<< HEAD
-            error = float(errors.median())
-            largest = SUSPECTED_ERROR if self._cause else ROUGH_ERROR
-        if not error <= largest:  # nor is NaN
-            cause = (
-                self._cause or "for it does not keep to the masks and positions that it is given"
-            )
-            raise refusal(
-                self._model,
-                f"its logits {where} differ from its own by {error:.2g} of their size and it would "
-                f"write other texts, {cause}",
-            )
-=======
             error, largest = float(errors.median()), ROUGH_ERROR
         if not error <= largest:  # nor is NaN
             cause = self._cause or "for it does not keep to its masks and positions"
             what = f"its logits {where} differ from its own by {error:.2g} of their size"
             raise refusal(self._model, f"{what} and it would write other texts, {cause}")
->>>>>>> arch
 
 
 def _errors(found: Tensor, expected: Tensor) -> Tensor:
