@@ -31,5 +31,5 @@ def _ends(schema: Any, finite: set[str]) -> bool:
     low = schema.get("minItems", 0)
     needed = [properties[name] for name in schema.get("required", ()) if name in properties]
     needed += prefix[:low]
-    needed += [schema["items"]] if low > len(prefix) else []
+    needed += [schema.get("items", True)] if low > len(prefix) else []
     return all(_ends(part, finite) for part in needed)

@@ -323,3 +323,12 @@ def test_behind_a_marker() -> None:
     assert matcher.row_source is matcher.inner
     assert not matcher.accept_token(TOKENS.index(b'a"', 256))
     assert {VOCABULARY.token_bytes[token][:1] for token in legal(matcher)} == {b"a", b"b"}
+
+
+def test_a_property_whose_array_says_nothing_of_its_items() -> None:
+    """Its shortest value is asked for where keys might run out."""
+    schema = {
+        "patternProperties": {"^[a-c]$": {"type": "array", "minItems": 2}},
+        "additionalProperties": False,
+    }
+    assert free_keys(schema).run_out
