@@ -69,7 +69,8 @@ def test_a_text_that_grows_or_not_is_drafted_as_a_new_one(
     steps: list[tuple[int, list[int]]],
 ) -> None:
     """Where a slot is used again without a release, all but the last tokens may be missed."""
-    proposer, context = build_proposer("ngram", toy_context()), list[int]()
+    proposer = build_proposer("ngram", toy_context())
+    context: list[int] = []
     for cut, new in steps:
         if cut < LONGEST:
             proposer.release([0])
