@@ -65,6 +65,11 @@ class GuidedText:
         return self.tokens[self.prompt_length :]
 
     @property
+    def prefill(self) -> int:
+        """Its own: whoever owns the model reads the prompt."""
+        return self.slot
+
+    @property
     def draft_room(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self.max_length - len(self.tokens) - 1
