@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,9 +19,10 @@ from guided_spec.proposers import build_proposer
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
-__all__ = ["PROPOSER", "HostDrafter", "HostRequest"]
+__all__ = ["CHECKED", "PROPOSER", "HostDrafter", "HostRequest", "HostText", "HostTexts"]
 
 PROPOSER = "chain:grammar_forced+ngram"
+CHECKED = 8  # tokens at the end of a text that tell whether it is still the same
 _CPU = torch.device("cpu")
 
 
@@ -37,6 +39,57 @@ class HostRequest(NamedTuple):
     prompt_length: int
     limit: int
     constraint: Constraint | None
+
+
+class HostText(NamedTuple):
+    """A request's prompt and output; only its owner changes it. slot: as of ``HostRequest``."""
+
+    slot: int
+    token_ids: list[int]
+
+
+class HostTexts:
+    """The texts of another engine's requests as they grow: a step reads only what is new."""
+
+    def __init__(self) -> None:
+        self._texts: dict[Hashable, HostText] = {}
+        self._new_slots = itertools.count()
+        self._ended: list[int] = []
+
+    def follow(
+        self, name: Hashable, length: int, read: Callable[[int, int], list[int]]
+    ) -> HostText:
+        """The text of a request, ``length`` tokens long by now.
+
+        read: gives its tokens from one place to another. A text that does not end any more as it
+        did is read anew, and gets another slot.
+        """
+        text = self._texts.get(name)
+        if text is not None:
+            known = len(text.token_ids)
+            start = max(0, known - CHECKED)
+            if known > length or read(start, known) != text.token_ids[start:]:
+                self.forget([name])
+                text = None
+        if text is None:
+            text = self._texts[name] = HostText(next(self._new_slots), [])
+        known = len(text.token_ids)
+        if known < length:
+            text.token_ids.extend(read(known, length))
+        return text
+
+    def forget(self, names: Iterable[Hashable]) -> None:
+        """The requests have ended; one that is not known is no error."""
+        known = [self._texts.pop(name) for name in names if name in self._texts]
+        self._ended.extend(text.slot for text in known)
+
+    def take_ended(self) -> list[int]:
+        """The slots of texts that have ended since the last call, for ``HostDrafter.release``."""
+        ended, self._ended = self._ended, []
+        return ended
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter([*self._texts])
 
 
 class HostDrafter:

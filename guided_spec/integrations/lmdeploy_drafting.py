@@ -88,11 +88,12 @@ class Drafting:
         """Append what a session got; ``history`` is where a prompt's tokens begin."""
         text = self._texts.get(key)
         if text is None:
-            text = self._texts[key] = _Text(self._next_slot)
-            self._next_slot += 1
-        if history is not None:
-            # Where an earlier part was never seen, as with a cached prefix, the rest must do.
+            text = self._texts[key] = _Text(self._take_slot())
+        if history is not None and history < len(text.token_ids):
+            self._proposer.release([text.slot])  # what is kept of a slot is of a text that grows
+            text.slot = self._take_slot()
             del text.token_ids[history:]
+        # Where an earlier part was never seen, as with a cached prefix, the rest must do.
         text.token_ids += token_ids
 
     def draft(self, key: Any, place: Place | None) -> list[int]:
@@ -118,6 +119,10 @@ class Drafting:
         """Forget sessions that have ended."""
         ended = [key for key in self._texts if key[0] in session_ids]
         self._proposer.release([self._texts.pop(key).slot for key in ended])
+
+    def _take_slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot - 1
 
     def _read_step(self, keys: Sequence[Any], inputs: Any, output: Tensor | None) -> None:
         """What each session got: its prompt, or a part of it, and what was sampled behind."""

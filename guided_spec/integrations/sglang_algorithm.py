@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import operator
-import sys
 from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
@@ -161,8 +160,8 @@ def worker_class() -> Any:
             num_draft = self.draft_token_num - 1
             drafter = HostDrafter(vocabulary, tokenizer, num_draft, self.max_batch_size)
             self.ngram_corpus = Drafts(drafter, self.draft_token_num)
-            # The worker shows its corpus the last so many tokens of a text: here all of them.
-            self.max_trie_depth = sys.maxsize
+            # The worker shows its corpus the last so many tokens of a text.
+            self.max_trie_depth = self.ngram_corpus.end_length
 
         def _prepare_draft_tokens(self, batch: Any) -> Any:
             self.ngram_corpus.see(batch.reqs)

@@ -6,15 +6,19 @@ nodes behind a short draft hang nowhere, so that no verifier comes to them.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.constraint import Constraint
-from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
+from guided_spec.integrations.host_drafter import (
+    CHECKED,
+    HostDrafter,
+    HostRequest,
+    HostTexts,
+)
 from guided_spec.integrations.sglang_backend import GuidedGrammar
 
 __all__ = ["Drafts", "Trees", "chains"]
@@ -40,8 +44,7 @@ class Drafts:
     def __init__(self, drafter: HostDrafter, num_nodes: int) -> None:
         self._drafter = drafter
         self._num_nodes = num_nodes
-        self._new_slots = itertools.count()
-        self._slots: dict[str, int] = {}
+        self._texts = HostTexts()
         self._requests: Sequence[Any] = ()
 
     def see(self, requests: Sequence[Any]) -> None:
@@ -52,39 +55,64 @@ class Drafts:
         """Nothing runs beside this."""
 
     def batch_get(
-        self, names: Sequence[str], texts: Sequence[Sequence[int]], lengths: Sequence[int]
+        self, names: Sequence[str], ends: Sequence[Sequence[int]], lengths: Sequence[int]
     ) -> Trees:
         """Draft behind each request's text.
 
-        names: [B] the requests' names. texts: [B] prompt and output. lengths: of the texts.
+        names: [B] the requests' names. ends: [B] the last ``Drafts.end_length`` tokens of prompt
+        and output, or all. lengths: of the texts.
         """
-        del lengths
+        texts = [
+            self._texts.follow(name, length, _Reader(end, length, request).read)
+            for name, end, length, request in zip(names, ends, lengths, self._requests, strict=True)
+        ]
+        self._drafter.release(self._texts.take_ended())
         drafts = self._drafter.draft(
             [
                 HostRequest(
-                    slot=self._slot_of(name),
-                    text=text,
+                    slot=text.slot,
+                    text=text.token_ids,
                     prompt_length=len(request.origin_input_ids_unpadded),
                     limit=self._num_nodes - 1,
                     constraint=_constraint_of(request.grammar),
                 )
-                for name, text, request in zip(names, texts, self._requests, strict=True)
+                for text, request in zip(texts, self._requests, strict=True)
             ]
         )
-        return chains([text[-1] for text in texts], drafts, self._num_nodes)
+        return chains([end[-1] for end in ends], drafts, self._num_nodes)
 
-    def erase_match_state(self, names: Sequence[str]) -> None:
+    @property
+    def end_length(self) -> int:
+        """Tokens that a step may add to a text, and some of those before it.
+
+        SGLang's own drafts look no further back than their trie is deep.
+        """
+        return self._num_nodes + CHECKED
+
+    def erase_match_state(self, names: Iterable[str]) -> None:
         """Forget requests that have left the batch."""
-        self._drafter.release([self._slots.pop(name) for name in names if name in self._slots])
+        self._texts.forget(names)
+        self._drafter.release(self._texts.take_ended())
 
     def reset(self) -> None:
         """Forget all requests."""
-        self.erase_match_state([*self._slots])
+        self._texts.forget(self._texts)
+        self._drafter.release(self._texts.take_ended())
 
-    def _slot_of(self, name: str) -> int:
-        if name not in self._slots:
-            self._slots[name] = next(self._new_slots)
-        return self._slots[name]
+
+class _Reader(NamedTuple):
+    """Reads a text of which SGLang shows the end: the rest is among its request's tokens."""
+
+    end: Sequence[int]
+    length: int
+    request: Any
+
+    def read(self, start: int, stop: int) -> list[int]:
+        behind = self.length - len(self.end)
+        if start >= behind:
+            return [*self.end[start - behind : stop - behind]]
+        known = [*self.request.origin_input_ids_unpadded, *self.request.output_ids]
+        return [*known[:behind], *self.end][start:stop]
 
 
 def chains(roots: Sequence[int], drafts: Sequence[Sequence[int]], num_nodes: int) -> Trees:

@@ -15,13 +15,12 @@ the same requests without drafts.
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
+from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostTexts
 from guided_spec.integrations.vllm_grammars import VllmGrammars
 from guided_spec.integrations.vllm_patches import around_drafting, install
 from guided_spec.integrations.vllm_shadow import ShadowConstraints
@@ -49,7 +48,7 @@ class GuidedProposer:
         self._drafter = HostDrafter(vocabulary, tokenizer, num_draft, num_requests)
         self._shadows = ShadowConstraints(GrammarCompileQueue(self._grammars, max_workers=1))
         self._asked: dict[str, _Asked] = {}
-        self._new_slots = itertools.count()
+        self._texts = HostTexts()
         self._names: Sequence[str] = ()
         self._requests: Mapping[str, Any] = {}
 
@@ -65,8 +64,7 @@ class GuidedProposer:
         """
         self._names, self._requests = names, requests
         ended = [name for name in self._asked if name not in requests]
-        self._drafter.release([self._asked.pop(name).slot for name in ended])
-        self._shadows.keep({asked.slot for asked in self._asked.values()})
+        self._forget(ended)
 
     def propose(
         self,
@@ -87,38 +85,47 @@ class GuidedProposer:
         del slot_mappings
         drafts: list[list[int]] = [[] for _ in sampled_token_ids]
         running = {
-            at: self._look_at(at, token_ids_cpu[at, : int(num_tokens_no_spec[at])].tolist())
+            at: self._look_at(at, token_ids_cpu[at], int(num_tokens_no_spec[at]))
             for at, new in enumerate(sampled_token_ids)
             if new and at < len(self._names) and int(num_tokens_no_spec[at]) < self._max_len
         }
+        self._release()
         if running:
             found = self._drafter.draft([*running.values()])
             for at, draft in zip(running, found, strict=True):
                 drafts[at] = draft
         return drafts
 
-    def _look_at(self, at: int, text: list[int]) -> HostRequest:
+    def _look_at(self, at: int, row: Any, length: int) -> HostRequest:
         name = self._names[at]
         request = self._requests[name]
         params = request.sampling_params
         asked = self._asked.get(name)
         if asked is None or asked.params is not params:
-            if asked is not None:  # another request under the same name
-                self._drafter.release([asked.slot])
-            slot, spec = next(self._new_slots), self._grammars.spec_of(params)
-            asked = self._asked[name] = _Asked(slot, params, spec)
-        constraint = None
+            self._forget([name])  # of another request under the same name
+            asked = self._asked[name] = _Asked(params, self._grammars.spec_of(params))
+        slot, text = self._texts.follow(name, length, lambda start, end: row[start:end].tolist())
+        constraint, prompt_length = None, request.num_prompt_tokens
         if asked.spec is not None:
-            output = text[request.num_prompt_tokens :]
-            constraint = self._shadows.follow(asked.slot, asked.spec, output)
-        room, prompt_length = self._max_len - len(text), request.num_prompt_tokens
-        return HostRequest(asked.slot, text, prompt_length, room, constraint)
+            constraint = self._shadows.follow(slot, asked.spec, text, prompt_length)
+        return HostRequest(slot, text, prompt_length, self._max_len - length, constraint)
+
+    def _forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._asked.pop(name, None)
+        self._texts.forget(names)
+        self._release()
+
+    def _release(self) -> None:
+        ended = self._texts.take_ended()
+        self._drafter.release(ended)
+        for slot in ended:
+            self._shadows.forget(slot)
 
 
 class _Asked(NamedTuple):
     """What is kept of a request while it runs: read off once, since a schema may be long."""
 
-    slot: int
     params: Any
     spec: GrammarSpec | None
 

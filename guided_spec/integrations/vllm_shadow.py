@@ -1,11 +1,12 @@
 """Shadow constraints: a request's grammar followed where only its committed tokens are known.
 
 Another engine owns the grammar that is enforced. A shadow only draws up drafts, so it may lag
-behind, or be lost: the request is then drafted without it.
+behind, or be lost: the request is then drafted without it, and vLLM's log says why.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Container, Hashable, Sequence
 from concurrent.futures import Future
 
@@ -16,6 +17,8 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["ShadowConstraints"]
+
+_logger = logging.getLogger("vllm.guided_spec")
 
 
 class ShadowConstraints:
@@ -30,15 +33,19 @@ class ShadowConstraints:
         self._waits = waits
         self._shadows: dict[Hashable, _Shadow] = {}
 
-    def follow(self, name: Hashable, spec: GrammarSpec, output: Sequence[int]) -> Constraint | None:
-        """The constraint of a request at the end of its committed tokens ``output``.
+    def follow(
+        self, name: Hashable, spec: GrammarSpec, text: Sequence[int], start: int = 0
+    ) -> Constraint | None:
+        """The constraint of a request at the end of its committed tokens.
+
+        text: all of these from ``start`` on; of them only what is new is read.
 
         None while its grammar compiles, once its text is complete, and after it was lost: when the
-        grammar does not compile or refuses a token. Output that is not a continuation of what came
-        before is followed from its beginning.
+        grammar does not compile or refuses a token. Text that does not go on from what came before
+        is followed from its beginning.
         """
         self.prepare(name, spec)
-        return self._shadows[name].follow(output, waits=self._waits)
+        return self._shadows[name].follow(text, start, waits=self._waits)
 
     def prepare(self, name: Hashable, spec: GrammarSpec) -> None:
         """Begin to compile a request's grammar, which is followed later."""
@@ -63,24 +70,28 @@ class _Shadow:
         self._constraint: Constraint | None = None
         self._is_lost = False
 
-    def follow(self, output: Sequence[int], *, waits: bool) -> Constraint | None:
+    def follow(self, text: Sequence[int], start: int, *, waits: bool) -> Constraint | None:
         if self._is_lost or not (waits or self._future.done()):
             return None
-        if self._future.exception() is not None:
-            self._is_lost = True
+        if (failure := self._future.exception()) is not None:
+            self._lose(failure)
             return None
         constraint = self._constraint
-        if constraint is None or not _continues(constraint.committed, output):
+        if constraint is None or not _continues(constraint.committed, text, start):
             constraint = self._constraint = Constraint(self._future.result())
         try:
-            constraint.commit(output[len(constraint.committed) :])
-        except GrammarStateError:
-            self._is_lost = True
+            constraint.commit(text[start + len(constraint.committed) :])
+        except GrammarStateError as error:
+            self._lose(error)
             return None
         return None if constraint.is_terminated else constraint
 
+    def _lose(self, error: BaseException) -> None:
+        self._is_lost = True
+        _logger.warning("guided_spec: a request is drafted without its grammar: %s", error)
 
-def _continues(committed: Sequence[int], output: Sequence[int]) -> bool:
-    """Whether ``output`` may continue ``committed``; looks at the end of it only."""
+
+def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:
+    """Whether ``text`` may continue ``committed`` from ``start`` on; looks at its end only."""
     last = len(committed) - 1
-    return len(output) > last and (last < 0 or output[last] == committed[last])
+    return len(text) - start > last and (last < 0 or text[start + last] == committed[last])

@@ -104,6 +104,14 @@ def test_texts_follow_prompts_outputs_chunks_and_turns(manager: GuidedManager) -
     assert step([7, 6], [7], 0) == [6, 7]
 
 
+def test_a_text_that_is_written_anew_is_looked_at_anew(manager: GuidedManager) -> None:
+    drafting = Drafting("ngram", manager, 2)
+    drafting.read((0, 0), 0, [1, 2, 7, 7, 5, 6, 3, 4])
+    drafting.draft((0, 0), None)
+    drafting.read((0, 0), 2, [8, 8, 5, 6, 3, 4, 1, 2])  # ends as before, where that ended
+    assert drafting.draft((0, 0), None) == [8, 8]
+
+
 def test_a_manager_without_tokens_cannot_draft(manager: GuidedManager) -> None:
     manager.error = ModelError("unreadable")
     with pytest.raises(ModelError, match="ngram"):

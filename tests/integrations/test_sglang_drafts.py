@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -81,6 +81,7 @@ class Server:
         self.drafter = HostDrafter(self.vocabulary, self.tokenizer, NUM_NODES - 1, 2)
         self.drafts = Drafts(self.drafter, NUM_NODES)
         self.prompt = self.encode("the cat is the dog; ")
+        self.shown: list[int] | None = None  # as the prompt of its requests
 
     def encode(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
@@ -91,15 +92,27 @@ class Server:
 
     def draft(self, outputs: dict[str, str], grammars: Sequence[object]) -> list[list[int]]:
         """The chain of each request, without its root."""
+        written = [self.encode(output) for output in outputs.values()]
+        return self.draft_behind([*outputs], written, grammars)
+
+    def draft_behind(
+        self, names: Sequence[str], outputs: Sequence[list[int]], grammars: Sequence[object]
+    ) -> list[list[int]]:
+        """``draft``, as the worker calls it: with the ends of the texts."""
         self.drafts.see(
             [
-                SimpleNamespace(origin_input_ids_unpadded=self.prompt, grammar=grammar)
-                for grammar in grammars
+                SimpleNamespace(
+                    origin_input_ids_unpadded=self.prompt if self.shown is None else self.shown,
+                    output_ids=output,
+                    grammar=grammar,
+                )
+                for output, grammar in zip(outputs, grammars, strict=True)
             ]
         )
-        texts = [[*self.prompt, *self.encode(output)] for output in outputs.values()]
+        texts = [[*self.prompt, *output] for output in outputs]
         self.drafts.synchronize()
-        trees = self.drafts.batch_get([*outputs], texts, [len(text) for text in texts])
+        ends = [text[-self.drafts.end_length :] for text in texts]
+        trees = self.drafts.batch_get(names, ends, [len(text) for text in texts])
         sizes = trees.mask.reshape(-1, NUM_NODES, NUM_NODES)[:, :, 0].sum(1)
         rows = trees.token_ids.reshape(-1, NUM_NODES)
         assert rows[:, 0].tolist() == [text[-1] for text in texts]
@@ -118,6 +131,32 @@ def test_requests_come_and_go() -> None:
     assert server.draft({"c": "", "a": ""}, [server.grammar(GrammarSpec.choice(["yes"])), None])[
         0
     ] == [*server.encode("yes"), int(str(server.tokenizer.eos_token_id))]
+
+
+class Counted(list[int]):
+    """A prompt that counts how often all of it is read."""
+
+    reads = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += 1
+        return super().__iter__()
+
+
+def test_a_step_reads_what_is_new() -> None:
+    """A text that was set aside for a while, or begins anew, is read once more."""
+    server, other = Server(), Server()
+    server.prompt = other.prompt = server.prompt * 5
+    server.shown = shown = Counted(server.prompt)
+    words, output, reads = server.prompt, list[int](), list[bool]()
+    for kept, new in ((0, 0), (0, 1), (1, 6), (7, 3), (10, 40), (50, 2), (20, 1), (21, 6), (5, 30)):
+        output = [*output[:kept], *(words[3 * (new + at) % len(words)] for at in range(new))]
+        before = shown.reads
+        found = server.draft_behind(["a"], [output], [None])
+        reads.append(shown.reads > before)
+        other.drafts.reset()
+        assert found == other.draft_behind(["a"], [output], [None])
+    assert reads == [True, False, False, False, True, False, True, False, True]
 
 
 def test_a_grammar_of_another_backend_is_drafted_without() -> None:

@@ -83,7 +83,7 @@ class Runner:
     def propose_compiled(self, name: str, text: Sequence[int]) -> list[int]:
         """The draft once the request's grammar is there: it is compiled beside the first steps."""
         self.propose({name: text[: self.requests[name].num_prompt_tokens]})
-        slot = self.drafter._asked[name].slot
+        slot = self.drafter._texts._texts[name].slot
         self.drafter._shadows._shadows[slot]._future.result(60)
         return self.propose({name: text})[name]
 

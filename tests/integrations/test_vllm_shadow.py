@@ -49,7 +49,7 @@ def test_it_follows_what_is_committed(queue: GrammarCompileQueue) -> None:
     assert shadows.follow("a", LETTERS, [0]) is not first
 
 
-def test_it_ends_and_is_lost(queue: GrammarCompileQueue) -> None:
+def test_it_ends_and_is_lost(queue: GrammarCompileQueue, caplog: pytest.LogCaptureFixture) -> None:
     shadows = ShadowConstraints(queue)
     assert shadows.follow("ended", LETTERS, [0, 1, EOS]) is None
     assert shadows.follow("ended", LETTERS, [0, 1, EOS, 5]) is None
@@ -57,6 +57,11 @@ def test_it_ends_and_is_lost(queue: GrammarCompileQueue) -> None:
     assert shadows.follow("refused", LETTERS, [0, 4, 0]) is None
     assert shadows.follow("broken", BROKEN, [0]) is None
     assert shadows.follow("refused", LETTERS, [0]) is None
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2  # once each
+    assert (
+        "drafted without its grammar: the grammar refuses token 4 at output position 1" in said[0]
+    )
     shadows.keep(())
     assert position(shadows.follow("refused", LETTERS, [0])) == [0]
 
