@@ -85,7 +85,6 @@ class Drafting:
             self._masks = DraftMasks(rows, vocab_size, drafted, target_ids_of(drafter.model))
             self._walk = DraftWalk(rows, position)
         self._policy: DraftPolicy = self._masks
-        self._sampled: tuple[Sequence[str], Tensor, Tensor] | None = None
         self._is_running = False
         self._was_running = False
         self._watch(drafter.model)
@@ -101,29 +100,15 @@ class Drafting:
         self._policy = self._walk if policy == self._walk.name else self._masks
         log(f"{self._name} drafts under grammars, policy {policy}: {reason}")
 
-    def note_sampled(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
-        """Take note of what was sampled, on the device: tokens [B, <= K + 1], and how many each."""
-        self._sampled = names, token_ids, num_tokens
-
-    def take_sampled(self, names: Sequence[str]) -> list[list[int]] | None:
-        """[B] lists of the tokens noted for these requests, downloaded; None if there are none."""
-        noted, self._sampled = self._sampled, None
-        if noted is None or list(noted[0]) != list(names) or len(noted[1]) != len(names):
-            return None
-        packed = torch.cat([noted[2].view(-1, 1).to(noted[1].dtype), noted[1]], 1).tolist()
-        return [row[1 : 1 + max(0, row[0])] for row in packed]
-
     @contextmanager
-    def step(
-        self, names: Sequence[str], sampled: Callable[[], list[list[int]] | None], num_draft: int
-    ) -> Iterator[Callable[[Tensor], None]]:
+    def step(self, names: Sequence[str], num_draft: int) -> Iterator[Callable[[Tensor], None]]:
         """One batch's drafts; gives what to call with the finished draft [B, K], which it changes.
 
-        sampled: [B] lists of new tokens; asked only if one of the requests has a grammar.
+        What was sampled has been noted, see ``GrammarRequests.note``.
         """
         constraints: list[Constraint | None] = []
         if num_draft > 0 and self.requests.any_grammar(names):
-            constraints = self.requests.commit(names, sampled() or [[]] * len(names))
+            constraints = self.requests.commit(names)
         if not any(constraints):
             self._policy.clear()
             yield _keep

@@ -8,14 +8,16 @@ are made while its forward runs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from guided_spec.integrations.vllm_drafting import Drafting, asked_policy, drafting_of, is_covered
 from guided_spec.integrations.vllm_patches import VERSIONS, Patch, around_drafting
 from guided_spec.integrations.vllm_requests import GrammarRequests
 
-__all__ = ["PATCHES", "draft_legal", "guide_proposer"]
+__all__ = ["PATCHES", "draft_legal", "guide_proposer", "note_sampled"]
 
 
 def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,8 +42,30 @@ def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
+def note_sampled(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the runner's ``_sample``: who asked for what, and the tokens that they got.
+
+    The runner calls it in every step, and a drafter only where the texts fit it.
+    """
+
+    @functools.wraps(original)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        result = original(self, logits, spec_decode_metadata)
+        drafting = drafting_of(getattr(self, "drafter", None))
+        if drafting is not None:
+            names = self.input_batch.req_ids
+            _note_states(self, names, drafting.requests)
+            token_ids = result.sampled_token_ids
+            is_dropped = self.discard_request_mask.gpu[: len(names)]
+            counts = torch.where(is_dropped, 0, token_ids.shape[1])
+            drafting.requests.note(names, token_ids[: len(names)], counts)
+        return result
+
+    return _sample
+
+
 def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the runner's ``propose_draft_token_ids``: one step, and who asked for what."""
+    """Around the runner's ``propose_draft_token_ids``: one step."""
 
     @functools.wraps(original)
     def propose_draft_token_ids(
@@ -50,11 +74,8 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
         drafting = drafting_of(self.drafter)
         if drafting is None:
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-        names = self.input_batch.req_ids
-        _note_states(self, drafting.requests, sampled_token_ids)
         num_draft = scheduler_output.num_spec_tokens_to_schedule
-        sampled = functools.partial(_new_tokens, self, sampled_token_ids)
-        with drafting.step(names, sampled, num_draft) as finish:
+        with drafting.step(self.input_batch.req_ids, num_draft) as finish:
             draft = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
             finish(draft)
         return draft
@@ -62,27 +83,16 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose_draft_token_ids
 
 
-def _note_states(runner: Any, requests: GrammarRequests, sampled_token_ids: Any) -> None:
+def _note_states(runner: Any, names: Sequence[str], requests: GrammarRequests) -> None:
+    """The requests of a step whose tokens are not among their outputs yet."""
     requests.keep(runner.requests)
-    for at, name in enumerate(runner.input_batch.req_ids):
+    for name in names:
         state = runner.requests[name]
+        output = state.output_token_ids
         if not requests.knows(name, state.sampling_params):
-            # Tokens that come as lists are among the request's already, others are not.
-            new = len(sampled_token_ids[at]) if isinstance(sampled_token_ids, list) else 0
-            output = state.output_token_ids
-            requests.add(name, state.sampling_params, output[: len(output) - new])
-
-
-def _new_tokens(runner: Any, sampled_token_ids: Any) -> list[list[int]]:
-    """[B] lists of what the runner just sampled; empty where it throws that away."""
-    is_list = isinstance(sampled_token_ids, list)
-    rows = sampled_token_ids if is_list else sampled_token_ids.tolist()
-    dropped = runner.discard_request_mask.np[: len(rows)].tolist()
-    size = runner.input_batch.vocab_size
-    return [
-        [] if gone else [token for token in row if 0 <= token < size]
-        for row, gone in zip(rows, dropped, strict=True)
-    ]
+            requests.add(name, state.sampling_params, output)
+        elif not output or output[-1] >= 0:  # else vLLM itself does not know them yet
+            requests.restate(name, output)
 
 
 PATCHES = (
@@ -91,6 +101,12 @@ PATCHES = (
         "SpecDecodeBaseProposer.load_model",
         dict.fromkeys(VERSIONS, ("self", "target_model")),
         guide_proposer,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner",
+        "GPUModelRunner._sample",
+        dict.fromkeys(VERSIONS, ("self", "logits", "spec_decode_metadata")),
+        note_sampled,
     ),
     around_drafting(draft_legal),
 )

@@ -82,10 +82,9 @@ def propose_legal(original: Callable[..., Any]) -> Callable[..., Any]:
         drafting = drafting_of(self)
         if drafting is None:
             return original(self, input_batch, *args, **kwargs)
-        names = input_batch.req_ids
         num_draft = kwargs.get("num_speculative_tokens")
         num_draft = drafting.num_draft if num_draft is None else num_draft
-        with drafting.step(names, lambda: drafting.take_sampled(names), num_draft) as finish:
+        with drafting.step(input_batch.req_ids, num_draft) as finish:
             draft = original(self, input_batch, *args, **kwargs)
             finish(draft)
         return draft
@@ -120,7 +119,8 @@ def note_sampled(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, hidden_states, input_batch, grammar_output)
         drafting = drafting_of(self.speculator)
         if drafting is not None:
-            drafting.note_sampled(input_batch.req_ids, result[0].sampled_token_ids, result[1])
+            token_ids, num_tokens = result[0].sampled_token_ids, result[1]
+            drafting.requests.note(input_batch.req_ids, token_ids, num_tokens)
         return result
 
     return sample

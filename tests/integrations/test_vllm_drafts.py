@@ -157,7 +157,7 @@ def test_a_free_batch_asks_for_nothing(make: Make, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(type(drafter.drafting.requests._shadows), "follow", refuse)
     monkeypatch.setattr(Lookahead, "fork", refuse)
-    monkeypatch.setattr(type(drafter.drafting), "take_sampled", refuse)
+    monkeypatch.setattr(type(drafter.drafting.requests), "_record", refuse)
     plain = V2(config, table, guided=False)
     plain.add("free", free(config))
     # What the grammar forbade before is not forbidden any more, in graphs neither.
@@ -230,3 +230,41 @@ def test_masks_raise_what_is_accepted() -> None:
     counts = [(total(seed, guided=True), total(seed, guided=False)) for seed in range(3)]
     assert all(masked >= plain for masked, plain in counts)
     assert sum(masked for masked, _ in counts) > 1.3 * sum(plain for _, plain in counts)
+
+
+def test_steps_that_do_not_draft_are_followed(make: Make) -> None:
+    """None of the batch drafts, the drafter is not asked, or the request is not in the batch."""
+    config = config_of()
+    b, c, d = map(letter, "bcd")
+    request = sampling_params(config, regex="a(b|c)(b|c)(b|c)d{9}")
+    drafter = started(make(config, Table(15)), request=request, other=free(config))
+    drafter.step({"request": [letter("a")], "other": [11]})
+    for tokens in ({"request": [b], "other": [12]}, {"other": [13]}, {"request": [c]}):
+        drafter.sample(tokens)
+        with drafter.drafting.step([*tokens], 0):
+            pass
+        drafter.write(tokens)
+    assert drafter.step({"request": [b], "other": [14]})["request"] == [d] * NUM_DRAFT
+
+
+def test_asynchronous_scheduling_hides_tokens_from_the_older_runner() -> None:
+    config = config_of()
+    b, d = letter("b"), letter("d")
+    drafter = started(V1(config, Table(17)), request=sampling_params(config, regex="ab{3}d{9}"))
+    drafter.is_asynchronous = True
+    drafter.step({"request": [letter("a")]})
+    for _ in range(2):
+        drafter.sample({"request": [b]})
+        drafter.write({"request": [b]})
+    assert drafter.step({"request": [b]})["request"] == [d] * NUM_DRAFT
+
+
+def test_tokens_that_the_older_runner_takes_back() -> None:
+    config = config_of()
+    drafter = started(V1(config, Table(19)), request=sampling_params(config, regex="a[bc]{3}d*"))
+    drafter.step({"request": [letter("a")]})
+    drafter.step({"request": encode("b")})
+    del drafter.runner.requests["request"].output_token_ids[1:]
+    found = drafter.step({"request": [letter("c")]})["request"]
+    assert set(tokenizer().decode(found[:2])) <= set("bc")
+    assert found[2:] == [letter("d")] * 2 or END in found

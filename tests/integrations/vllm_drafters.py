@@ -13,7 +13,6 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 
 from guided_spec.integrations import vllm_runner_v1, vllm_runner_v2
 from guided_spec.integrations.vllm_drafting import Drafting, drafting_of
+from tests.integrations.vllm_graphs import SLOTS, make_graphs
 from tests.integrations.vllm_parts import MODEL, NUM_DRAFT, make_config, use_cpu
 
 __all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
@@ -31,7 +31,7 @@ __all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
 CPU = torch.device("cpu")
 WIDTH = 256  # of the bundled head's hidden states
 VOCABULARY = 4096
-SLOTS = 8
+
 OWN_TOKENS = 2048  # of the bundled head
 
 
@@ -149,6 +149,7 @@ class V1(Drafter):
     def __init__(self, config: Any, table: Table, *, guided: bool = True) -> None:
         module = _vllm("v1.worker.gpu_model_runner")
         super().__init__(config, module.EagleProposer(config, CPU, None), table, guided=guided)
+        self.is_asynchronous = False
         self.drafter.block_size = 16
         self.drafter._draft_attn_layer_names = set()
         self._propose = module.GPUModelRunner.propose_draft_token_ids
@@ -183,13 +184,12 @@ class V1(Drafter):
     def remove(self, name: str) -> None:
         del self.runner.requests[name]
 
-    def step(
-        self, sampled: Mapping[str, Sequence[int]], *, temperature: float = 0.0
-    ) -> dict[str, list[int]]:
-        """Drafts behind the tokens that each request of a batch was just given."""
+    def sample(self, sampled: Mapping[str, Sequence[int]]) -> Any:
+        """A step up to its draft; returns the tokens [B, width] of its requests."""
         names, count = list(sampled), len(sampled)
         width = max(1, *map(len, sampled.values()))
         rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled.values()]
+        token_ids = torch.tensor(rows, dtype=torch.int32)
         dropped = torch.tensor([not tokens for tokens in sampled.values()])
         self.runner.discard_request_mask = SimpleNamespace(gpu=dropped, np=dropped.numpy())
         self.runner.input_batch = SimpleNamespace(
@@ -198,6 +198,17 @@ class V1(Drafter):
             vocab_size=VOCABULARY,
             num_tokens_no_spec=np.full(count, 3),
         )
+        if self.is_guided:
+            output = SimpleNamespace(sampled_token_ids=token_ids)
+            vllm_runner_v1.note_sampled(lambda *_: output)(self.runner, None, None)
+        return token_ids
+
+    def step(
+        self, sampled: Mapping[str, Sequence[int]], *, temperature: float = 0.0
+    ) -> dict[str, list[int]]:
+        """Drafts behind the tokens that each request of a batch was just given."""
+        names, count = list(sampled), len(sampled)
+        token_ids = self.sample(sampled)
         sampling = SimpleNamespace(
             all_greedy=temperature == 0.0,
             temperature=torch.full((count,), temperature or 1.0),
@@ -212,10 +223,18 @@ class V1(Drafter):
         hidden = torch.zeros(count, WIDTH)
         with _vllm("config").set_current_vllm_config(self.config):
             drafts = self._propose(
-                self.runner, output, torch.tensor(rows, dtype=torch.int32), sampling, hidden,
+                self.runner, output, token_ids, sampling, hidden,
                 hidden, None, None, _attention_of(count), None,
             )  # fmt: skip
+        self.write(sampled)
         return dict(zip(names, drafts.tolist(), strict=True))
+
+    def write(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """What the runner does with the tokens behind the draft."""
+        is_late = self.is_asynchronous
+        for name, tokens in sampled.items():
+            known = [-1] * bool(tokens) if is_late else list(tokens)
+            self.runner.requests[name].output_token_ids.extend(known)
 
 
 class V2(Drafter):
@@ -237,7 +256,7 @@ class V2(Drafter):
         )
         own.supports_decode_metadata_update = graphs == "fused"
         mode = _vllm("config.compilation").CUDAGraphMode
-        start: Any = functools.partial(_make_graphs, graphs)
+        start: Any = functools.partial(make_graphs, graphs)
         if guided:
             vllm_runner_v2.guide_speculator(_load_nothing)(own, None)
             start = vllm_runner_v2.choose_graphs(start)
@@ -271,23 +290,32 @@ class V2(Drafter):
         runner = SimpleNamespace(speculator=self.drafter, req_states=states)
         vllm_runner_v2.note_requests(_load_nothing)(runner, scheduled)
 
+    def sample(self, sampled: Mapping[str, Sequence[int]]) -> Any:
+        """A step up to its draft; returns how many tokens each of its requests was given."""
+        width = max(1, *map(len, sampled.values()))
+        rows = [[*tokens, *[0] * (width - len(tokens))] for tokens in sampled.values()]
+        lengths = torch.tensor([len(tokens) for tokens in sampled.values()], dtype=torch.int32)
+        batch = SimpleNamespace(req_ids=list(sampled))
+        runner = SimpleNamespace(speculator=self.drafter)
+        output = (SimpleNamespace(sampled_token_ids=torch.tensor(rows)), lengths, None)
+        vllm_runner_v2.note_sampled(lambda *_: output)(runner, None, batch, None)
+        return lengths
+
+    def write(self, sampled: Mapping[str, Sequence[int]]) -> None:
+        """The host never has the tokens."""
+
     def step(
         self, sampled: Mapping[str, Sequence[int]], *, temperature: float = 0.0
     ) -> dict[str, list[int]]:
         """Drafts behind the tokens that each request of a batch was just given."""
         names, count = list(sampled), len(sampled)
-        width = max(1, *map(len, sampled.values()))
-        rows = [[*tokens, *[0] * (width - len(tokens))] for tokens in sampled.values()]
-        lengths = torch.tensor([len(tokens) for tokens in sampled.values()], dtype=torch.int32)
+        lengths = self.sample(sampled)
         inputs = _vllm("v1.worker.gpu.input_batch")
         batch = inputs.InputBatch.make_dummy(count, count, inputs.InputBuffers(SLOTS, SLOTS, CPU))
         batch.req_ids = names
         batch.idx_mapping = torch.tensor([self._slots[name] for name in names])
         for name, tokens in sampled.items():
             self._last[self._slots[name]] = tokens[-1] if tokens else 1
-        runner = SimpleNamespace(speculator=self.drafter)
-        output = (SimpleNamespace(sampled_token_ids=torch.tensor(rows)), lengths, None)
-        vllm_runner_v2.note_sampled(lambda *_: output)(runner, None, batch, None)
         aux = [torch.zeros(count, WIDTH)]
         with _vllm("config").set_current_vllm_config(self.config):
             drafts = self._propose(
@@ -297,66 +325,6 @@ class V2(Drafter):
                 torch.full((SLOTS,), temperature), torch.arange(SLOTS) * 7919 + self.seed,
             )  # fmt: skip
         return dict(zip(names, drafts.tolist(), strict=True))
-
-
-class _Graphs:
-    """In the place of a graph manager: a replay runs what is in the graph on what lies there."""
-
-    def __init__(self, speculator: Any, *, decodes: bool, is_fused: bool) -> None:
-        self._speculator = speculator
-        self._decodes = decodes
-        self._is_fused = is_fused
-        self.num_replays = 0
-
-    def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        graphs = _vllm("v1.worker.gpu.cudagraph_utils")
-        full = graphs.CUDAGraphMode.FULL
-        width = SLOTS if self._decodes else num_tokens
-        return graphs.BatchExecutionDescriptor(
-            cg_mode=full, num_tokens=width, num_reqs=SLOTS if self._decodes else num_reqs
-        )
-
-    def specialize_spec_tokens(self, desc: Any, num_speculative_tokens: int) -> Any:
-        del num_speculative_tokens
-        return desc
-
-    def run_fullgraph(self, desc: Any) -> None:
-        self.num_replays += 1
-        own = self._speculator
-        none = _vllm("config.compilation").CUDAGraphMode.NONE
-        drafting = drafting_of(own)
-        args = (desc.num_reqs, desc.num_tokens, None, None, None)
-        with nullcontext() if drafting is None else drafting.capturing():
-            if not self._decodes:
-                own._prefill(*args)
-            elif self._is_fused:
-                own._generate_fused_drafts(*args, none, NUM_DRAFT)
-            else:
-                steps = (NUM_DRAFT,) if hasattr(own, "_generate_fused_drafts") else ()
-                own._generate_draft(*args, none, *steps)
-
-
-class _NoGraphs:
-    """A graph manager that captured nothing."""
-
-    def __init__(self, **kwargs: Any) -> None:
-        del kwargs
-
-    def dispatch(self, num_reqs: int, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        del args, kwargs
-        graphs = _vllm("v1.worker.gpu.cudagraph_utils")
-        none = graphs.CUDAGraphMode.NONE
-        return graphs.BatchExecutionDescriptor(
-            cg_mode=none, num_tokens=num_tokens, num_reqs=num_reqs
-        )
-
-    def specialize_spec_tokens(self, desc: Any, num_speculative_tokens: int) -> Any:
-        del num_speculative_tokens
-        return desc
-
-    def run_fullgraph(self, desc: Any) -> None:
-        raise AssertionError(desc)
 
 
 def _attention_of(count: int) -> Any:
@@ -376,13 +344,3 @@ def _attention_of(count: int) -> Any:
 
 def _load_nothing(*args: Any) -> None:
     del args
-
-
-def _make_graphs(graphs: str, speculator: Any, cudagraph_mode: Any) -> None:
-    del cudagraph_mode
-    manager: Any = functools.partial(_Graphs, speculator)
-    if graphs == "none":
-        manager = _NoGraphs
-    is_fused = speculator.supports_decode_metadata_update
-    speculator.prefill_cudagraph_manager = manager(decodes=False, is_fused=False)
-    speculator.decode_cudagraph_manager = manager(decodes=True, is_fused=is_fused)
