@@ -53,6 +53,21 @@ class _Replaced(NamedTuple):
 
 _PATCHES = (
     _Patch(
+        f"{_ENGINE}.engine",
+        "Engine",
+        "from_pretrained",
+        "pretrained_model_name_or_path engine_config speculative_config trust_remote_code kwargs",
+        agent.with_own_engine,
+    ),
+    _Patch(
+        f"{_ENGINE}.engine",
+        "",
+        "build_executor",
+        "model_path cache_config backend_config dist_config misc_config adapters device_type "
+        "distributed_executor_backend dtype specdecode_config trust_remote_code",
+        agent.with_own_workers,
+    ),
+    _Patch(
         f"{_ENGINE}.model_agent.agent",
         "",
         "GuidedDecodingManager",
@@ -159,6 +174,8 @@ _CALLED = (
      "self draft_token_ids processors"),
     (f"{_ENGINE}.logits_process", "FusedLogitsProcessor", "__init__",
      "self sampling_inputs logprobs_mode guided_decoding_manager"),
+    (f"{_ENGINE}.executor", "", "get_distributed_executor_backend",
+     "world_size dp device_type logger"),
 )  # fmt: skip
 
 _replaced: list[_Replaced] = []

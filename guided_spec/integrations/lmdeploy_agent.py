@@ -7,6 +7,7 @@ each adds to it before or behind.
 from __future__ import annotations
 
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.integrations.lmdeploy_helper import GuidedHelper
 from guided_spec.integrations.lmdeploy_manager import TURN, compile_ahead
 from guided_spec.integrations.lmdeploy_sampler import RejectionSampler
@@ -27,6 +28,8 @@ __all__ = [
     "with_grammar_compiled",
     "with_guided_blocks",
     "with_guided_helper",
+    "with_own_engine",
+    "with_own_workers",
     "with_positions",
     "with_turns",
 ]
@@ -35,6 +38,49 @@ Method = Callable[..., Any]
 AsyncMethod = Callable[..., Coroutine[Any, Any, Any]]
 
 _turns = itertools.count()
+
+_FIX = "install() reaches its own process alone; {}, or leave install() out"
+
+
+def with_own_engine(from_pretrained: Any) -> Any:
+    """``Engine.from_pretrained``: refused where the engine would be another process.
+
+    Raises ConfigError.
+    """
+    original = from_pretrained.__func__
+
+    def new_from_pretrained(
+        cls: Any, model_path: str, engine_config: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if engine_config is not None and engine_config.enable_mp_engine:
+            fix = _FIX.format("leave it out, and do not use api_server")
+            raise ConfigError("enable_mp_engine", value=True, fix=fix)
+        return original(cls, model_path, engine_config, *args, **kwargs)
+
+    return classmethod(new_from_pretrained)
+
+
+def with_own_workers(build: Method) -> Method:
+    """``build_executor``: refused where the model would run in other processes.
+
+    Raises ConfigError.
+    """
+    executors = importlib.import_module("lmdeploy.pytorch.engine.executor")
+
+    def new_build(*args: Any, **kwargs: Any) -> Any:
+        bound = inspect.signature(build).bind(*args, **kwargs)
+        bound.apply_defaults()
+        asked, dist = bound.arguments, bound.arguments["dist_config"]
+        backend = asked["distributed_executor_backend"]
+        if backend is None:
+            device = asked["device_type"]
+            backend = executors.get_distributed_executor_backend(dist.world_size, dist.dp, device)
+        if backend != "uni":
+            fix = _FIX.format("make the pipeline with tp=1 and dp=1")
+            raise ConfigError("distributed_executor_backend", backend, fix)
+        return build(*args, **kwargs)
+
+    return new_build
 
 
 def with_guided_helper(init: Method) -> Method:

@@ -12,9 +12,10 @@ import os
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["FEATURES", "VARIABLE", "register", "requested"]
+__all__ = ["FEATURES", "RAY_VARIABLE", "VARIABLE", "register", "requested"]
 
 VARIABLE = "GUIDED_SPEC_VLLM"
+RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 FEATURES = {
     "drafts": "guided_spec.integrations.vllm_drafts",
     "drafts:mask": "guided_spec.integrations.vllm_drafts",
@@ -39,15 +40,23 @@ def requested() -> list[str]:
 
 
 def register() -> None:
-    """Install the requested features; again changes nothing.
+    """Install the requested features, here and in processes on Ray; again changes nothing.
 
     Raises ConfigError as ``requested`` does, for a version of vLLM that the features were not
     written for, and when a function they wrap is not the one of that version.
     """
     names = requested()
     if names:
+        _carry_to_ray()
         patches = importlib.import_module("guided_spec.integrations.vllm_patches")
         for name in names:
             feature = importlib.import_module(FEATURES[name])
             patches.install(f"{VARIABLE}={name}", feature.PATCHES)
         patches.log(f"{', '.join(names)} for vLLM {patches.installed_version()}")
+
+
+def _carry_to_ray() -> None:
+    """Let the processes that vLLM starts on Ray have the variable: vLLM copies those it knows."""
+    copied = [name.strip() for name in os.environ.get(RAY_VARIABLE, "").split(",") if name.strip()]
+    if VARIABLE not in copied:
+        os.environ[RAY_VARIABLE] = ",".join([*copied, VARIABLE])

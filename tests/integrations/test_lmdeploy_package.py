@@ -197,3 +197,30 @@ def test_plain_decoding_goes_through_the_same_manager(
         drawn = [asyncio.run(step()) for _ in range(3)]
     assert drawn == [[0, 7], [1, 7], [EOS, 7]]
     manager.close()
+
+
+def test_an_engine_in_other_processes_is_refused(
+    modules: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``install`` does not reach them, and they would write as without it."""
+    del modules
+    engine = importlib.import_module("lmdeploy.pytorch.engine.engine")
+    built: list[Any] = []
+    made = {"build": engine.build_executor, "engine": engine.Engine.from_pretrained.__func__}
+    assert all(callable(one) for one in made.values())
+    monkeypatch.setattr(engine.Engine, "__init__", lambda *_, **kwargs: built.append(kwargs))
+    install()
+    messages = importlib.import_module("lmdeploy.messages")
+    config = messages.PytorchEngineConfig(enable_mp_engine=True)
+    with pytest.raises(ConfigError, match="enable_mp_engine=True: install.. reaches") as caught:
+        engine.Engine.from_pretrained("a model", engine_config=config)
+    assert "\n" not in str(caught.value)
+    engine.Engine.from_pretrained("a model", messages.PytorchEngineConfig())
+    assert len(built) == 1
+    nothing = dict.fromkeys(("cache_config", "backend_config", "misc_config"))
+    for backend, size in (("ray", 1), ("mp", 1), (None, 2)):
+        dist = SimpleNamespace(world_size=size, dp=1)
+        with pytest.raises(ConfigError, match="_backend='(ray|mp)': install.. reaches its own"):
+            engine.build_executor(
+                "a model", dist_config=dist, distributed_executor_backend=backend, **nothing
+            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
@@ -212,3 +213,22 @@ def test_drafts_that_are_not_drawn_are_left_alone() -> None:
         scheduler.vllm_config.speculative_config = config
         update(scheduler, a=[1, 103])
         assert scheduler.requests["a"].spec_token_ids == [1]
+
+
+def test_processes_on_ray_get_the_variable(
+    engine: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del engine
+    module: Any = ModuleType("guided_spec.integrations.vllm_drafts")
+    module.PATCHES = ()
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr(vllm_patches, "log", len)
+    for before, after in (("", "GUIDED_SPEC_VLLM"), ("A, B", "A,B,GUIDED_SPEC_VLLM")):
+        monkeypatch.setenv(vllm.RAY_VARIABLE, before)
+        monkeypatch.delenv(vllm.VARIABLE, raising=False)
+        vllm.register()
+        assert os.environ[vllm.RAY_VARIABLE] == before  # nothing was asked for
+        monkeypatch.setenv(vllm.VARIABLE, "drafts")
+        vllm.register()
+        vllm.register()
+        assert os.environ[vllm.RAY_VARIABLE] == after
