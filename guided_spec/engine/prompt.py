@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +29,8 @@ def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     in the list as it is: ``PromptEncoder`` refuses it alone.
     """
     if isinstance(prompts, _TEXTS) or not isinstance(prompts, Sequence):
-        return [prompts]  # type: ignore[list-item]  # the encoder looks at it
-    if prompts and all(isinstance(part, Integral | Mapping) for part in prompts):
+        return [prompts]  # the encoder looks at it
+    if prompts and all(isinstance(part, int | np.integer | Mapping) for part in prompts):
         return [prompts]  # type: ignore[list-item]  # just checked
     return list(prompts)  # type: ignore[arg-type]
 
@@ -107,7 +106,7 @@ class PromptEncoder:
         return text
 
     def _checked(self, at: int, token: Any) -> int:
-        if isinstance(token, bool) or not isinstance(token, Integral):
+        if isinstance(token, bool) or not isinstance(token, int | np.integer):
             kind = type(token).__name__
             raise PromptError(f"prompt holds {token!r} of type {kind} at {at}: token ids are ints")
         if not 0 <= token < self._vocab_size:
@@ -117,6 +116,6 @@ class PromptEncoder:
         return int(token)
 
 
-def _is_chat(prompt: Any) -> bool:
+def _is_chat(prompt: Any) -> TypeGuard[Sequence[Message]]:
     is_filled = isinstance(prompt, Sequence) and bool(prompt)
     return is_filled and all(isinstance(part, Mapping) for part in prompt)
