@@ -45,6 +45,9 @@ class GrammarLogitsProcessor(LogitsProcessor):
     models, prompt lookup, early exit, MTP layers, DFlash. It is told token ids alone, so it knows a
     text by its content. It may be used for one call of generate after another, by one thread.
 
+    Beams are sequences of tokens: where a grammar leaves few texts, several beams may be spellings
+    of the same one, so that ``num_return_sequences`` may return a text more than once.
+
     grammar: for all prompts, or a list with one for each; None there leaves that text free.
     tokenizer: of the model whose text it is, not of an assistant.
     model: names the tokens that end a text besides the tokenizer's own. Best given.

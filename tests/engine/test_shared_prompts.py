@@ -136,7 +136,7 @@ def test_a_head_that_rests_reads_it_once(
 ) -> None:
     known = headed("eagle3")
     monkeypatch.setattr(engine, "build_draft_length", lambda _: Late())
-    found = []
+    found: list[list[int]] = []
     for count in (4, 1, 1, 1, 1):
         with make_llm(known.target, "eagle3", known.draft, kernels=kernels) as llm:
             params = replace(PARAMS, n=count, seed=3 + len(found))
