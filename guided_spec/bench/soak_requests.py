@@ -219,7 +219,8 @@ class CaseSource:
         specs = [spec for spec, least in self._least.items() if least > 1]
         spec = self._dice.choice(specs)
         case = self._case(kind, grammar=spec, max_tokens=self._dice.randrange(1, self._least[spec]))
-        return case._replace(error=BudgetTooSmallError)
+        params = replace(case.params, complete=True)
+        return case._replace(params=params, error=BudgetTooSmallError)
 
     def _bad_prompt(self, kind: str) -> Case:
         prompt = self._dice.choice(([], [5] * CONTEXT, "cat " * CONTEXT, None, [1, 2.5], [-1]))

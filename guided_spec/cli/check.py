@@ -104,10 +104,11 @@ def _findings(
     ):
         return []
     schema = json.loads(text)
+    if isinstance(compiled, GrammarCompileError):
+        return list(find_unenforced(schema))
     notes = [*getattr(compiled, "notes", ()), *_about_tags(schema)]
-    if backend == "llguidance" and not isinstance(compiled, GrammarCompileError):
-        return [*lower(schema).entries, *notes]
-    return [*find_unenforced(schema), *notes]
+    entries = lower(schema).entries if backend == "llguidance" else find_unenforced(schema)
+    return [*entries, *notes]
 
 
 def _about_tags(schema: Any) -> list[Unenforced]:
