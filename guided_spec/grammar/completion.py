@@ -17,7 +17,6 @@ nothing that the grammar allows.
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Set
 from dataclasses import dataclass
@@ -54,8 +53,6 @@ __all__ = [
     "PreparingBackend",
     "without_budget",
 ]
-
-_LOG = logging.getLogger(__name__)
 
 
 class EndingsCache:
@@ -305,7 +302,6 @@ class CompletingMatcher:
         except EndLostError:
             state = None
         if state is None or self._endings.cost(state) > self.remaining:
-            _LOG.info("no way to end a text in time is known at position %d", length)
             return known._replace(state=None)
         return self._at(state, length)
 

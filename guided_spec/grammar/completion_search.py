@@ -148,12 +148,12 @@ class SearchEndings:
 
     def _scan(self, state: Way, remaining: int, matcher: GrammarMatcher) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
-        known = state.scan
+        known, legal = state.scan, self.legal_row(matcher)
         if known is None or not (
-            self.fits(state.text, remaining)
-            and np.array_equal(known.legal, self.legal_row(matcher))
+            self.fits(state.text, remaining) and np.array_equal(known.legal, legal)
         ):
-            state.scan = known = Scan(self, state, remaining, matcher)
+            state.scan = known = Scan(self, state, remaining, legal)
+            known.look(matcher)
         return known
 
     def admits(self, state: Way, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
@@ -310,14 +310,13 @@ class Scan:
     """
 
     def __init__(
-        self, endings: SearchEndings, state: Way, remaining: int, matcher: GrammarMatcher
+        self, endings: SearchEndings, state: Way, remaining: int, legal: NDArray[np.int32]
     ) -> None:
-        self.legal = endings.legal_row(matcher)
+        self.legal = legal
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
         self._walks = _WALKS
-        self._look(matcher)
 
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
@@ -334,7 +333,8 @@ class Scan:
         row.flags.writeable = False
         return row
 
-    def _look(self, matcher: GrammarMatcher) -> None:
+    def look(self, matcher: GrammarMatcher) -> None:
+        """Find out, once; the matcher stands at the state, and does so again afterwards."""
         tokens, legal = self._endings.tokens, self.legal
         self._follow(b"", self._state.text)
         if tokens.is_small:
