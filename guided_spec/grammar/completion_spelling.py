@@ -69,11 +69,14 @@ class Spelling:
             for at, count in enumerate(counts)
         ]
         self.heads = self._heads()
-        held = [sum(1 << byte for byte in set(text)) for text in texts]
-        ascii_held = [(bits & _LOW, bits >> 64 & _LOW) for bits in held]
-        self._held = np.array(ascii_held, dtype=np.uint64).reshape(-1, 2)
+        self._held: NDArray[np.uint64] = np.zeros((len(texts), 2), dtype=np.uint64)
+        self.num_characters: NDArray[np.int64] = np.zeros(len(texts), dtype=np.int64)
+        for column in self.columns:
+            rows = np.flatnonzero(column < 128)
+            bits = np.uint64(1) << (column[rows] & 63).astype(np.uint64)
+            self._held[rows, column[rows] >> 6] |= bits
+            self.num_characters[: len(column)] += column & 0xC0 != 0x80  # bytes that begin one
         self._width = np.array([_width(text) for text in texts], dtype=np.uint8)
-        self.num_characters = np.array([_num_characters(text) for text in texts], dtype=np.int64)
 
     def _heads(self) -> list[NDArray[np.int64]]:
         """[256]: by their first byte the tokens, as indices into ``ids``."""
@@ -143,8 +146,3 @@ def _width(text: bytes) -> int:
     except UnicodeDecodeError:
         return _PARTIAL
     return 1
-
-
-def _num_characters(text: bytes) -> int:
-    """Bytes that begin a character."""
-    return sum(byte & 0xC0 != 0x80 for byte in text)
