@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jsonschema
@@ -21,7 +21,6 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.spec import KeyOrder as KeyOrderName
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["Judge", "Outcome", "SchemaVerdict", "random_text"]
@@ -72,19 +71,19 @@ class SchemaVerdict(NamedTuple):
 class Judge(NamedTuple):
     """backend: compiles. tokenizer: a Hugging Face tokenizer of its vocabulary.
 
-    key_order: of the specs, see ``GrammarSpec``.
+    settings: further arguments of ``GrammarSpec.json_schema``.
     """
 
     backend: GrammarBackend
     tokenizer: Any
     num_walks: int
-    key_order: KeyOrderName = "schema"
+    settings: Mapping[str, Any]
 
     def judge(self, case: SchemaCase) -> SchemaVerdict:
         """Compile the schema, judge its instances, and let it write ``num_walks`` texts."""
         began = time.perf_counter()
         try:
-            spec = GrammarSpec.json_schema(json.dumps(case.schema), key_order=self.key_order)
+            spec = GrammarSpec.json_schema(json.dumps(case.schema), **self.settings)
             grammar = self.backend.compile(spec)
         except GrammarCompileError as error:
             seconds = time.perf_counter() - began

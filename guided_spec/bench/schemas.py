@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Annotated, Any
 
 import typer
 from rich.table import Table
@@ -21,11 +21,9 @@ from guided_spec.bench.schema_corpus import load_cases
 from guided_spec.bench.schema_judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.errors import ConfigError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.spec import KeyOrder
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
@@ -56,6 +54,9 @@ def main(  # noqa: PLR0913 - the options of a command
     limit: Annotated[int | None, typer.Option(help="Schemas of one split at most.")] = None,
     walks: Annotated[int, typer.Option(help="Random texts of each schema.")] = 5,
     key_order: Annotated[str, typer.Option(help="schema, or any: see GrammarSpec.")] = "schema",
+    additional_properties: Annotated[
+        str, typer.Option(help="closed, or schema: see GrammarSpec.")
+    ] = "closed",
     output: Annotated[Path | None, typer.Option(help="JSON with every exception.")] = None,
 ) -> None:
     """A table with a line for every split; ``--output`` names each schema that is not right."""
@@ -70,7 +71,8 @@ def main(  # noqa: PLR0913 - the options of a command
             make=partial(build_backend, backend),
         )
         try:
-            judge = Judge(isolated, loaded, walks, _key_order(key_order))
+            settings = {"key_order": key_order, "additional_properties": additional_properties}
+            judge = Judge(isolated, loaded, walks, settings)
             verdicts = [judge.judge(case) for case in cases]
         finally:
             isolated.close()
@@ -78,12 +80,6 @@ def main(  # noqa: PLR0913 - the options of a command
     stdout().print(_table(report["splits"]))
     if output is not None:
         output.write_text(json.dumps(report, indent=1, ensure_ascii=False), encoding="utf-8")
-
-
-def _key_order(name: str) -> KeyOrder:
-    if name not in get_args(KeyOrder):
-        raise ConfigError("key_order", name, f"must be one of {', '.join(get_args(KeyOrder))}")
-    return cast(KeyOrder, name)
 
 
 def summarize(verdicts: Sequence[SchemaVerdict]) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.llguidance import is_installed
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import DRAFT_POLICIES, SamplingParams
 
@@ -160,10 +159,7 @@ class CaseSource:
         spec = self._dice.choice(GRAMMARS[kind])
         budget = self._least[spec] + self._dice.randrange(40)
         judge = _SAME_AS_EBNF if kind == "ebnf" else spec
-        case = self._case(kind, grammar=spec, max_tokens=budget)._replace(judged_by=judge)
-        if spec.backend == "llguidance" and not is_installed():
-            return case._replace(error=ConfigError)
-        return case
+        return self._case(kind, grammar=spec, max_tokens=budget)._replace(judged_by=judge)
 
     def _new_schema(self, kind: str) -> Case:
         dice = self._dice

@@ -34,6 +34,7 @@ SETTINGS = {
     "any_whitespace": "schema",
     "unsupported": "schema",
     "key_order": "schema",
+    "additional_properties": "schema",
     "root": "ebnf",
 }
 GRAMMAR_KEYS = (*GRAMMARS, *SETTINGS, "after", "reasoning_budget")
@@ -79,7 +80,8 @@ def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
 
     At most one of ``schema``, ``regex``, ``choice``, ``ebnf``, ``lark``, ``structural_tag`` and
     ``response_format``; each is the argument of its constructor of ``GrammarSpec``, and so are
-    ``any_whitespace``, ``unsupported`` and ``key_order`` beside a schema and ``root`` beside EBNF.
+    ``any_whitespace``, ``unsupported``, ``key_order`` and ``additional_properties`` beside a schema
+    and ``root`` beside EBNF.
     ``after`` and ``reasoning_budget``: of ``GrammarSpec.after``; ``after`` true is the model's own
     marker. Members that are null count as absent. Raises ConfigError for two grammars, for a
     setting without its grammar, and for one of the wrong type.

@@ -10,7 +10,7 @@ from guided_spec.errors import ConfigError, UnsupportedSchemaError
 from guided_spec.grammar.any_order_ebnf import any_order_notes
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, BackendFactory, find_grammar_backend
 from guided_spec.grammar.guarded import GuardedBackend
-from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import examine_schema
@@ -35,8 +35,7 @@ class AutoBackend:
     goes to xgrammar, narrowed, or is refused. All other kinds of grammar are xgrammar's. Under
     ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
 
-    The attribute ``backend`` of a compiled grammar names the one that took it. Without the package
-    llguidance this is ``XGrammarBackend``.
+    The attribute ``backend`` of a compiled grammar names the one that took it.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -51,7 +50,7 @@ class AutoBackend:
         return compile_as_asked(spec, self._compile)
 
     def _compile(self, spec: GrammarSpec) -> _Compiled:
-        if spec.kind != "json_schema" or not is_installed() or _is_for_xgrammar(spec):
+        if spec.kind != "json_schema" or _is_for_xgrammar(spec):
             return self._first.compile(spec)
         try:
             return self._second.compile(spec)
@@ -78,7 +77,7 @@ def _is_for_xgrammar(spec: GrammarSpec) -> bool:
         return True
     if is_large(spec):
         return False
-    prepared = examine_schema(schema)
+    prepared = examine_schema(schema, spec.additional_properties)
     if is_narrowed(prepared.unenforced):
         return False
     return spec.key_order == "schema" or not any_order_notes(prepared.schema)
@@ -86,7 +85,8 @@ def _is_for_xgrammar(spec: GrammarSpec) -> bool:
 
 def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    entries = examine_schema(json.loads(spec.source)).unenforced
+    schema = json.loads(spec.source)
+    entries = examine_schema(schema, spec.additional_properties).unenforced
     return all(entry.by_backend for entry in entries if entry.level == "error")
 
 

@@ -1,4 +1,4 @@
-"""A second backend: grammars compiled by llguidance, an optional package.
+"""A second backend: grammars compiled by llguidance.
 
 It compiles most grammars far faster than xgrammar and enforces some JSON schemas that xgrammar does
 not. Filling one of its masks takes longer, most of all under a regex.
@@ -7,7 +7,6 @@ not. Filling one of its masks takes longer, most of all under a regex.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import json
 import re
 from dataclasses import dataclass, replace
@@ -17,7 +16,6 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from guided_spec.errors import (
-    ConfigError,
     GrammarCompileError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
@@ -34,7 +32,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["LLGuidanceBackend", "LLGuidanceGrammar", "is_installed"]
+__all__ = ["LLGuidanceBackend", "LLGuidanceGrammar"]
 
 # Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
@@ -56,11 +54,6 @@ _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
 
 
-def is_installed() -> bool:
-    """Whether the package llguidance can be imported."""
-    return importlib.util.find_spec("llguidance") is not None
-
-
 class LLGuidanceBackend:
     """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
 
@@ -70,14 +63,9 @@ class LLGuidanceBackend:
 
     Not compiled: ``ebnf`` and ``structural_tag``, which are xgrammar's own languages. ``lark`` is
     llguidance's dialect and passes as it is, but may not name special tokens.
-
-    Raises ConfigError where the package is not installed.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        if not is_installed():
-            fix = "it needs a package: pip install 'guided-spec[llguidance]'"
-            raise ConfigError("grammar_backend", "llguidance", fix)
         self.vocabulary = vocabulary
         self._library: Any = importlib.import_module("llguidance")
         self._tokenizer = self._library.LLTokenizer(
@@ -114,7 +102,7 @@ class LLGuidanceBackend:
 
         What llguidance refuses, and what nothing matches, has come to light before.
         """
-        prepared = prepare_for_llguidance(_parse(spec))
+        prepared = _prepare(spec)
         options = (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,)
         free = [any_order_grammar(prepared, option) for option in options]
         notes = free[0].notes
@@ -141,7 +129,7 @@ class LLGuidanceBackend:
         try:
             _require_compiled(spec, source, grammar)
         except UnsatisfiableGrammarError as error:
-            lost = narrowing(lower(_parse(spec)).entries) if spec.kind == "json_schema" else []
+            lost = narrowing(_entries(spec)) if spec.kind == "json_schema" else []
             if lost:  # there may be values, but none that is left
                 raise UnsupportedSchemaError(describe(lost)) from error
             raise
@@ -245,7 +233,13 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
 
 def _prepare(spec: GrammarSpec) -> dict[str, Any]:
     """The schema of a JSON kind."""
-    return _ANY_OBJECT if spec.kind == "json_object" else prepare_for_llguidance(_parse(spec))
+    if spec.kind == "json_object":
+        return _ANY_OBJECT
+    return prepare_for_llguidance(_parse(spec), spec.additional_properties)
+
+
+def _entries(spec: GrammarSpec) -> tuple[Unenforced, ...]:
+    return lower(_parse(spec), additional=spec.additional_properties).entries
 
 
 def _regex_rule(pattern: str) -> str:

@@ -23,6 +23,7 @@ import jsonschema
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_check import check_schema
+from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_formats import FORMATS
 from guided_spec.grammar.schema_lower import lower
 
@@ -47,7 +48,9 @@ _MAX_DEPTH = 128
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
-def prepare_for_llguidance(schema: Any) -> dict[str, Any]:
+def prepare_for_llguidance(
+    schema: Any, additional: AdditionalProperties = "closed"
+) -> dict[str, Any]:
     """The schema as llguidance enforces it; a new value.
 
     Raises GrammarCompileError where it is broken and UnsupportedSchemaError where some of it would
@@ -57,7 +60,7 @@ def prepare_for_llguidance(schema: Any) -> dict[str, Any]:
         raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
     try:
         check_schema(schema)
-        lowered = lower(schema)
+        lowered = lower(schema, additional=additional)
     except jsonschema.SchemaError as error:
         pointer = "/".join(["", *map(str, error.absolute_path)])
         raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error

@@ -5,7 +5,8 @@ schema is lowered (see ``schema_lower``) and rewritten, where that is surely rig
 that it enforces in full, and every keyword that stays outside is reported. The rewritten schema
 admits no text that the original does not; it may admit fewer, and then says so in a note:
 
-- an object that lists ``properties`` or ``patternProperties`` gets no further keys;
+- an object that lists ``properties`` or ``patternProperties`` gets no further keys, also where it
+  asks for them;
 - an array that lists ``prefixItems`` gets no further items, unless ``minItems`` asks for some;
 - a ``pattern`` covers the whole string, one of keys the whole key;
 - constraints without a ``type`` mean the type that they constrain.
@@ -16,6 +17,7 @@ from __future__ import annotations
 from typing import Any
 from urllib.parse import unquote
 
+from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_finite import has_finite_value
 from guided_spec.grammar.schema_join import any_of
 from guided_spec.grammar.schema_lower import lower
@@ -36,18 +38,18 @@ _KEPT = frozenset(
 _MAX_DEPTH = 64
 
 
-def find_unenforced(schema: Any) -> list[Unenforced]:
+def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") -> list[Unenforced]:
     """Every keyword of ``schema`` that generated text might break, and notes on what is narrowed.
 
     Does not change ``schema``, which must be valid under its metaschema. Entries of level
     ``"error"`` can be broken by the text; those of level ``"note"`` cannot.
     """
-    return list(normalize(schema).unenforced)
+    return list(normalize(schema, additional).unenforced)
 
 
-def normalize(schema: Any) -> PreparedSchema:
+def normalize(schema: Any, additional: AdditionalProperties = "closed") -> PreparedSchema:
     """``schema`` rewritten for the backend, with what could not be kept. A new value each time."""
-    lowered = lower(schema)
+    lowered = lower(schema, additional=additional)
     walk = _Walk(lowered.schema)
     walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
     return walk.run()

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema_apply import APPLICATORS
+from guided_spec.grammar.schema_closed import AdditionalProperties, close_objects
 from guided_spec.grammar.schema_dialect import Document, Target, spell
 from guided_spec.grammar.schema_disjoint import Disjointness
 from guided_spec.grammar.schema_formats import FORMATS
@@ -47,14 +48,20 @@ class Lowered(NamedTuple):
     entries: tuple[Unenforced, ...]
 
 
-def lower(schema: Any, *, harder: bool = False) -> Lowered:
+def lower(
+    schema: Any, *, harder: bool = False, additional: AdditionalProperties = "schema"
+) -> Lowered:
     """``schema``, which must be valid under its metaschema, in fewer keywords.
 
     harder: admits less, however little is left, where there would be an error otherwise.
+    additional: "closed" closes objects, see ``schema_closed``.
     """
-    if not needs_lowering(schema):
-        return Lowered(schema, ())
-    return Lowering(schema, harder=harder).run()
+    lowered = Lowered(schema, ())
+    if needs_lowering(schema):
+        lowered = Lowering(schema, harder=harder).run()
+    if additional == "closed":
+        return lowered._replace(schema=close_objects(lowered.schema).schema)
+    return lowered
 
 
 def needs_lowering(schema: Any) -> bool:

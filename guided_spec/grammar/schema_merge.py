@@ -75,8 +75,9 @@ def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]
     names = dict.fromkeys([*left, *right])
     properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
     merged: dict[str, Any] = {"properties": properties} if names else {}
-    both = _both(extra, more)
-    return merged if both is True else {**merged, "additionalProperties": both}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        merged["additionalProperties"] = _both(extra, more)
+    return merged
 
 
 def _both(one: Any, other: Any) -> Any:

@@ -80,7 +80,7 @@ def loosen(schema: Any) -> Loosened:
     dropped = [entry for entry in lowered.entries if entry.level == "error"]
     loose = copy.deepcopy(lowered.schema)
     for _ in range(_ROUNDS):
-        errors = [entry for entry in find_unenforced(loose) if entry.level == "error"]
+        errors = [entry for entry in find_unenforced(loose, "schema") if entry.level == "error"]
         if not errors:
             break
         for entry in errors:

@@ -29,8 +29,10 @@ def unevaluated_properties(
     lowering: Lowering, node: Any, words: dict[str, Any], at: At
 ) -> list[Any]:
     """Closed around the keys that surely are evaluated."""
-    if "object" not in at.types or words["unevaluatedProperties"] is True:
+    if "object" not in at.types:
         return []
+    if words["unevaluatedProperties"] is True:
+        return [{"additionalProperties": True}]
     seen = _evaluated(lowering, node, 0)
     if seen is None:
         return []

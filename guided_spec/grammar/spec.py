@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends import require_grammar_backend
+from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.start import Start
 from guided_spec.grammar.tools import ToolOptions, tool_tag
 
@@ -47,6 +48,10 @@ class GrammarSpec:
     key_order: ``json_schema`` only. "schema" writes the keys of each object in the order in which
         the schema lists them, "any" admits every order. The compiled grammar's ``notes`` name the
         objects whose keys stay in the schema's order under "any".
+    additional_properties: ``json_schema`` only. "closed" writes no keys but those that the schema
+        declares, in objects that list any and do not say ``additionalProperties`` (nor
+        ``unevaluatedProperties``) themselves. "schema" takes the schema at its word: such objects
+        are open. Every text is valid either way.
     backend: what compiles it, see ``with_backend``; None leaves that to the engine.
 
     Raises ConfigError for a value of the wrong type.
@@ -59,6 +64,7 @@ class GrammarSpec:
     start: Start | None = None
     unsupported: Unsupported = field(default="error", repr=False)
     key_order: KeyOrder = field(default="schema", repr=False)
+    additional_properties: AdditionalProperties = field(default="closed", repr=False)
     backend: GrammarBackendName | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
@@ -80,6 +86,12 @@ class GrammarSpec:
             raise ConfigError("key_order", self.key_order, f"must be one of {orders}")
         if self.key_order == "any" and self.kind != "json_schema":
             raise ConfigError("key_order", self.key_order, "only json_schema takes it")
+        if self.additional_properties not in get_args(AdditionalProperties):
+            fix = f"must be one of {', '.join(get_args(AdditionalProperties))}"
+            raise ConfigError("additional_properties", self.additional_properties, fix)
+        if self.additional_properties == "schema" and self.kind != "json_schema":
+            fix = "only json_schema takes it"
+            raise ConfigError("additional_properties", self.additional_properties, fix)
         if self.backend is not None:
             _require_str("backend", self.backend)
 
@@ -91,12 +103,14 @@ class GrammarSpec:
         any_whitespace: bool = False,
         unsupported: Unsupported = "error",
         key_order: KeyOrder = "schema",
+        additional_properties: AdditionalProperties = "closed",
     ) -> GrammarSpec:
         """JSON valid under ``schema``: a dict, a bool, JSON text, or a pydantic model class.
 
         Object properties come out in the order in which the schema lists them, or with
-        ``key_order="any"`` in every order. ``unsupported`` is for schemas that cannot be enforced
-        in full; in a tag, set it with ``dataclasses.replace``.
+        ``key_order="any"`` in every order, and no others unless the schema asks for them, or with
+        ``additional_properties="schema"`` wherever JSON Schema admits them. ``unsupported`` is for
+        schemas that cannot be enforced in full; in a tag, set it with ``dataclasses.replace``.
         """
         to_schema = getattr(schema, "model_json_schema", None)  # a pydantic model, not imported
         if callable(to_schema):
@@ -106,7 +120,7 @@ class GrammarSpec:
             raise ConfigError("schema", schema, fix)
         source = _canonical("schema", schema)
         spec = cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
-        return replace(spec, key_order=key_order)
+        return replace(spec, key_order=key_order, additional_properties=additional_properties)
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:

@@ -108,7 +108,7 @@ class XGrammarBackend:
 
     def _compile_in_any_order(self, spec: GrammarSpec) -> XGrammarGrammar:
         """As grammars of its own where any object's keys can be freed."""
-        prepared = prepare_schema(_parse(spec))
+        prepared = _schema_of(spec)
         spaces = (True, False) if spec.any_whitespace else (False,)
         free = [any_order_ebnf(prepared, any_whitespace=space) for space in spaces]
         texts = [part.text for part in free if part.text is not None]
@@ -224,7 +224,9 @@ def _prepare(spec: GrammarSpec) -> str:
 
 def _schema_of(spec: GrammarSpec) -> Any:
     """The prepared schema of a JSON kind."""
-    return _ANY_OBJECT if spec.kind == "json_object" else prepare_schema(_parse(spec))
+    if spec.kind == "json_object":
+        return _ANY_OBJECT
+    return prepare_schema(_parse(spec), spec.additional_properties)
 
 
 def _parse(spec: GrammarSpec) -> Any:

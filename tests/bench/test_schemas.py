@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import json
 from pathlib import Path
 
@@ -68,9 +67,6 @@ def test_a_corpus_is_read_from_files_and_folders(tmp_path: Path) -> None:
         load_cases([])
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
-)
 def test_the_table_and_the_exceptions(tmp_path: Path) -> None:
     path, output = tmp_path / "cases.jsonl", tmp_path / "report.json"
     path.write_text("\n".join(map(json.dumps, LINES)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -17,9 +16,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.own_backends import Listed
 
 TWO_PATTERNS = {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}
-NEEDS_LLGUIDANCE = pytest.mark.skipif(
-    importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed"
-)
 
 
 @pytest.mark.parametrize(
@@ -28,8 +24,8 @@ NEEDS_LLGUIDANCE = pytest.mark.skipif(
         ({"type": "integer"}, "auto", "xgrammar"),
         ({"type": "integer"}, "xgrammar", "xgrammar"),
         (TWO_PATTERNS, "xgrammar", None),
-        pytest.param({"type": "integer"}, "llguidance", "llguidance", marks=NEEDS_LLGUIDANCE),
-        pytest.param(TWO_PATTERNS, "auto", "llguidance", marks=NEEDS_LLGUIDANCE),
+        ({"type": "integer"}, "llguidance", "llguidance"),
+        (TWO_PATTERNS, "auto", "llguidance"),
     ],
 )
 def test_check_names_the_backend(

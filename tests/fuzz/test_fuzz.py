@@ -10,7 +10,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.llguidance import is_installed
 from guided_spec.grammar.spec import GrammarSpec
 from tests.fuzz.examine import Examiner, FuzzFailureError
 from tests.fuzz.inputs import texts
@@ -41,7 +40,7 @@ FOUND = [
 
 @pytest.fixture(name="examiner", scope="module")
 def _examiner() -> Iterator[Examiner]:
-    examiner = Examiner(("xgrammar", "llguidance", "auto") if is_installed() else ("xgrammar",))
+    examiner = Examiner(("xgrammar", "llguidance", "auto"))
     yield examiner
     examiner.close()
 

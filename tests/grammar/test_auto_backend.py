@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 from dataclasses import replace
 from typing import Any
@@ -9,16 +8,12 @@ import jsonschema
 import pytest
 
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar import auto_backend
 from guided_spec.grammar.auto_backend import AutoBackend, build_backend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.types import SamplingParams
 from tests.grammar.walks import BYTES, accepts, walk
 from tests.tiny_llm import make_llm, near_copy
-
-if importlib.util.find_spec("llguidance") is None:
-    pytest.skip("llguidance is not installed", allow_module_level=True)
 
 INTEGER = {"type": "integer"}
 SHORT = {"type": "string", "maxLength": 4}
@@ -73,8 +68,12 @@ def test_auto_prefers_what_rejects_less() -> None:
     """xgrammar would close the object and compile the long list slowly."""
     backend = AutoBackend(BYTES)
     large = {"enum": [str(number) for number in range(600)]}
-    for schema, text in ((OPEN, '{"a": 1, "b": null}'), (large, '"599"')):
-        grammar = backend.compile(GrammarSpec.json_schema(schema))
+    open_ = GrammarSpec.json_schema(OPEN, additional_properties="schema")
+    for spec, text in (
+        (open_, '{"a": 1, "b": null}'),
+        (GrammarSpec.json_schema(large), '"599"'),
+    ):
+        grammar = backend.compile(spec)
         assert grammar.backend == "llguidance"
         assert accepts(grammar, text)
 
@@ -123,13 +122,6 @@ def test_schemas_in_tags_follow_the_same_option() -> None:
 def test_auto_gives_both_reasons() -> None:
     with pytest.raises(UnsupportedSchemaError, match=r"(?s)enum.*llguidance"):
         AutoBackend(BYTES).compile(GrammarSpec.json_schema(NEITHER))
-
-
-def test_auto_without_the_package_is_xgrammar(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto_backend, "is_installed", lambda: False)
-    with pytest.raises(UnsupportedSchemaError) as caught:
-        AutoBackend(BYTES).compile(GrammarSpec.json_schema(ONLY_LLGUIDANCE[0]))
-    assert "llguidance" not in str(caught.value)
 
 
 def test_unknown_names_are_refused() -> None:

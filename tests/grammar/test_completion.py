@@ -17,7 +17,7 @@ from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher,
 from guided_spec.grammar.completion_costs import RuleEndings
 from guided_spec.grammar.completion_endings import Endings
 from guided_spec.grammar.completion_search import SearchEndings
-from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -257,7 +257,6 @@ def test_a_marker_is_written_in_time(marker: str, budget: int | None) -> None:
         write(compiled, endings, SPELLED, dice)
 
 
-@pytest.mark.skipif(not is_installed(), reason="needs llguidance")
 def test_the_other_backend_s_texts_end_too() -> None:
     compiled = LLGuidanceBackend(VOCABULARY).compile(SPECS["tree"])
     endings = CACHE.of(compiled)

@@ -13,14 +13,11 @@ from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.completion_spelling import Spelling
 from guided_spec.grammar.completion_tokens import SearchTokens, first_tokens, spread_tokens
-from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.test_completion import check_agreement, legal
-
-if not is_installed():
-    pytest.skip("llguidance is not installed", allow_module_level=True)
 
 LONGER = rb'", "|": "|abc|{"|"}|[{"|]]|"]|\n|\u|\"|\\|00|12| cat|null|name|e1|-|.|\",|"",|'
 TEXTS = (*(bytes([byte]) for byte in range(256)), *filter(None, LONGER.split(b"|")))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 import random
@@ -27,9 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.test_schema_lower import SCHEMAS, VALUES
 from tests.grammar.walks import BYTES, accepts, walk
 
-BACKENDS = ["xgrammar"]
-if importlib.util.find_spec("llguidance") is not None:
-    BACKENDS.append("llguidance")
+BACKENDS = ["xgrammar", "llguidance"]
 
 INTEGER = {"type": "integer"}
 NAMES = st.sampled_from(["a", "b", "ab", 'q"', "é"])
@@ -331,9 +328,9 @@ def test_the_benchmark_judges_values_in_their_own_order() -> None:
         assert not add_special_tokens
         return {"input_ids": list(text.encode())}
 
-    judge = Judge(backend("xgrammar"), tokenizer, 2)
+    judge = Judge(backend("xgrammar"), tokenizer, 2, {})
     assert judge.judge(case).out_of_order == (0,)
-    verdict = judge._replace(key_order="any").judge(case)
+    verdict = judge._replace(settings={"key_order": "any"}).judge(case)
     assert verdict.is_right
     assert verdict.texts
 

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 import re
@@ -21,16 +20,12 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar import llguidance
 from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.walks import BYTES, accepts, walk
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
-
-if importlib.util.find_spec("llguidance") is None:
-    pytest.skip("llguidance is not installed", allow_module_level=True)
 
 BACKEND = LLGuidanceBackend(BYTES)
 INTEGER = {"type": "integer"}
@@ -348,7 +343,10 @@ def test_no_key_is_another_one_spelled_with_an_escape(any_whitespace: bool) -> N
         {"type": "object", "patternProperties": {"^a": INTEGER}},
         {"type": "object", "properties": {"a": False}},
     ):
-        grammar = BACKEND.compile(GrammarSpec.json_schema(schema, any_whitespace=any_whitespace))
+        spec = GrammarSpec.json_schema(
+            schema, any_whitespace=any_whitespace, additional_properties="schema"
+        )
+        grammar = BACKEND.compile(spec)
         assert accepts(grammar, '{"b": "x", "\\n": 1}')
         assert not accepts(grammar, '{"\\u0061": "x"}')
         assert not accepts(grammar, '{"a": "x"}')
@@ -356,7 +354,7 @@ def test_no_key_is_another_one_spelled_with_an_escape(any_whitespace: bool) -> N
 
 def test_keys_behind_a_pattern_are_open() -> None:
     schema = {"type": "object", "patternProperties": {"^[a-c]+$": INTEGER, "^x-": STRING}}
-    grammar = BACKEND.compile(GrammarSpec.json_schema(schema))
+    grammar = BACKEND.compile(GrammarSpec.json_schema(schema, additional_properties="schema"))
     assert accepts(grammar, '{"ab": 1, "x-a": "b", "d": null}')
     for text in ('{"ab": "x"}', '{"x-": 1}', '{"a\\n": "x"}'):
         assert not accepts(grammar, text)
@@ -374,11 +372,3 @@ def test_compiles_and_matchers_run_side_by_side() -> None:
     for number, grammar in enumerate(grammars):
         assert accepts(grammar, json.dumps([number % 16, str(number % 16)]))
     assert texts == [walk(grammars[0], seed).text for seed in range(32)]
-
-
-def test_without_the_package_the_error_says_how_to_get_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(llguidance, "is_installed", lambda: False)
-    with pytest.raises(ConfigError, match=r"pip install 'guided-spec\[llguidance\]'"):
-        LLGuidanceBackend(BYTES)

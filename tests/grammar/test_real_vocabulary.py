@@ -28,14 +28,11 @@ from guided_spec.grammar.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.completion_endings import NEVER
 from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.test_completion import check_agreement, legal
-
-if not is_installed():
-    pytest.skip("llguidance is not installed", allow_module_level=True)
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = load_cases([DATA / "bfcl", DATA / "json_schema_test_suite"])

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.completion import EndingsCache
 from guided_spec.grammar.completion_costs import RuleEndings
-from guided_spec.grammar.llguidance import LLGuidanceBackend, is_installed
+from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec
@@ -20,9 +20,7 @@ from tests.grammar.walks import BYTES, accepts, walk
 from tests.strategies import regexes
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
-BACKENDS: dict[str, GrammarBackend] = {"xgrammar": BACKEND}
-if is_installed():
-    BACKENDS["llguidance"] = LLGuidanceBackend(BYTES)
+BACKENDS: dict[str, GrammarBackend] = {"xgrammar": BACKEND, "llguidance": LLGuidanceBackend(BYTES)}
 # Around every change of length in UTF-8, and around the surrogates.
 EDGES = (1, 0x5E, 0x7F, 0x80, 0x7FF, 0x800, 0xD7FF, 0xE000, 0xFFFF, 0x10000, 0x10FFFF)
 CODES = st.sampled_from(EDGES) | st.sampled_from([code + 1 for code in EDGES[:-1]])

@@ -236,7 +236,10 @@ def test_what_nothing_satisfies_is_false(schema: Any) -> None:
         ({"type": "string", "pattern": "a"}, "pattern"),
         ({"patternProperties": {"a": {}}}, "patternProperties"),
         ({"contains": INTEGER}, "contains"),
-        ({"properties": {"a": INTEGER}, "type": "object"}, "additionalProperties"),
+        (
+            {"properties": {"a": INTEGER}, "type": "object", "additionalProperties": True},
+            "additionalProperties",
+        ),
         ({"type": "array", "prefixItems": [INTEGER]}, "prefixItems"),
         ({"minimum": 5}, "type"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -17,12 +16,11 @@ from guided_spec.bench.schema_judge import Judge, SchemaVerdict, random_text
 from guided_spec.bench.schemas import summarize
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.auto_backend import AutoBackend
+from guided_spec.grammar.schema_closed import close_objects
+from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.test_schema_lower import SCHEMAS, VALUES
 from tests.grammar.walks import BYTES, accepts
-
-if importlib.util.find_spec("llguidance") is None:
-    pytest.skip("llguidance is not installed", allow_module_level=True)
 
 DATA = Path(__file__).parent.parent / "data"
 FOLDERS = [DATA / "json_schema_test_suite", DATA / "bfcl"]
@@ -63,7 +61,13 @@ class ByteTokenizer:
 
 @pytest.fixture(scope="module")
 def verdicts() -> list[SchemaVerdict]:
-    judge = Judge(BACKEND, ByteTokenizer(), 3)
+    judge = Judge(BACKEND, ByteTokenizer(), 3, {"additional_properties": "schema"})
+    return [judge.judge(case) for case in CASES]
+
+
+@pytest.fixture(scope="module")
+def closed() -> list[SchemaVerdict]:
+    judge = Judge(BACKEND, ByteTokenizer(), 3, {})
     return [judge.judge(case) for case in CASES]
 
 
@@ -109,6 +113,21 @@ def test_every_valid_instance_is_accepted_but_for_known_causes(
     assert len(rejected) < len(verdicts) / 10
 
 
+def test_closed_objects_lose_only_further_keys(
+    verdicts: list[SchemaVerdict], closed: list[SchemaVerdict]
+) -> None:
+    assert [v.outcome for v in closed] == [v.outcome for v in verdicts]
+    assert not [v for v in closed if v.false_accepts or v.invalid_texts]
+    num_lost = 0
+    for case, before, after in zip(CASES, verdicts, closed, strict=True):
+        lost = set(after.false_rejects) - set(before.false_rejects)
+        narrower = close_objects(lower(case.schema).schema).schema
+        validator = jsonschema.Draft202012Validator(narrower)
+        assert not [at for at in lost if validator.is_valid(case.instances[at].data)], case.id
+        num_lost += len(lost)
+    assert num_lost > 2
+
+
 def test_the_summary_counts_the_verdicts(verdicts: list[SchemaVerdict]) -> None:
     report = summarize(verdicts)
     total = report["splits"][-1]
@@ -119,13 +138,18 @@ def test_the_summary_counts_the_verdicts(verdicts: list[SchemaVerdict]) -> None:
 
 
 @settings(max_examples=150)
-@given(SCHEMAS, st.lists(VALUES, min_size=1, max_size=8), st.integers(0, 2**32))
+@given(
+    SCHEMAS,
+    st.lists(VALUES, min_size=1, max_size=8),
+    st.integers(0, 2**32),
+    st.sampled_from(["closed", "schema"]),
+)
 def test_grammars_of_drawn_schemas_admit_only_what_is_valid(
-    schema: Any, values: list[Any], seed: int
+    schema: Any, values: list[Any], seed: int, additional: Any
 ) -> None:
     """The backends' own reading of what lowering makes of keywords in any combination."""
     try:
-        grammar = BACKEND.compile(GrammarSpec.json_schema(schema))
+        grammar = BACKEND.compile(GrammarSpec.json_schema(schema, additional_properties=additional))
     except (UnsupportedSchemaError, UnsatisfiableGrammarError):
         return
     validator = jsonschema.Draft202012Validator(schema)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import random
 from functools import cache
@@ -26,9 +25,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar, UniqueKeysMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
-BACKENDS = ["xgrammar"]
-if importlib.util.find_spec("llguidance") is not None:
-    BACKENDS.append("llguidance")
+BACKENDS = ["xgrammar", "llguidance"]
 
 INTEGER = {"type": "integer"}
 
@@ -46,7 +43,11 @@ SCHEMAS: dict[str, Any] = {
     "few": of_patterns("^(a|b|ab)$"),
     "some": of_patterns("^[ab]{1,2}$", "^x[12]$"),
     "quoted": of_patterns('^[a\n"\\\\]{1,2}$'),
-    "open": {"type": "object", "properties": {"a": INTEGER, "b": INTEGER}},
+    "open": {
+        "type": "object",
+        "properties": {"a": INTEGER, "b": INTEGER},
+        "additionalProperties": True,
+    },
     "beside": {"type": "object", "properties": {"ax": INTEGER}, **of_patterns("^a$")},
     "left over": {**of_patterns("^a.+$"), "additionalProperties": INTEGER},
     "not these": {
