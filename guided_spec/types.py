@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from guided_spec.errors import ConfigError
 
@@ -128,7 +128,8 @@ class SamplingParams:
     stop_token_ids: token ids that end the text, besides the model's own end-of-text tokens.
     ignore_eos: keep going past the end-of-text token; a grammar still ends where it ends.
     n: samples of the same prompt, which is prefilled once.
-    grammar: what the text must match; None leaves it free.
+    grammar: what the text must match: a GrammarSpec, or what ``GrammarSpec.of`` takes, such as a
+        pydantic model. It is kept as a GrammarSpec. None leaves the text free.
     complete: whether a text with a grammar always ends within ``max_tokens``: as the budget runs
         out, only tokens are legal behind which it still can. None does so while a way to the end is
         known, as it is for nearly all grammars, and refuses nothing where none is; True insists.
@@ -168,7 +169,7 @@ class SamplingParams:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     n: int = 1
-    grammar: GrammarSpec | None = None
+    grammar: GrammarSpec | Any = None
     complete: bool | None = None
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
     bad_words: Sequence[str | Sequence[int]] = ()
@@ -202,7 +203,8 @@ class SamplingParams:
                 raise ConfigError("stop", text, "each stop string must be a non-empty str")
         for token in self.stop_token_ids:
             _require_int("stop_token_ids", token, low=0)
-        _require_grammar(self.grammar)
+        if self.grammar is not None:
+            object.__setattr__(self, "grammar", _read_grammar(self.grammar))
         if self.complete and self.grammar is None:
             raise ConfigError("complete", self.complete, "needs a grammar; pass None without one")
         self._read_token_rules()
@@ -253,10 +255,10 @@ def _require_logprobs(logprobs: object, mode: object) -> None:
         raise ConfigError("logprobs_mode", mode, fix)
 
 
-def _require_grammar(grammar: object) -> None:
-    if grammar is not None and not hasattr(grammar, "kind"):
-        fix = "must be a GrammarSpec, such as GrammarSpec.json_schema(schema), or None"
-        raise ConfigError("grammar", grammar, fix)
+def _read_grammar(grammar: Any) -> GrammarSpec:
+    from guided_spec.grammar.spec import GrammarSpec  # only here: it imports this module's users
+
+    return GrammarSpec.of(grammar)
 
 
 def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:

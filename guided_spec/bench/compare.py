@@ -83,10 +83,10 @@ def run_items(
     warm_up = len(prompts) if rehearse else max(WARM_UP, llm.config.max_batch_size)
     with llm:
         llm.compile(item.grammar for item in items if item.grammar is not None)
-        llm.generate(prompts[:warm_up], matched[:warm_up])
+        llm.generate(prompts[:warm_up], matched[:warm_up], on_error="return")
         with frozen_heap():
             started = time.perf_counter()
-            outputs = llm.generate(prompts, matched)
+            outputs = llm.generate(prompts, matched, on_error="return")
             seconds = time.perf_counter() - started
     return Timed([output.completions[0] for output in outputs], seconds)
 

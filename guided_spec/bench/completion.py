@@ -130,7 +130,7 @@ def _print_quality(llm: LLM, items: Sequence[WorkItem], limits: Sequence[_Limits
 def _generate(
     llm: LLM, items: Sequence[WorkItem], params: Sequence[SamplingParams]
 ) -> list[Completion]:
-    outputs = llm.generate([item.prompt for item in items], list(params))
+    outputs = llm.generate([item.prompt for item in items], list(params), on_error="return")
     return [output.completions[0] for output in outputs]
 
 

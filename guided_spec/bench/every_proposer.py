@@ -92,7 +92,7 @@ def write_with(
     specs = [GrammarSpec.json_schema(json.dumps(case.schema)) for case in cases]
     bias = _favour_closing(llm.vocabulary)
     asked = [replace(params, grammar=spec, logit_bias=bias) for spec in specs]
-    outputs = llm.generate([_PROMPT] * len(specs), asked)
+    outputs = llm.generate([_PROMPT] * len(specs), asked, on_error="return")
     kinds = Counter(map(_kind, outputs))
     written = list(zip(cases, specs, outputs, strict=True))
     return ProposerReport(
@@ -125,7 +125,7 @@ def _favour_closing(vocabulary: Vocabulary) -> dict[int, float]:
 def _kind(output: RequestOutput) -> str:
     match output.error:
         case None:
-            return "text" if output.finish_reason == "stop" else "cut"
+            return "text" if output.is_complete else "cut"
         case GrammarCompileError():
             return "refused"
     return "failed"

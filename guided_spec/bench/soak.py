@@ -157,11 +157,11 @@ def _least(llm: LLM) -> Mapping[GrammarSpec, int]:
     """The smallest ``max_tokens`` that is taken for each of the grammars that recur."""
     found = {}
     for spec in (spec for specs in GRAMMARS.values() for spec in specs):
-        error = llm.generate("A", SamplingParams(max_tokens=1, grammar=spec, complete=True))[
-            0
-        ].error
-        least = error.least if isinstance(error, BudgetTooSmallError) else None
-        found[spec] = least or 1
+        try:
+            llm.generate("A", SamplingParams(max_tokens=1, grammar=spec, complete=True))
+            found[spec] = 1
+        except BudgetTooSmallError as error:
+            found[spec] = error.least or 1
     return found
 
 

@@ -23,8 +23,10 @@ def find_wrong(case: Case, completion: Completion, vocabulary: Vocabulary) -> st
     if error is not None:
         is_error = completion.finish_reason == "error"
         return None if is_error else f"an error with finish_reason={completion.finish_reason}"
-    if completion.finish_reason not in case.reasons:
-        return f"it ended by {completion.finish_reason}"
+    # A text that was steered to its end has reached it, though by its length.
+    ended_by = "stop" if completion.is_complete else completion.finish_reason
+    if ended_by not in case.reasons:
+        return f"it ended by {ended_by}"
     return _wrong_counts(case, completion) or _wrong_text(case, completion, vocabulary)
 
 

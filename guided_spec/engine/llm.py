@@ -10,9 +10,11 @@ from concurrent.futures import wait
 from dataclasses import fields
 from typing import Any
 
+from guided_spec.engine.failures import Failures, OnError
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.parallel import SeedSource
-from guided_spec.engine.prompt import Prompt, split_prompts
+from guided_spec.engine.progress import ProgressBar
+from guided_spec.engine.prompt import Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
@@ -70,25 +72,47 @@ class LLM:
         self._close = weakref.finalize(self, _close, self._worker, self._grammars)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
-        params: one for all prompts, or one for each; None is ``SamplingParams()``. A request that
-        cannot be served comes back with ``finish_reason="error"`` and its ``error``; the others are
-        served.
+        params: one for all prompts, or one for each; None is ``SamplingParams()``.
+        on_error: "raise" raises the error of a request that fails before its first token, such as a
+            refused schema or a prompt that is too long, and cancels the others; "return" serves
+            these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
+            later always comes back so, with the text up to there.
+        progress: show how many of the requests are done, on stderr.
+
+        Raises ConfigError, and with "raise" what a request may fail with, see
+        ``guided_spec.errors``.
         """
+        failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
-        for chunk in self._stream(prompts, params, is_streamed=False):
-            collector.add(chunk)
+        listed = split_prompts(prompts)
+        with ProgressBar(len(listed) if progress else None) as bar:
+            for chunk in self._stream(listed, params, failures, is_streamed=False):
+                collector.add(chunk)
+                bar.update(chunk)
         return collector.outputs()
 
-    def stream(self, prompts: Prompt | Sequence[Prompt], params: Params = None) -> Iterator[Chunk]:
-        """Generate, yielding text as it is committed; leaving the loop early cancels the rest."""
-        return self._stream(prompts, params, is_streamed=True)
+    def stream(
+        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+    ) -> Iterator[Chunk]:
+        """Generate, yielding text as it is committed; leaving the loop early cancels the rest.
+
+        on_error: "raise" raises the first request's error and cancels the others; "return" leaves
+        it to the ``completion`` of that request's last chunk.
+        """
+        failures = Failures.at_any_time(on_error)
+        return self._stream(split_prompts(prompts), params, failures, is_streamed=True)
 
     def _stream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, *, is_streamed: bool
+        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
     ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
         requests = self._submit(prompts, params, chunks.put, is_streamed=is_streamed)
@@ -96,28 +120,33 @@ class LLM:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
                     yield chunk
+                failures.look_at(chunk, len(prompts))
                 yield chunk
         finally:
             _cancel(requests)
 
     async def agenerate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
     ) -> list[RequestOutput]:
         """``generate`` for asyncio. Cancelling the task cancels the requests."""
+        failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
-        async for chunk in self._astream(prompts, params, is_streamed=False):
+        listed = split_prompts(prompts)
+        async for chunk in self._astream(listed, params, failures, is_streamed=False):
             collector.add(chunk)
         return collector.outputs()
 
     async def astream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None
+        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
     ) -> AsyncIterator[Chunk]:
         """``stream`` for asyncio."""
-        async for chunk in self._astream(prompts, params, is_streamed=True):
+        failures = Failures.at_any_time(on_error)
+        listed = split_prompts(prompts)
+        async for chunk in self._astream(listed, params, failures, is_streamed=True):
             yield chunk
 
     async def _astream(
-        self, prompts: Prompt | Sequence[Prompt], params: Params, *, is_streamed: bool
+        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
     ) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
@@ -131,6 +160,7 @@ class LLM:
             for _ in requests:
                 while (chunk := await chunks.get()).completion is None:
                     yield chunk
+                failures.look_at(chunk, len(prompts))
                 yield chunk
         finally:
             _cancel(requests)
@@ -166,7 +196,7 @@ class LLM:
 
     def _submit(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: list[Prompt],
         params: Params,
         report: Callable[[Chunk], None],
         *,
@@ -174,8 +204,7 @@ class LLM:
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
-        listed = split_prompts(prompts)
-        for index, (prompt, param) in enumerate(zip(listed, _match(params, listed), strict=True)):
+        for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
             try:
                 job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
                 requests.extend(_samples(job, self.vocabulary, report))
@@ -193,12 +222,14 @@ class LLM:
         check_token_ids(params, self.vocabulary.vocab_size)
         words = spell_bad_words(params, self.tokenizer, self.vocabulary.vocab_size)
         seed = self._seeds.draw() if params.seed is None else params.seed
-        grammar = None
+        grammar = marker = None
         if params.grammar is not None:
-            grammar = self._grammars.submit(self._markers.bind(params.grammar, prompt_ids))
+            spec = self._markers.bind(params.grammar, prompt_ids)
+            marker = None if spec.start is None else self._markers.find(spec.start)
+            grammar = self._grammars.submit(spec)
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
         job = Job(prompt_ids, params, self.max_model_len, seed, grammar)
-        return job._replace(echo=echo, bad_words=words, endings=self._endings)
+        return job._replace(echo=echo, bad_words=words, endings=self._endings, marker=marker)
 
     def _prompt_text(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
         text = self._encoder.text(prompt)

@@ -45,6 +45,12 @@ class OutputText:
             self._release(len(self._held) - self._tail_in_doubt())
         return self.is_stopped
 
+    @property
+    def length(self) -> int:
+        """Characters of the text, those that are held back included."""
+        self._read()
+        return len(self._text) + len(self._held)
+
     def finish(self) -> None:
         """The text ends here: release what was held back, unless a stop string ended it."""
         if not self.is_stopped:

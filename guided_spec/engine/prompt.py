@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -11,28 +11,57 @@ from torch import Tensor
 
 from guided_spec.errors import PromptError
 
-__all__ = ["Message", "Prompt", "PromptEncoder", "split_prompts", "text_ids"]
+__all__ = ["Message", "Prompt", "PromptEncoder", "Prompts", "split_prompts", "text_ids"]
 
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message]
 """Text, token ids in a list or in an array of one dimension, or chat messages such as
 ``{"role": "user", "content": "..."}``."""
+Prompts = Prompt | Iterable[Prompt] | Mapping[str, Any]
+"""One prompt, several in any iterable or as the rows of an array, or what a tokenizer returned: a
+``BatchEncoding``, whose attention mask says what is padding."""
 
 _TEXTS = (str, bytes, bytearray)
 _KINDS = "pass a str, a list of token ids, or a list of chat messages"
 
 
-def split_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+def split_prompts(prompts: Prompts) -> list[Prompt]:
     """One prompt or several, as a list of prompts.
 
     A list of ints is one prompt of token ids, a list of dicts is one chat. What is no prompt stands
     in the list as it is: ``PromptEncoder`` refuses it alone.
     """
-    if isinstance(prompts, _TEXTS) or not isinstance(prompts, Sequence):
-        return [prompts]  # the encoder looks at it
-    if prompts and all(isinstance(part, int | np.integer | Mapping) for part in prompts):
-        return [prompts]  # type: ignore[list-item]  # just checked
-    return list(prompts)  # type: ignore[arg-type]
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        return _unpadded(prompts)
+    if isinstance(prompts, np.ndarray | Tensor):
+        return list(prompts) if prompts.ndim == 2 or _holds_text(prompts) else [prompts]
+    if isinstance(prompts, (*_TEXTS, Mapping)) or not isinstance(prompts, Iterable):
+        return [prompts]  # type: ignore[list-item]  # the encoder looks at it
+    listed: Any = list(prompts)
+    if listed and all(isinstance(part, int | np.integer | Mapping) for part in listed):
+        is_encoded = all(isinstance(part, Mapping) and "input_ids" in part for part in listed)
+        return [row for part in listed for row in _unpadded(part)] if is_encoded else [listed]
+    return list(listed)
+
+
+def _holds_text(prompts: NDArray[Any] | Tensor) -> bool:
+    return isinstance(prompts, np.ndarray) and prompts.ndim == 1 and prompts.dtype.kind in "OU"
+
+
+def _unpadded(encoded: Mapping[str, Any]) -> list[Prompt]:
+    """The rows of a ``BatchEncoding`` without their padding."""
+    ids, mask = (_plain(encoded.get(name)) for name in ("input_ids", "attention_mask"))
+    if ids and not isinstance(ids[0], list):
+        ids, mask = [ids], None if mask is None else [mask]
+    if mask is None:
+        return list(ids)
+    pairs = (zip(row, kept, strict=True) for row, kept in zip(ids, mask, strict=True))
+    return [[token for token, is_kept in pair if is_kept] for pair in pairs]
+
+
+def _plain(values: Any) -> Any:
+    """Arrays as lists."""
+    return values.tolist() if isinstance(values, np.ndarray | Tensor) else values
 
 
 class PromptEncoder:

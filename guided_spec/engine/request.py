@@ -14,6 +14,7 @@ from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.marker import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.noise import noise_key
@@ -41,6 +42,7 @@ class Job(NamedTuple):
     prompt_index, sample_index: the request's place in the caller's list.
     echo: what the text begins with.
     bad_words: the token sequences that ``params.bad_words`` stand for.
+    marker: behind which the grammar binds; None where it binds at once.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     """
@@ -55,6 +57,7 @@ class Job(NamedTuple):
     sample_index: int = 0
     echo: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    marker: Marker | None = None
     is_streamed: bool = True
 
 
@@ -83,6 +86,9 @@ class Request:
         self._report = report
         self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
         self._output = OutputText(vocabulary, job.params.stop, job.echo)
+        # Where the answer begins in the text; behind a marker that is not known yet.
+        self._answer_at: int | None = len(job.echo) if job.marker is None else None
+        self._marker_state = 0
         self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
         self._sent_logprobs = 0
@@ -149,8 +155,22 @@ class Request:
             self.stats.steered = sum(at < len(output_ids) for at in self.constraint.steered)
         self.stats.stop()
         logprobs = None if self.params.logprobs is None else self._logprobs
-        text = self._output.text
-        self._send(Completion(text, output_ids, reason, error, self.stats, logprobs))
+        is_complete = error is None and self._is_whole(reason)
+        if reason == "stop" and self.stats.steered and not self._output.is_stopped:
+            reason = "length"  # the budget ended the text, not the model
+        self._send(
+            Completion(
+                self._output.text,
+                output_ids,
+                reason,
+                error,
+                self.stats,
+                logprobs,
+                is_complete,
+                self._answer(),
+                self.params.grammar,
+            )
+        )
 
     def fail(self, error: GuidedSpecError) -> None:
         """End the request with an error; what it wrote so far is kept.
@@ -171,12 +191,31 @@ class Request:
             is_over = token_id in stop_ids or (index == last and self._is_complete())
             if is_over or feed(token_id):
                 return "stop"
+            if self._answer_at is None:
+                self._follow_marker(token_id)
             if index >= room:
                 return "length"
         return None
 
     def _is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.is_terminated
+
+    def _is_whole(self, reason: FinishReason) -> bool:
+        """Whether the text is a whole one of its grammar, or was ended by the model."""
+        if self.constraint is None:
+            return reason == "stop" and self.params.grammar is None
+        return not self._output.is_stopped and self.constraint.may_end()
+
+    def _follow_marker(self, token_id: int) -> None:
+        marker = self.job.marker
+        assert marker is not None
+        state = marker.step(self._marker_state, token_id)
+        if state == len(marker):
+            self._answer_at = self._output.length
+        self._marker_state = state or 0
+
+    def _answer(self) -> str:
+        return "" if self._answer_at is None else self._output.text[self._answer_at :]
 
     def _send(self, completion: Completion | None) -> None:
         job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()
@@ -186,4 +225,6 @@ class Request:
         if completion is not None or text:
             self._sent += len(text)
             self._sent_logprobs += len(logprobs)
-            self._report(Chunk(job.prompt_index, job.sample_index, text, completion, logprobs))
+            answer = self._answer() if completion is None else completion.answer
+            place = (job.prompt_index, job.sample_index)
+            self._report(Chunk(*place, text, completion, logprobs, answer, self.params.grammar))

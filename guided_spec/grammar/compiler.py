@@ -8,6 +8,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 from guided_spec.errors import GrammarError
@@ -85,6 +86,7 @@ class GrammarCompileQueue:
         Equal specs share one future while it is unfinished or successful, so it is not to be
         cancelled. A failure is remembered too. Raises GrammarError once the queue is closed.
         """
+        spec = replace(spec, value_type=None)  # else it would be kept, and sent to a process
         with self._lock:
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")

@@ -98,6 +98,13 @@ class Constraint:
         """Whether a stop token was committed: the text is complete."""
         return not self._num_behind and self._original.is_terminated()
 
+    def may_end(self) -> bool:
+        """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
+        if self.settle() is not None:
+            return False
+        matcher = self._original
+        return matcher.is_terminated() or any(map(matcher.fork().accept_token, self._ends or ()))
+
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
         self._lead()

@@ -7,6 +7,7 @@ that it fails its own request and no other.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
@@ -53,6 +54,8 @@ class GrammarSpec:
         ``unevaluatedProperties``) themselves. "schema" takes the schema at its word: such objects
         are open. Every text is valid either way.
     backend: what compiles it, see ``with_backend``; None leaves that to the engine.
+    value_type: what ``of`` was given, for the value of a finished text; None for plain JSON. It is
+        no part of the constraint: specs that differ in it alone are equal.
 
     Raises ConfigError for a value of the wrong type.
     """
@@ -66,6 +69,7 @@ class GrammarSpec:
     key_order: KeyOrder = field(default="schema", repr=False)
     additional_properties: AdditionalProperties = field(default="closed", repr=False)
     backend: GrammarBackendName | None = field(default=None, repr=False)
+    value_type: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.kind not in get_args(GrammarKind):
@@ -95,6 +99,33 @@ class GrammarSpec:
         if self.backend is not None:
             _require_str("backend", self.backend)
 
+    @property
+    def is_json(self) -> bool:
+        """Whether its texts are JSON values."""
+        return self.kind in _JSON_KINDS
+
+    @classmethod
+    def of(cls, wanted: Any) -> GrammarSpec:
+        """The spec that a Python type or value stands for.
+
+        wanted: a pydantic model, dataclass, TypedDict, Enum, Literal, ``list[...]``, union or any
+            other type that pydantic knows, for JSON of that type; a compiled regex without flags;
+            a JSON schema as a dict; or a spec, which is returned as it is.
+
+        The values of finished texts are then instances of the type, see ``Completion.parsed``. A
+        set is an array in which an item may stand twice where a grammar cannot forbid it. Raises
+        ConfigError for anything else.
+        """
+        from guided_spec.grammar.value import regex_of, schema_of  # only here: it loads jsonschema
+
+        if isinstance(wanted, cls):
+            return wanted
+        if isinstance(wanted, re.Pattern):
+            return cls.regex(regex_of(wanted))
+        if isinstance(wanted, Mapping):
+            return cls.json_schema(wanted)
+        return replace(cls.json_schema(schema_of(wanted)), value_type=wanted)
+
     @classmethod
     def json_schema(
         cls,
@@ -112,15 +143,22 @@ class GrammarSpec:
         ``additional_properties="schema"`` wherever JSON Schema admits them. ``unsupported`` is for
         schemas that cannot be enforced in full; in a tag, set it with ``dataclasses.replace``.
         """
-        to_schema = getattr(schema, "model_json_schema", None)  # a pydantic model, not imported
-        if callable(to_schema):
-            schema = to_schema()
+        value_type = None
+        if isinstance(schema, type):
+            from guided_spec.grammar.value import schema_of
+
+            value_type, schema = schema, schema_of(schema)
         if not isinstance(schema, str | bool | Mapping):
             fix = "must be a dict, JSON text, or a pydantic model class"
             raise ConfigError("schema", schema, fix)
         source = _canonical("schema", schema)
         spec = cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
-        return replace(spec, key_order=key_order, additional_properties=additional_properties)
+        return replace(
+            spec,
+            key_order=key_order,
+            additional_properties=additional_properties,
+            value_type=value_type,
+        )
 
     @classmethod
     def json_object(cls, *, any_whitespace: bool = False) -> GrammarSpec:

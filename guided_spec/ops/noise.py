@@ -42,7 +42,9 @@ def noise_key(seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None 
 
     seed: in [0, 2**63).
     """
-    constraint = None if grammar is None else astuple(replace(grammar, backend=None))
+    constraint = (
+        None if grammar is None else astuple(replace(grammar, backend=None, value_type=None))
+    )
     found = blake2b(seed.to_bytes(8, "little"), digest_size=8)
     found.update(np.asarray(prompt_ids, dtype="<i8").tobytes())
     found.update(ascii(constraint).encode())  # no byte of it is 0, as the last of each token is

@@ -73,7 +73,7 @@ def decode_heldout(
     context = _context(target, items, params)
     with _engine(target, tokenizer, draft, context, num_draft_tokens=num_draft_tokens) as llm:
         started = time.perf_counter()
-        outputs = llm.generate([item.prompt for item in items], wanted)
+        outputs = llm.generate([item.prompt for item in items], wanted, on_error="return")
         seconds = time.perf_counter() - started
     completions = [output.completions[0] for output in outputs]
     for completion in completions:
@@ -98,7 +98,8 @@ def check_decoding(
             batch = items[start : start + BATCH_SIZE]
             waiting = set(range(len(batch)))
             wanted = [replace(params, grammar=item.grammar) for item in batch]
-            for chunk in llm.stream([item.prompt for item in batch], wanted):
+            prompts = [item.prompt for item in batch]
+            for chunk in llm.stream(prompts, wanted, on_error="return"):
                 _raise_error(draft, chunk.completion)
                 waiting.discard(chunk.prompt_index)
                 if not waiting:

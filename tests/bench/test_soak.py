@@ -88,7 +88,7 @@ def llm() -> Iterator[LLM]:
 def test_the_judge(llm: LLM) -> None:
     params = SamplingParams(max_tokens=60, grammar=JSON, logprobs=0)
     case = Case("json", "A", params, judged_by=JSON)
-    good = llm.generate("A", params)[0].completions[0]
+    good = llm.generate("A", params, on_error="return")[0].completions[0]
     assert find_wrong(case, good, llm.vocabulary) is None
     error = RequestCancelledError("the request was cancelled")
     bad: list[tuple[Any, str]] = [
@@ -124,7 +124,7 @@ def test_an_error_keeps_no_other_request_alive(llm: LLM) -> None:
     good = SamplingParams(max_tokens=2, grammar=GrammarSpec.regex("[ab]{9}"), complete=False)
     params = [broken, broken, small, good, good]
     prompts: list[Prompt] = ["A", "A", "A", [-1], "A"]
-    outputs = llm.generate(prompts, params)
+    outputs = llm.generate(prompts, params, on_error="return")
     kinds = [type(output.error) for output in outputs[:4]]
     assert kinds == [GrammarCompileError, GrammarCompileError, BudgetTooSmallError, PromptError]
     assert outputs[4].error is None

@@ -51,10 +51,10 @@ def test_the_page_makes_an_installed_backend(installed: str) -> None:
     ]
     params = [SamplingParams(max_tokens=60, grammar=spec) for spec in grammars]
     with LLM(proposer="none") as llm:
-        plain = llm.generate([PROMPT] * len(params), params)
+        plain = llm.generate([PROMPT] * len(params), params, on_error="return")
         for proposer in ("chain:grammar_forced+ngram", "draft_model:validate"):
             with llm.with_proposer(proposer) as other:
-                found = other.generate([PROMPT] * len(params), params)
+                found = other.generate([PROMPT] * len(params), params, on_error="return")
             assert [output.text for output in found] == [output.text for output in plain]
             assert sum(o.stats.steps for o in found) < sum(o.stats.steps for o in plain)
     assert [output.error for output in plain] == [None] * len(params)
@@ -72,7 +72,7 @@ def test_its_texts_are_whole_within_any_budget_that_has_room(installed: str) -> 
         for budget in range(6, 24, 3)
     ]
     with LLM(proposer="grammar_forced", grammar_backend=installed) as llm:
-        outputs = llm.generate([PROMPT] * len(params), params)
+        outputs = llm.generate([PROMPT] * len(params), params, on_error="return")
     refused = [isinstance(output.error, BudgetTooSmallError) for output in outputs]
     assert refused == sorted(refused, reverse=True)
     assert 0 < sum(refused) < 4
@@ -86,7 +86,9 @@ def test_its_large_grammars_are_tried_out_elsewhere(installed: str) -> None:
     words = [letter * 9_000 for letter in "ab"]
     spec = GrammarSpec.choice(words).with_backend(installed)
     with LLM(proposer="none") as llm:
-        output = llm.generate("1, 2", SamplingParams(max_tokens=8, grammar=spec, complete=False))[0]
+        output = llm.generate(
+            "1, 2", SamplingParams(max_tokens=8, grammar=spec, complete=False), on_error="return"
+        )[0]
         isolated: Any = llm._grammars._backend
         assert isolated._workers
     assert output.error is None

@@ -40,10 +40,10 @@ def test_the_page_makes_an_installed_proposer(installed: str) -> None:
     assert installed in proposer_names()
     assert installed not in PROPOSERS, "the entry point is not what is tested"
     with LLM(proposer="none") as llm:
-        plain = llm.generate(PROMPTS, PARAMS)
+        plain = llm.generate(PROMPTS, PARAMS, on_error="return")
     for proposer in (installed, f"chain:grammar_forced+{installed}"):
         with llm.with_proposer(proposer) as other:
-            found = other.generate(PROMPTS, PARAMS)
+            found = other.generate(PROMPTS, PARAMS, on_error="return")
         assert [output.error for output in found] == [None] * len(PROMPTS)
         assert [output.token_ids for output in found] == [output.token_ids for output in plain]
         assert sum(o.stats.steps for o in found) < sum(o.stats.steps for o in plain)

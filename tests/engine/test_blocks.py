@@ -207,8 +207,8 @@ def test_stop_strings_are_not_searched_in_an_echo(echoing: LLM) -> None:
 
 def test_an_echo_of_samples_and_of_failures(echoing: LLM) -> None:
     params = SamplingParams(n=3, echo=True, temperature=1.0, seed=0, max_tokens=4)
-    (output,) = echoing.generate("The name", params)
+    (output,) = echoing.generate("The name", params, on_error="return")
     assert all(c.text.startswith("The name") for c in output.completions)
     broken = SamplingParams(echo=True, grammar=GrammarSpec.regex("("))
-    (failed,) = echoing.generate("The name", broken)
+    (failed,) = echoing.generate("The name", broken, on_error="return")
     assert (failed.finish_reason, failed.text, failed.token_ids) == ("error", "The name", [])

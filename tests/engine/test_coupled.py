@@ -48,7 +48,9 @@ Texts = list[tuple[list[int], str]]
 def texts(llm: LLM, order: Sequence[int] | None = None) -> Texts:
     """The requests in the order of ``PROMPTS``, submitted in another."""
     order = range(len(PROMPTS)) if order is None else order
-    outputs = llm.generate([PROMPTS[row] for row in order], [PARAMS[row] for row in order])
+    outputs = llm.generate(
+        [PROMPTS[row] for row in order], [PARAMS[row] for row in order], on_error="return"
+    )
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     found = dict(zip(order, outputs, strict=True))
     return [(found[row].token_ids, found[row].finish_reason) for row in range(len(PROMPTS))]

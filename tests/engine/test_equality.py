@@ -71,7 +71,7 @@ PARAMS = [
 
 def generate(model: Any, proposer: str, draft: Any = None, **options: Any) -> list[Completion]:
     with make_llm(model, proposer, draft, **options) as llm:
-        outputs = llm.generate(PROMPTS, PARAMS)
+        outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [output.completions[0] for output in outputs]
 
@@ -142,12 +142,12 @@ def test_a_chain_of_three_fits_its_masks() -> None:
     params = [SamplingParams(max_tokens=99, grammar=GrammarSpec.regex(p)) for p in patterns]
     prompts = ["xyxz" * 5, "no repeats"]
     with make_llm("llama", "none") as llm:
-        expected = llm.generate(prompts, params)
+        expected = llm.generate(prompts, params, on_error="return")
     name = "chain:grammar_forced+ngram+draft_model"
     options: dict[str, Any] = {"max_forced_tokens": 16, "num_draft_tokens": 5}
     with make_llm("llama", name, near_copy("llama"), **options) as llm:
         llm.compile(GrammarSpec.regex(p) for p in patterns)  # so that both start together
-        found = llm.generate(prompts, params)
+        found = llm.generate(prompts, params, on_error="return")
     assert [output.error for output in found] == [None, None]
     assert [o.token_ids for o in found] == [o.token_ids for o in expected]
     assert min(len(output.stats.drafted) for output in found) > 16

@@ -87,16 +87,20 @@ def assert_only_the_middle_failed(outputs: list[RequestOutput], kind: type[Excep
 
 @pytest.mark.parametrize(("grammar", "kind"), BROKEN_GRAMMARS)
 def test_a_broken_grammar(llm: LLM, grammar: GrammarSpec, kind: type[GrammarError]) -> None:
-    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(grammar=grammar), GOOD])
+    outputs = llm.generate(
+        ["A"] * 3, [GOOD, SamplingParams(grammar=grammar), GOOD], on_error="return"
+    )
     assert_only_the_middle_failed(outputs, kind)
     assert str(outputs[1].error)
-    again = llm.generate("A", SamplingParams(grammar=grammar))[0]  # remembered, and raised anew
+    again = llm.generate("A", SamplingParams(grammar=grammar), on_error="return")[
+        0
+    ]  # remembered, and raised anew
     assert str(again.error) == str(outputs[1].error)
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS)
 def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
-    outputs = llm.generate(["A", prompt, "A"], GOOD)
+    outputs = llm.generate(["A", prompt, "A"], GOOD, on_error="return")
     assert_only_the_middle_failed(outputs, PromptError)
     with pytest.raises(PromptError, match=message):
         raise outputs[1].error or AssertionError
@@ -105,27 +109,29 @@ def test_a_bad_prompt(llm: LLM, prompt: Any, message: str) -> None:
 @pytest.mark.parametrize("prompt", [b"x", "A\udfff", {"role": "user"}, np.array(1)])
 def test_a_bad_prompt_alone(llm: LLM, prompt: Any) -> None:
     for prompts in (prompt, [prompt]):
-        (output,) = llm.generate(prompts, GOOD)
+        (output,) = llm.generate(prompts, GOOD, on_error="return")
         assert type(output.error) is PromptError
-        ends = [chunk.completion for chunk in llm.stream(prompts, GOOD)]
+        ends = [chunk.completion for chunk in llm.stream(prompts, GOOD, on_error="return")]
         assert [str(end and end.error) for end in ends] == [str(output.error)]
 
 
 def test_a_bad_word_that_no_tokenizer_reads(llm: LLM) -> None:
-    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(bad_words="\ud800"), GOOD])
+    outputs = llm.generate(
+        ["A"] * 3, [GOOD, SamplingParams(bad_words="\ud800"), GOOD], on_error="return"
+    )
     assert_only_the_middle_failed(outputs, ConfigError)
 
 
 def test_a_stop_token_outside_the_vocabulary(llm: LLM) -> None:
     bad = SamplingParams(stop_token_ids=[VOCAB_SIZE])
-    outputs = llm.generate(["A"] * 3, [GOOD, bad, GOOD])
+    outputs = llm.generate(["A"] * 3, [GOOD, bad, GOOD], on_error="return")
     assert_only_the_middle_failed(outputs, ConfigError)
 
 
 def test_every_sample_of_a_failed_prompt_is_reported(llm: LLM) -> None:
     params = SamplingParams(n=3, temperature=1.0, grammar=GrammarSpec.regex("("))
     for prompt in ("A", ""):
-        output = llm.generate([prompt], params)[0]
+        output = llm.generate([prompt], params, on_error="return")[0]
         assert [c.finish_reason for c in output.completions] == ["error"] * 3
 
 
@@ -151,7 +157,7 @@ def test_a_slow_grammar_holds_up_its_own_request_only(
     slow = GrammarSpec.regex("[x-z]{2}")
     held = Held(llm, slow, monkeypatch)
     order = []
-    stream = llm.stream(["A"] * 7, [SamplingParams(grammar=slow), *[GOOD] * 6])
+    stream = llm.stream(["A"] * 7, [SamplingParams(grammar=slow), *[GOOD] * 6], on_error="return")
     for chunk in stream:
         if chunk.completion is not None:
             order.append(chunk.prompt_index)
@@ -166,7 +172,7 @@ def test_a_backend_may_raise_anything(llm: LLM, monkeypatch: pytest.MonkeyPatch)
     odd = GrammarSpec.regex("[x-z]{3}")
     held = Held(llm, odd, monkeypatch)
     held.future.set_exception(ZeroDivisionError("in native code"))
-    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(grammar=odd), GOOD])
+    outputs = llm.generate(["A"] * 3, [GOOD, SamplingParams(grammar=odd), GOOD], on_error="return")
     assert_only_the_middle_failed(outputs, GrammarError)
     assert "in native code" in str(outputs[1].error)
 
@@ -178,14 +184,17 @@ def test_a_proposer_that_raises_fails_its_batch_and_no_other(spy: Spy) -> None:
 
     spy.on_step = fail
     with make_llm("llama", "spy", max_batch_size=2) as llm:
-        outputs = llm.generate(["A"] * 4, SamplingParams(max_tokens=3))
+        outputs = llm.generate(["A"] * 4, SamplingParams(max_tokens=3), on_error="return")
         assert [output.finish_reason for output in outputs] == ["error"] * 2 + ["length"] * 2
         for output in outputs[:2]:
             assert isinstance(output.error, ModelError)
             assert "ZeroDivisionError: no draft" in str(output.error)
             assert isinstance(output.error.__cause__, ZeroDivisionError)
             assert len(output.token_ids) == 1  # what was committed before is kept
-        assert outputs[2].token_ids == llm.generate("A", SamplingParams(max_tokens=3))[0].token_ids
+        assert (
+            outputs[2].token_ids
+            == llm.generate("A", SamplingParams(max_tokens=3), on_error="return")[0].token_ids
+        )
     assert sorted(spy.released)[:2] == [0, 0]
 
 
@@ -194,7 +203,9 @@ def test_close_ends_what_runs(spy: Spy) -> None:
     llm = make_llm("llama", "spy", max_batch_size=1)
     outputs: list[RequestOutput] = []
     params = SamplingParams(max_tokens=100)
-    user = threading.Thread(target=lambda: outputs.extend(llm.generate(["A", "B"], params)))
+    user = threading.Thread(
+        target=lambda: outputs.extend(llm.generate(["A", "B"], params, on_error="return"))
+    )
     user.start()
     while len(spy.steps) < 3:
         user.join(0.01)

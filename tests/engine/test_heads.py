@@ -55,7 +55,7 @@ class Taught(NamedTuple):
         self, proposer: str, params: list[SamplingParams], **options: Any
     ) -> list[Completion]:
         with make_llm(self.headed.target, proposer, self.headed.draft, **options) as llm:
-            outputs = llm.generate(PROMPTS, params)
+            outputs = llm.generate(PROMPTS, params, on_error="return")
         assert [output.error for output in outputs] == [None] * len(PROMPTS)
         return [output.completions[0] for output in outputs]
 

@@ -171,7 +171,7 @@ def open_llm(proposer: str, taught: HeadedTarget, **options: Any) -> LLM:
 
 
 def run(llm: LLM, params: list[SamplingParams]) -> list[Completion]:
-    outputs = llm.generate(PROMPTS, params)
+    outputs = llm.generate(PROMPTS, params, on_error="return")
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [output.completions[0] for output in outputs]
 
@@ -286,7 +286,7 @@ def test_a_failed_request_keeps_those_of_its_tokens(chain: LLM) -> None:
         SamplingParams(logprobs=1, grammar=GrammarSpec.regex("(")),
         SamplingParams(max_tokens=2),
     ]
-    failed, served = chain.generate(["A", "A"], params)
+    failed, served = chain.generate(["A", "A"], params, on_error="return")
     assert failed.finish_reason == "error"
     assert failed.logprobs == []
     assert served.logprobs is None

@@ -74,7 +74,7 @@ class Requests:
         sampled = options.pop("sampled", {})
         params = [replace(one, **sampled) for one in self.params]
         with make_llm(self.model, proposer, draft, **options) as llm:
-            outputs = llm.generate([PROMPT] * len(params), params)
+            outputs = llm.generate([PROMPT] * len(params), params, on_error="return")
         assert [output.error for output in outputs] == [None] * len(params)
         return [output.completions[0] for output in outputs]
 
@@ -253,8 +253,8 @@ def test_bans_that_leave_no_token_end_their_own_request(
 ) -> None:
     good = replace(PLAIN, max_tokens=6)
     with make_llm("llama", proposer, near_copy("llama")) as llm:
-        alone = llm.generate("A", good)[0]
-        outputs = llm.generate(["A"] * 3, [good, replace(PLAIN, **params), good])
+        alone = llm.generate("A", good, on_error="return")[0]
+        outputs = llm.generate(["A"] * 3, [good, replace(PLAIN, **params), good], on_error="return")
     assert [output.finish_reason for output in outputs] == ["length", "error", "length"]
     assert outputs[0].token_ids == outputs[2].token_ids == alone.token_ids
     assert not isinstance(outputs[1].error, GrammarDeadEndError)
@@ -272,7 +272,7 @@ def test_bans_that_leave_no_token_end_their_own_request(
 )
 def test_ids_outside_the_vocabulary(params: dict[str, Any]) -> None:
     with make_llm("llama") as llm:
-        outputs = llm.generate(["A"] * 2, [replace(PLAIN, **params), PLAIN])
+        outputs = llm.generate(["A"] * 2, [replace(PLAIN, **params), PLAIN], on_error="return")
     assert outputs[1].error is None
     with pytest.raises(ConfigError, match=f"^{next(iter(params))}={VOCAB_SIZE}: ids must be below"):
         raise outputs[0].error or AssertionError

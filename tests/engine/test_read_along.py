@@ -48,7 +48,7 @@ def write(
 ) -> list[list[Completion]]:
     """More requests than slots, so that prompts come while others decode."""
     with make_llm(headed.target, proposer, headed.draft, max_batch_size=3, **options) as llm:
-        outputs = llm.generate(PROMPTS, params)
+        outputs = llm.generate(PROMPTS, params, on_error="return")
     assert [output.error for output in outputs] == [None] * len(PROMPTS)
     return [list(output.completions) for output in outputs]
 

@@ -75,7 +75,7 @@ def run(proposer: str, temperature: float = 0.0) -> list[Completion]:
         for seed, (_, spec) in enumerate(requests())
     ]
     with make_llm("llama", proposer, draft, max_batch_size=6) as llm:
-        outputs = llm.generate(prompts, params)
+        outputs = llm.generate(prompts, params, on_error="return")
     assert [output.error for output in outputs] == [None] * len(outputs)
     return [output.completions[0] for output in outputs]
 
@@ -128,7 +128,7 @@ def one(
     complete: bool | None = None,  # noqa: FBT001  # as SamplingParams has it
 ) -> Completion:
     params = SamplingParams(max_tokens=max_tokens, grammar=spec, complete=complete)
-    return llm.generate(prompt, params)[0].completions[0]  # type: ignore[arg-type]
+    return llm.generate(prompt, params, on_error="return")[0].completions[0]  # type: ignore[arg-type]
 
 
 def test_budgets_and_lengths() -> None:
@@ -174,7 +174,7 @@ def test_a_chat_template_names_the_marker_and_may_close_it() -> None:
 def test_markers_that_do_not_exist_fail_their_own_request() -> None:
     with make_llm("llama") as llm:
         params = [SamplingParams(grammar=s) for s in (CODE.after(), CODE.after("<eos>"), CODE)]
-        outputs = llm.generate(["A"] * 3, params)
+        outputs = llm.generate(["A"] * 3, params, on_error="return")
     assert [type(output.error) for output in outputs] == [
         GrammarCompileError,
         GrammarCompileError,
@@ -195,7 +195,7 @@ def test_tool_calls_behind_reasoning() -> None:
                 SamplingParams(max_tokens=150, grammar=spec, temperature=t, seed=seed)
                 for t, seed in ((0.0, 0), (1.0, 1), (1.0, 2))
             ]
-            outputs = llm.generate([PROMPTS[0]] * 3, params)
+            outputs = llm.generate([PROMPTS[0]] * 3, params, on_error="return")
         texts.append(outputs[0].text)
         for output in outputs:
             assert output.error is None

@@ -116,9 +116,9 @@ def test_the_original_reads_a_text_before_it_is_reported(monkeypatch: pytest.Mon
     """Also one that ends by a stop string, which the step knows nothing of."""
     params = [replace(p, stop=("2",)) for p in PARAMS]
     with make_llm("llama", "none") as llm:
-        assert llm.generate(PROMPTS, params)[BROKEN].finish_reason == "stop"
+        assert llm.generate(PROMPTS, params, on_error="return")[BROKEN].finish_reason == "stop"
     break_at(monkeypatch, (3,), change_grammar)
     with make_llm("llama", "none") as llm:
-        found = llm.generate(PROMPTS, params)
+        found = llm.generate(PROMPTS, params, on_error="return")
     assert [output.error is not None for output in found] == [False, True, False]
     assert isinstance(found[BROKEN].error, GrammarStateError)

@@ -38,7 +38,9 @@ PARAMS = (
 
 
 def run(llm: LLM, indices: Sequence[int]) -> dict[int, list[int]]:
-    outputs = llm.generate([PROMPTS[i] for i in indices], [PARAMS[i] for i in indices])
+    outputs = llm.generate(
+        [PROMPTS[i] for i in indices], [PARAMS[i] for i in indices], on_error="return"
+    )
     assert [output.error for output in outputs] == [None] * len(indices)
     return {i: output.token_ids for i, output in zip(indices, outputs, strict=True)}
 
@@ -106,7 +108,10 @@ def test_seeds_decide() -> None:
 
         def texts(seeds: Sequence[int | None]) -> list[str]:
             params = [SamplingParams(temperature=1.5, seed=s, grammar=grammar) for s in seeds]
-            return [output.text for output in llm.generate(["A"] * len(params), params)]
+            return [
+                output.text
+                for output in llm.generate(["A"] * len(params), params, on_error="return")
+            ]
 
         seeds = [0, 1, 2**31, 2**32, 2**32 + 1, 2**62, MAX_SEED]
         first = texts(seeds)

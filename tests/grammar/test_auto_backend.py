@@ -148,7 +148,7 @@ def texts(proposer: str, backend: str, *, batch: int, draft: Any = None) -> list
     prompts = [f"The name of cat {i}" for i in range(len(MIXED))]
     llm = make_llm("llama", proposer, draft, grammar_backend=backend, max_batch_size=batch)
     with llm:
-        outputs = llm.generate(prompts, list(MIXED))
+        outputs = llm.generate(prompts, list(MIXED), on_error="return")
     assert [output.error for output in outputs] == [None] * len(MIXED)
     return [output.completions[0].text for output in outputs]
 

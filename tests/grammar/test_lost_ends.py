@@ -111,7 +111,7 @@ def test_a_request_without_a_known_end_is_served(monkeypatch: pytest.MonkeyPatch
             SamplingParams(max_tokens=5, grammar=spec),
             SamplingParams(max_tokens=5, grammar=spec, complete=True),
         ]
-        aside, insists = llm.generate(["A"] * 2, params)
+        aside, insists = llm.generate(["A"] * 2, params, on_error="return")
     assert (aside.finish_reason, len(aside.token_ids), aside.stats.ends_lost) == ("length", 5, 1)
     assert isinstance(insists.error, BudgetTooSmallError)
     assert "no way to end" in str(insists.error)

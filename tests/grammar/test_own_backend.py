@@ -123,7 +123,9 @@ def test_it_can_be_the_engines_own() -> None:
 def test_a_name_that_is_gone_fails_its_request() -> None:
     with make_llm("llama") as llm:
         gone = GrammarSpec("choice", '["a"]', backend="gone")
-        outputs = llm.generate(["A"] * 2, [SamplingParams(grammar=gone), params(0.0)[0]])
+        outputs = llm.generate(
+            ["A"] * 2, [SamplingParams(grammar=gone), params(0.0)[0]], on_error="return"
+        )
     assert isinstance(outputs[0].error, ConfigError)
     assert "backend='gone': must be one of auto, listed, llgui" in str(outputs[0].error)
     assert outputs[1].text in COLOURS
@@ -136,7 +138,7 @@ def test_its_texts_end_within_their_budget() -> None:
     for proposer in ("none", "chain:grammar_forced+ngram"):
         budgets = [SamplingParams(max_tokens=n, grammar=spec, complete=True) for n in range(1, 30)]
         with make_llm("llama", proposer) as llm:
-            outputs = llm.generate(["y"] * len(budgets), budgets)
+            outputs = llm.generate(["y"] * len(budgets), budgets, on_error="return")
         for limit, output in zip(range(1, 30), outputs, strict=True):
             if output.error is not None:
                 assert isinstance(output.error, BudgetTooSmallError)

@@ -109,8 +109,9 @@ def _answer(
         )
         for at, example in enumerate(examples)
     ]
-    for line, output in zip(lines, llm.generate(prompts, asked), strict=True):
-        is_whole = output.finish_reason == "stop"
+    outputs = llm.generate(prompts, asked, on_error="return")
+    for line, output in zip(lines, outputs, strict=True):
+        is_whole = output.is_complete
         record = _with_answer(line.record, output.text) if is_whole else None
         problem = "" if output.error is None else f"{line.place}: {output.error}"
         yield _Answered(output.finish_reason, record, problem)

@@ -1,0 +1,88 @@
+"""The value that a text of a JSON grammar stands for: an instance of the type it came from."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.schema import find_unenforced
+
+__all__ = ["parse_partial", "parse_value", "regex_of", "schema_of"]
+
+_TAKES = """pass a GrammarSpec, a type (a pydantic model, dataclass, TypedDict, Enum, Literal, \
+list[...] or union), a compiled regex, or a JSON schema as a dict"""
+
+
+def parse_value(text: str, value_type: Any) -> Any:
+    """A whole JSON text as an instance of ``value_type``, or as plain JSON where that is None.
+
+    Raises pydantic.ValidationError where the type asks for more than its schema says, as by a
+    validator of its own, and ValueError for a text that is no JSON.
+    """
+    if value_type is None:
+        return json.loads(text)
+    return _adapter(value_type).validate_json(text)
+
+
+def parse_partial(text: str) -> Any:
+    """The JSON value of a text that is still being written; None where nothing of it is there yet.
+
+    Strings and numbers may lack their end, objects and arrays what follows.
+    """
+    from pydantic_core import from_json
+
+    try:
+        return from_json(text, allow_partial="trailing-strings")
+    except ValueError:
+        return None
+
+
+def schema_of(value_type: Any) -> dict[str, Any]:
+    """The JSON schema of a type, by pydantic.
+
+    A set is written as an array in which an item may stand twice, where a grammar cannot forbid
+    that: the value is the same set. Raises ConfigError for what is no type that pydantic knows.
+    """
+    from pydantic import PydanticSchemaGenerationError, PydanticUserError
+
+    try:
+        schema: dict[str, Any] = _adapter(value_type).json_schema()
+    except (PydanticSchemaGenerationError, PydanticUserError, TypeError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ConfigError("grammar", value_type, f"{reason}; {_TAKES}") from error
+    for entry in find_unenforced(schema):
+        if entry.keyword == "uniqueItems" and entry.level == "error":
+            _repeat_items(schema, entry.pointer)
+    return schema
+
+
+def regex_of(pattern: re.Pattern[Any]) -> str:
+    """The source of a compiled regex. Raises ConfigError for flags and for one of bytes."""
+    source = pattern.pattern
+    if not isinstance(source, str) or pattern.flags != re.UNICODE:
+        fix = "must be of text and without flags; write them out in the pattern"
+        raise ConfigError("grammar", pattern, fix)
+    return source
+
+
+@lru_cache(maxsize=256)
+def _adapter(value_type: Any) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(value_type)
+
+
+def _repeat_items(schema: dict[str, Any], pointer: str) -> None:
+    """Allow repeated items where fewer than two are asked for: less remains, never too little."""
+    node: Any = schema
+    for token in pointer.split("/")[1:]:
+        name = token.replace("~1", "/").replace("~0", "~")
+        node = node[int(name)] if isinstance(node, list) else node.get(name)
+        if not isinstance(node, dict | list):
+            return
+    if isinstance(node, Mapping) and node.get("minItems", 0) < 2:
+        del node["uniqueItems"]
