@@ -19,6 +19,10 @@ GuidedSpecError
     └── GrammarDeadEndError              no token of the vocabulary can continue the text
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 __all__ = [
     "BudgetTooSmallError",
     "ConfigError",
@@ -47,6 +51,17 @@ class GuidedSpecError(Exception):
     """
 
     exit_code = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and sent to other processes as it is: a constructor may take other arguments."""
+        return _restore, (type(self), self.args, self.__dict__)
+
+
+def _restore(kind: type[GuidedSpecError], args: Any, state: dict[str, Any]) -> GuidedSpecError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
 
 
 class ConfigError(GuidedSpecError, ValueError):

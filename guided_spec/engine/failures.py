@@ -39,10 +39,9 @@ class Failures(NamedTuple):
             return
         if self.of_written if completion.token_ids else self.of_unwritten:
             if num_prompts > 1:
-                completion.error.add_note(
-                    f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0; "
-                    'on_error="return" serves the others'
-                )
+                place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
+                # Set, not added: a grammar's error is remembered, and raised by other calls too.
+                completion.error.__notes__ = [f'{place}; on_error="return" serves the others']
             raise completion.error
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import logging
 import queue
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -17,6 +19,8 @@ from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["GrammarCompileQueue"]
+
+_LOG = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 4096  # what an entry costs whose size is not known, or a failure
 _Waiting = queue.SimpleQueue[GrammarSpec | None]
@@ -127,6 +131,7 @@ class GrammarCompileQueue:
         for spec in [spec for spec, future in self._futures.items() if future.done()]:
             if excess <= 0 and excess_bytes <= 0:
                 break
+            _LOG.info("forgot a %s of %d bytes", spec.kind, sizes.get(spec, 0))
             del self._futures[spec]
             self._sizes.pop(spec, None)
             excess -= 1
@@ -166,13 +171,17 @@ class GrammarCompileQueue:
             )
         if future is None or not begun:
             return
+        began = time.perf_counter()
         try:
             grammar = self._backend.compile(spec)
             size = _size_of(grammar)
         except BaseException as error:  # whatever happened belongs to those who wait for it
+            _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
             self._weigh(spec, future, _SMALLEST_BYTES)
             future.set_exception(error)
         else:
+            seconds = time.perf_counter() - began
+            _LOG.info("compiled a %s in %.3f s: %d bytes", spec.kind, seconds, size)
             self._weigh(spec, future, size)
             future.set_result(grammar)
         with self._lock:

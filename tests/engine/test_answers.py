@@ -195,3 +195,12 @@ def test_values_while_they_are_written(llm: LLM) -> None:
     whole = json.loads(seen[-1].model_dump_json())
     for value in partial:
         assert all(str(whole[key]).startswith(str(part)) for key, part in value.items())
+
+
+def test_what_happens_is_logged(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "guided_spec"):
+        llm.generate("A", SamplingParams(max_tokens=9, grammar=GrammarSpec.regex("[pq]{2}")))
+        llm.generate("A", SamplingParams(grammar=GrammarSpec.regex("(q")), on_error="return")
+    said = "\n".join(caplog.messages)
+    assert "compiled a regex in" in said
+    assert "refused" in said
