@@ -72,10 +72,9 @@ def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
     as_json: the message is JSON on stdout instead, ``{"error": {"type": ..., "message": ...}}``,
         and so is that of a bad command line.
 
-    Also hides the progress bars of transformers, which loads a small model faster than they draw,
-    where HF_HUB_DISABLE_PROGRESS_BARS does not ask for them.
+    Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when they are imported
+    _hide_progress_bars()
     try:
         yield
     except GuidedSpecError as error:
@@ -87,6 +86,15 @@ def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
         misuse = cast(typer.BadParameter, error)
         _print_error(misuse, misuse.format_message(), as_json=True)
         raise typer.Exit(misuse.exit_code) from error
+
+
+def _hide_progress_bars() -> None:
+    """Without importing transformers: it reads the variable when it is imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def _print_error(error: Exception, message: str, *, as_json: bool) -> None:
