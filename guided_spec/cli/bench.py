@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.box import SIMPLE
@@ -75,23 +75,12 @@ def bench(
     """
     if context.invoked_subcommand is not None:
         return
-    from guided_spec.bench.compare import Plan, run_plan
-    from guided_spec.bench.workload import load_workload
-    from guided_spec.engine.llm import LLM
-    from guided_spec.engine.profile import profiling
-    from guided_spec.engine.setup import bundled_asset
-
-    items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
+    load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
+    load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
+    load["verifier"] = verifier
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    names = (proposers or _default_proposers(model)).split(",")
-    plan = Plan(items, names, params, batch_size == 1 and temperature == 0)
-    load: dict[str, Any] = {"device": device, "dtype": dtype}
-    load = {name: value for name, value in load.items() if value is not None}
-    load |= {"draft": draft, "max_batch_size": batch_size, "verifier": verifier}
-    with working("loading the model"):
-        llm = LLM(model, "none", num_draft_tokens, **load)
-    with llm, profiling(profile):
-        measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
+    asked = _Asked(workload, limit, (proposers or _default_proposers(model)).split(","), params)
+    measurements = _compare(asked, model, load, profile)
     report = [measurement.as_dict() for measurement in measurements]
     _write(output, report)
     if as_json:
@@ -99,6 +88,33 @@ def bench(
             print_json(record)
     else:
         print_table(_table(measurements))
+
+
+class _Asked(NamedTuple):
+    """A workload's file, None for the bundled one, how much of it, and how it is to be run."""
+
+    workload: Path | None
+    limit: int | None
+    proposers: list[str]
+    params: SamplingParams
+
+
+def _compare(
+    asked: _Asked, model: str | None, load: dict[str, Any], profile: Path | None
+) -> list[Measurement]:
+    from guided_spec.bench.compare import Plan, run_plan
+    from guided_spec.bench.workload import load_workload
+    from guided_spec.engine.llm import LLM
+    from guided_spec.engine.profile import profiling
+    from guided_spec.engine.setup import bundled_asset
+
+    items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
+    with_transformers = load["max_batch_size"] == 1 and asked.params.temperature == 0
+    plan = Plan(items, asked.proposers, asked.params, with_transformers)
+    with working("loading the model"):
+        llm = LLM(model, "none", **{name: v for name, v in load.items() if v is not None})
+    with llm, profiling(profile):
+        return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
 
 @bench_app.command()
@@ -137,21 +153,34 @@ def gpu(
     Without --model the bundled target and its EAGLE-3 head are measured in the shape of an 8B
     Llama. docs/benchmarks.md says what each figure means.
     """
+    named = SECTIONS.split(", ") if sections is None else sections.split(",")
+    where = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
+    where |= {"device": device, "dtype": dtype}
+    shared = _shared(batches, temperatures, proposers)
+    shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
+    timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
+    whole = {"max_tokens": max_tokens, "requests": requests}
+    vllm: dict[str, Any] = {
+        "python": vllm_python,
+        "site": vllm_site,
+        "logs": vllm_logs,
+        "limit": vllm_limit,
+    }
+    vllm |= {"methods": _split("vllm_methods", vllm_methods, str)}
+    _run_gpu(_gpu_plan(where, shared | timed, shared | whole, vllm), output, as_json=as_json)
+
+
+def _gpu_plan(
+    where: dict[str, Any], steps: dict[str, Any], documents: dict[str, Any], vllm: dict[str, Any]
+) -> GpuPlan:
+    """Each holds fields of the record that is made of it."""
     from guided_spec.bench.gpu import GpuPlan
     from guided_spec.bench.gpu_end_to_end import DocumentPlan
     from guided_spec.bench.gpu_peers import VllmEnvironment
     from guided_spec.bench.gpu_steps import StepPlan
 
-    shared = _shared(batches, temperatures, proposers)
-    shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
-    timed = StepPlan(**shared, context=prompt_length, steps=steps, warm_up=warm_up)
-    whole = DocumentPlan(**shared, max_tokens=max_tokens, requests=requests)
-    place = VllmEnvironment(vllm_python, vllm_site, logs=vllm_logs, limit=vllm_limit)
-    place = place._replace(methods=_split("vllm_methods", vllm_methods, str))
-    named = SECTIONS.split(", ") if sections is None else sections.split(",")
-    plan = GpuPlan(named, model, eagle3, work, device, dtype)
-    plan = plan._replace(steps=timed, documents=whole, vllm=place)
-    _run_gpu(plan, output, as_json=as_json)
+    plans = {"steps": StepPlan(**steps), "documents": DocumentPlan(**documents)}
+    return GpuPlan(**where, **plans, vllm=VllmEnvironment(**vllm))  # type: ignore[arg-type]
 
 
 def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.status import Status
@@ -92,9 +92,7 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Send the prompt as a chat message.")
-    ] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
     as_json: Json = False,
@@ -106,45 +104,38 @@ def generate(
     model is used.
     """
     require_one_stdin({"PROMPT": prompt, "--schema": schema, "--grammar": grammar})
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop or (),
-        grammar=starting_after(grammar_from_options(schema, regex, choice, grammar), after),
-    )
+    spec = starting_after(grammar_from_options(schema, regex, choice, grammar), after)
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or ()}
+    params = SamplingParams(**sampling, grammar=spec)
     text = read_prompt(prompt)
     message = [{"role": "user", "content": text}] if chat else text
+    load = {"model": model, "proposer": proposer, "num_draft_tokens": num_draft_tokens}
+    load |= {"draft": draft, "device": device, "dtype": dtype}
+    runs = _run(load, message, params, _Manner(as_json, compare, profile))
+    _report_json(runs) if as_json else _report(runs)
+
+
+class _Manner(NamedTuple):
+    """Whether the text is not written as it comes, plain decoding runs too, and a timeline."""
+
+    is_silent: bool
+    with_plain: bool
+    trace: Path | None
+
+
+def _run(load: dict[str, Any], prompt: Any, params: SamplingParams, manner: _Manner) -> list[_Run]:
     with working("loading the model") as status:
-        llm = _load(model, proposer, num_draft_tokens, draft, device, dtype)
-        runs = [_generate(llm, message, params, _Writer(status, is_silent=as_json), profile)]
-        if compare:
-            status.start()
-            plain = llm.with_proposer("none")
-            runs.append(_generate(plain, message, params, _Writer(status, is_silent=True)))
-    if as_json:
-        for run in runs:
-            print_json(run.as_dict())
-    else:
-        _report(runs)
+        from guided_spec.engine.llm import LLM
 
-
-def _load(
-    model: str | None,
-    proposer: str | None,
-    num_draft_tokens: int,
-    draft: str | None,
-    device: str | None,
-    dtype: str | None,
-) -> LLM:
-    from guided_spec.engine.llm import LLM
-
-    load: dict[str, Any] = {"device": device, "dtype": dtype}
-    load = {name: value for name, value in load.items() if value is not None}
-    return LLM(model, proposer, num_draft_tokens, draft=draft, **load)
+        llm = LLM(**{name: value for name, value in load.items() if value is not None})
+        writer = _Writer(status, manner.is_silent)
+        runs = [_generate(llm, prompt, params, writer, manner.trace)]
+        if manner.with_plain:
+            status.start()  # the text has stopped it
+            writer = _Writer(status, is_silent=True)
+            runs.append(_generate(llm.with_proposer("none"), prompt, params, writer))
+    return runs
 
 
 def _generate(
@@ -166,6 +157,11 @@ def _generate(
             if completion.error is not None:
                 raise completion.error
     return _Run(llm.proposer, completion)
+
+
+def _report_json(runs: list[_Run]) -> None:
+    for run in runs:
+        print_json(run.as_dict())
 
 
 def _report(runs: list[_Run]) -> None:

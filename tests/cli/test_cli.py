@@ -233,9 +233,12 @@ def test_text_is_written_as_it_comes(model: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(GENERATE, "working", terminal.status)
     pieces: list[str] = []
     write = typer.echo
-    monkeypatch.setattr(
-        typer, "echo", lambda text="", **how: (pieces.append(text), write(text, **how))
-    )
+
+    def echo(text: str = "", **how: Any) -> None:
+        pieces.append(text)
+        write(text, **how)
+
+    monkeypatch.setattr(typer, "echo", echo)
     result = generate(model, "--regex", "[a-c]{30}", "--proposer", "none")
     assert re.fullmatch(r"[a-c]{30}\n", result.stdout)
     assert "".join(pieces) == result.stdout.rstrip()
