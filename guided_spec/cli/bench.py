@@ -154,19 +154,14 @@ def gpu(
     Llama. docs/benchmarks.md says what each figure means.
     """
     named = SECTIONS.split(", ") if sections is None else sections.split(",")
-    where = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
+    where: dict[str, Any] = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
     where |= {"device": device, "dtype": dtype}
     shared = _shared(batches, temperatures, proposers)
     shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
     timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
     whole = {"max_tokens": max_tokens, "requests": requests}
-    vllm: dict[str, Any] = {
-        "python": vllm_python,
-        "site": vllm_site,
-        "logs": vllm_logs,
-        "limit": vllm_limit,
-    }
-    vllm |= {"methods": _split("vllm_methods", vllm_methods, str)}
+    vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
+    vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
     _run_gpu(_gpu_plan(where, shared | timed, shared | whole, vllm), output, as_json=as_json)
 
 
