@@ -36,10 +36,9 @@ class EngineConfig:
     compile_threads: grammars compiled at the same time.
     grammar_cache_bytes: what compiled grammars that may be asked for again take together; the least
         recently used goes first.
-    grammar_backend: what compiles grammars whose spec names no backend: "xgrammar", "llguidance"
-        (an extra), "auto": for each JSON schema the one of the two that enforces all of it and
-        rejects the least, else xgrammar; or a registered name, which is looked up where the engine
-        is made.
+    grammar_backend: what compiles grammars whose spec names no backend: "xgrammar", "llguidance",
+        "auto": for each JSON schema the one of the two that enforces all of it and rejects the
+        least, else xgrammar; or a registered name, which is looked up where the engine is made.
     grammar_limits: what one grammar may cost at most, a
         ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the

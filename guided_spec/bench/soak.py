@@ -26,7 +26,8 @@ from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.proposers import PROPOSERS, ProposerContext
+from guided_spec.proposers import PROPOSERS
+from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
 __all__ = ["Plan", "SoakReport", "main", "soak"]

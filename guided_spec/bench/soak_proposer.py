@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from guided_spec.core import DecodeBatch, Proposer
 from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.proposers import ProposerContext, build_proposer
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import Draft
 
 __all__ = ["TurnTaking", "Turns"]

@@ -1,1 +1,20 @@
-"""The command line: ``guided-spec generate | proposers | check | bench``."""
+"""The command line: ``guided-spec generate | proposers | check | bench | train``."""
+
+from __future__ import annotations
+
+__all__ = ["run"]
+
+NEEDED = ("rich", "typer")
+
+
+def run() -> None:
+    """What the ``guided-spec`` script calls; one sentence where the extra ``cli`` is missing."""
+    try:
+        from guided_spec.cli.main import app
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in NEEDED:
+            raise
+        sentence = f"guided-spec needs {missing}: pip install 'guided-spec[cli]'"
+        raise SystemExit(sentence) from None
+    app()

@@ -6,31 +6,36 @@ import json
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.table import Table
+from rich.box import SIMPLE
+from rich.table import Column, Table
 
-from guided_spec.bench.compare import Plan, run_plan
-from guided_spec.bench.gpu import SECTIONS, GpuPlan, run_gpu
-from guided_spec.bench.gpu_end_to_end import DocumentPlan
-from guided_spec.bench.gpu_peers import VllmEnvironment
-from guided_spec.bench.gpu_steps import StepPlan
-from guided_spec.bench.measurement import Measurement
-from guided_spec.bench.workload import load_workload
-from guided_spec.cli.console import failures_as_messages, print_json, stderr, stdout
+from guided_spec.cli.console import (
+    Json,
+    Verbose,
+    print_json,
+    print_table,
+    stderr,
+    stdout,
+    working,
+)
 from guided_spec.config import EngineConfig
-from guided_spec.engine.llm import LLM
-from guided_spec.engine.profile import profiling
-from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
+
+if TYPE_CHECKING:  # these load torch
+    from guided_spec.bench.gpu import GpuPlan
+    from guided_spec.bench.measurement import Measurement
 
 __all__ = ["bench_app"]
 
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
+
+SECTIONS = "kernels, steps, end-to-end, peers, plugins"  # of ``bench.gpu``, not imported for help
 
 bench_app = typer.Typer(invoke_without_command=True)
 
@@ -43,7 +48,7 @@ def bench(
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
     ] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
     batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 1,
     limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
@@ -53,41 +58,70 @@ def bench(
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write the JSON here too.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, no table.")] = False,
+    as_json: Json = False,
+    _verbose: Verbose = False,
 ) -> None:
-    """Compare proposers with plain constrained decoding and with transformers' own generate.
+    """Compare proposers on a workload.
 
-    Without --workload the held-out documents that come with the package are used. transformers is
-    measured at batch size 1 and temperature 0 only, where it does the same work.
+    Plain constrained decoding and transformers' own generate are measured beside them; the latter
+    at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
+    held-out documents that come with the package are used.
 
     `gpu` is another benchmark, with options of its own.
     """
     if context.invoked_subcommand is not None:
         return
-    with failures_as_messages():
-        items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-        names = (proposers or _default_proposers(model)).split(",")
-        plan = Plan(items, names, params, batch_size == 1 and temperature == 0)
-        load: dict[str, Any] = {"device": device, "dtype": dtype}
-        load = {name: value for name, value in load.items() if value is not None}
-        load |= {"draft": draft_model, "max_batch_size": batch_size, "verifier": verifier}
-        with LLM(model, "none", num_draft_tokens, **load) as llm, profiling(profile):
-            measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
+    load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
+    load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
+    load["verifier"] = verifier
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    asked = _Asked(workload, limit, (proposers or _default_proposers(model)).split(","), params)
+    measurements = _compare(asked, model, load, profile)
     report = [measurement.as_dict() for measurement in measurements]
     _write(output, report)
-    print_json(report) if as_json else stdout().print(_table(measurements))
+    if as_json:
+        for record in report:
+            print_json(record)
+    else:
+        print_table(_table(measurements))
+
+
+class _Asked(NamedTuple):
+    """A workload's file, None for the bundled one, how much of it, and how it is to be run."""
+
+    workload: Path | None
+    limit: int | None
+    proposers: list[str]
+    params: SamplingParams
+
+
+def _compare(
+    asked: _Asked, model: str | None, load: dict[str, Any], profile: Path | None
+) -> list[Measurement]:
+    from guided_spec.bench.compare import Plan, run_plan
+    from guided_spec.bench.workload import load_workload
+    from guided_spec.engine.llm import LLM
+    from guided_spec.engine.profile import profiling
+    from guided_spec.engine.setup import bundled_asset
+
+    items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
+    with_transformers = load["max_batch_size"] == 1 and asked.params.temperature == 0
+    plan = Plan(items, asked.proposers, asked.params, with_transformers)
+    with working("loading the model"):
+        llm = LLM(model, "none", **{name: v for name, v in load.items() if v is not None})
+    with llm, profiling(profile):
+        return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
 
 @bench_app.command()
 def gpu(
-    sections: Annotated[str, typer.Option(help="Some of them, comma-separated.")] = ",".join(
-        SECTIONS
-    ),
+    sections: Annotated[
+        str | None, typer.Option(help=f"Some of {SECTIONS}, comma-separated; all by default.")
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
     eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
     work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
@@ -111,32 +145,52 @@ def gpu(
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
     output: Annotated[Path | None, typer.Option(help="Write the JSON here, as it grows.")] = None,
+    as_json: Json = False,
+    _verbose: Verbose = False,
 ) -> None:
     """Measure kernels, engine steps, whole documents and other engines on one device.
 
     Without --model the bundled target and its EAGLE-3 head are measured in the shape of an 8B
     Llama. docs/benchmarks.md says what each figure means.
     """
-    with failures_as_messages():
-        shared = _shared(batches, temperatures, proposers)
-        shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
-        timed = StepPlan(**shared, context=prompt_length, steps=steps, warm_up=warm_up)
-        whole = DocumentPlan(**shared, max_tokens=max_tokens, requests=requests)
-        place = VllmEnvironment(vllm_python, vllm_site, logs=vllm_logs, limit=vllm_limit)
-        place = place._replace(methods=_split("vllm_methods", vllm_methods, str))
-        plan = GpuPlan(sections.split(","), model, eagle3, work, device, dtype)
-        plan = plan._replace(steps=timed, documents=whole, vllm=place)
-        _run_gpu(plan, output)
+    named = SECTIONS.split(", ") if sections is None else sections.split(",")
+    where: dict[str, Any] = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
+    where |= {"device": device, "dtype": dtype}
+    shared = _shared(batches, temperatures, proposers)
+    shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
+    timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
+    whole = {"max_tokens": max_tokens, "requests": requests}
+    vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
+    vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
+    _run_gpu(_gpu_plan(where, shared | timed, shared | whole, vllm), output, as_json=as_json)
 
 
-def _run_gpu(plan: GpuPlan, output: Path | None) -> None:
+def _gpu_plan(
+    where: dict[str, Any], steps: dict[str, Any], documents: dict[str, Any], vllm: dict[str, Any]
+) -> GpuPlan:
+    """Each holds fields of the record that is made of it."""
+    from guided_spec.bench.gpu import GpuPlan
+    from guided_spec.bench.gpu_end_to_end import DocumentPlan
+    from guided_spec.bench.gpu_peers import VllmEnvironment
+    from guided_spec.bench.gpu_steps import StepPlan
+
+    plans = {"steps": StepPlan(**steps), "documents": DocumentPlan(**documents)}
+    return GpuPlan(**where, **plans, vllm=VllmEnvironment(**vllm))  # type: ignore[arg-type]
+
+
+def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:
+    from guided_spec.bench.gpu import run_gpu
+
     report: dict[str, Any] = {}
     for section in run_gpu(plan, lambda message: stderr().print(message, markup=False)):
         report[section.name] = section.records
-        for heading, table in section.tables.items():
+        for heading, table in () if as_json else section.tables.items():
             stdout().print(heading)
             stdout().print(table)
         _write(output, report)
+    if as_json:
+        for name, records in report.items():
+            print_json({"section": name, **records})
 
 
 def _write(output: Path | None, report: Any) -> None:
@@ -173,6 +227,8 @@ def _split(argument: str, text: str | None, kind: Callable[[str], Any]) -> tuple
 
 def _default_proposers(model: str | None) -> str:
     """With the bundled model its draft heads too."""
+    from guided_spec.engine.setup import bundled_asset
+
     if model is not None:
         return DEFAULT_PROPOSERS
     heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in ("eagle3", "mtp")]
@@ -180,27 +236,17 @@ def _default_proposers(model: str | None) -> str:
 
 
 def _table(measurements: list[Measurement]) -> Table:
-    table = Table(
-        "proposer",
-        "tokens/s",
-        "forwards/token",
-        "tokens/forward",
-        "drafted",
-        "accepted",
-        "mask µs/token",
-        "valid",
-        "same text",
-    )
+    """Within 80 columns; ``as_dict`` has more."""
+    heads = ("tokens\n/s", "tokens\n/forward", "accepted", "mask µs\n/token", "valid", "same\ntext")
+    columns = (Column(head, justify="right", no_wrap=True) for head in heads)
+    table = Table(Column("proposer", overflow="fold"), *columns, box=SIMPLE, padding=0)
     for m in measurements:
-        masks = "" if m.mask_microseconds is None else f"{m.mask_microseconds:.0f}"
         table.add_row(
             m.name,
             f"{m.tokens_per_second:.0f}",
-            f"{m.forwards_per_token:.3f}",
             f"{m.acceptance_length:.2f}",
-            str(m.drafted),
-            str(m.accepted),
-            masks,
+            f"{m.accepted / m.drafted:.0%}" if m.drafted else "",
+            "" if m.mask_microseconds is None else f"{m.mask_microseconds:.0f}",
             f"{m.valid:.0%}",
             f"{m.same_text:.0%}",
         )

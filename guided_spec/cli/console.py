@@ -3,21 +3,37 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Annotated, Any, cast
 
 import typer
 from rich.console import Console
-from transformers.utils.logging import disable_progress_bar
+from rich.status import Status
+from rich.table import Table
 
 from guided_spec.errors import GuidedSpecError
 
-__all__ = ["failures_as_messages", "print_json", "stderr", "stdout"]
-
+__all__ = [
+    "FILE_WIDTH",
+    "Json",
+    "Verbose",
+    "failures_as_messages",
+    "print_json",
+    "print_table",
+    "stderr",
+    "stdout",
+    "working",
+]
 
 FILE_WIDTH = 160  # columns for a table that goes to a file or a pipe
+LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+# What typer raises for a bad command line: it exports the class below it only.
+UsageError: type[Exception] = typer.BadParameter.__mro__[1]
 
 
 def stdout() -> Console:
@@ -32,20 +48,90 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False, width=width)
 
 
+def print_table(table: Table) -> None:
+    """On stdout, fitted to a terminal."""
+    stdout().print(table, soft_wrap=False)
+
+
 def print_json(value: Any) -> None:
-    """One JSON document on stdout, for machines."""
+    """One JSON document in one line on stdout, for machines."""
     typer.echo(json.dumps(value, ensure_ascii=False))
 
 
+def working(words: str) -> Status:
+    """A spinner with ``words`` on stderr; none where that is no terminal, or has the log."""
+    console = stderr()
+    console.quiet = _logger().isEnabledFor(logging.INFO)
+    return console.status(words)
+
+
 @contextmanager
-def failures_as_messages() -> Iterator[None]:
+def failures_as_messages(*, as_json: bool = False) -> Iterator[None]:
     """A GuidedSpecError becomes its message on stderr, and its exit code the command's.
+
+    as_json: the message is JSON on stdout instead, ``{"error": {"type": ..., "message": ...}}``,
+        and so is that of a bad command line.
 
     Also hides the progress bars of transformers, which loads a small model faster than they draw.
     """
-    disable_progress_bar()
+    _hide_progress_bars()
     try:
         yield
     except GuidedSpecError as error:
-        stderr().print(f"{type(error).__name__}: {error}", style="red", markup=False)
+        _print_error(error, str(error), as_json=as_json)
         raise typer.Exit(error.exit_code) from error
+    except UsageError as error:
+        if not as_json:
+            raise  # typer prints it beside the usage
+        misuse = cast(typer.BadParameter, error)
+        _print_error(misuse, misuse.format_message(), as_json=True)
+        raise typer.Exit(misuse.exit_code) from error
+
+
+def _hide_progress_bars() -> None:
+    """Without importing transformers: it reads the variable when it is imported."""
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "transformers" in sys.modules:
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
+
+
+def _print_error(error: Exception, message: str, *, as_json: bool) -> None:
+    name = type(error).__name__
+    if as_json:
+        print_json({"error": {"type": name, "message": message}})
+    else:
+        stderr().print(f"{name}: {message}", style="red", markup=False)
+
+
+def _logger() -> logging.Logger:
+    return logging.getLogger("guided_spec")
+
+
+@contextmanager
+def _log_on_stderr() -> Iterator[None]:
+    logger = _logger()
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(LOG_FORMAT, "%H:%M:%S"))
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        logger.removeHandler(handler)
+
+
+def _show_log(context: typer.Context, wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
+    if wanted:
+        context.with_resource(_log_on_stderr())
+
+
+# Options of every command. The second one does its work while it is read.
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, a line for each result.")]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", callback=_show_log, is_eager=True, help="Log to stderr."),
+]

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.status import Status
 from rich.table import Table
 
-from guided_spec.cli.console import failures_as_messages, print_json, stderr, stdout
-from guided_spec.cli.grammar import grammar_from_options, starting_after
-from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import Completion
-from guided_spec.engine.profile import profiling
+from guided_spec.cli.console import Json, Verbose, print_json, stderr, working
+from guided_spec.cli.grammar import (
+    grammar_from_options,
+    read_prompt,
+    require_one_stdin,
+    starting_after,
+)
 from guided_spec.types import SamplingParams
+
+if TYPE_CHECKING:  # these load torch
+    from guided_spec.engine.llm import LLM
+    from guided_spec.engine.outputs import Completion
 
 __all__ = ["generate"]
 
@@ -27,17 +33,55 @@ class _Run:
     proposer: str
     completion: Completion
 
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "proposer": self.proposer,
+            "text": self.completion.text,
+            "token_ids": self.completion.token_ids,
+            "finish_reason": self.completion.finish_reason,
+            "stats": self.completion.stats.as_dict(),
+        }
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Writes a text to stdout as it comes, and says on stderr what is being waited for."""
+
+    status: Status
+    is_silent: bool = False
+    has_written: bool = False
+
+    def write(self, text: str) -> None:
+        if not text:
+            return
+        if self.is_silent:
+            self.status.update("writing the text")
+            return
+        self.status.stop()  # while it turns, stdout is taken for its console's
+        typer.echo(text, nl=False)
+        self.has_written = True
+
+    def __enter__(self) -> _Writer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """The end of the line; none where an error came before any text."""
+        if self.has_written or (kind is None and not self.is_silent):
+            typer.echo()
+
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
-    schema: Annotated[Path | None, typer.Option(help="JSON schema file.")] = None,
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - is standard input.")],
+    schema: Annotated[
+        Path | None, typer.Option(help="JSON schema file; - is standard input.")
+    ] = None,
     regex: Annotated[str | None, typer.Option(help="Regular expression.")] = None,
     choice: Annotated[list[str] | None, typer.Option(help="One option; repeat it.")] = None,
     grammar: Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")] = None,
     after: Annotated[str | None, typer.Option(help="Free text up to this marker.")] = None,
     model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
     proposer: Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")] = None,
-    draft_model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
     max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -48,77 +92,79 @@ def generate(
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    chat: Annotated[bool, typer.Option(help="Send the prompt as a chat message.")] = False,
-    compare: Annotated[bool, typer.Option(help="Run plain decoding too.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for machines.")] = False,
+    as_json: Json = False,
+    _verbose: Verbose = False,
 ) -> None:
     """Generate text that matches a grammar, by speculative decoding.
 
-    The text goes to stdout, the report to stderr. Without --model the bundled model is used.
+    The text goes to stdout while it is written, the report to stderr. Without --model the bundled
+    model is used.
     """
-    with failures_as_messages():
-        params = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=temperature,
-            top_k=top_k,
-            top_p=top_p,
-            min_p=min_p,
-            seed=seed,
-            stop=stop or (),
-            grammar=starting_after(grammar_from_options(schema, regex, choice, grammar), after),
-        )
-        llm = _load(model, proposer, num_draft_tokens, draft_model, device, dtype)
-        runs = _run(llm, _prompt(prompt, chat=chat), params, with_plain=compare, trace=profile)
-        _report_json(runs) if as_json else _report(runs)
+    require_one_stdin({"PROMPT": prompt, "--schema": schema, "--grammar": grammar})
+    spec = starting_after(grammar_from_options(schema, regex, choice, grammar), after)
+    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    sampling |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or ()}
+    params = SamplingParams(**sampling, grammar=spec)
+    text = read_prompt(prompt)
+    message = [{"role": "user", "content": text}] if chat else text
+    load = {"model": model, "proposer": proposer, "num_draft_tokens": num_draft_tokens}
+    load |= {"draft": draft, "device": device, "dtype": dtype}
+    runs = _run(load, message, params, _Manner(as_json, compare, profile))
+    _report_json(runs) if as_json else _report(runs)
 
 
-def _load(
-    model: str | None,
-    proposer: str | None,
-    num_draft_tokens: int,
-    draft: str | None,
-    device: str | None,
-    dtype: str | None,
-) -> LLM:
-    load: dict[str, Any] = {"device": device, "dtype": dtype}
-    load = {name: value for name, value in load.items() if value is not None}
-    return LLM(model, proposer, num_draft_tokens, draft=draft, **load)
+class _Manner(NamedTuple):
+    """Whether the text is not written as it comes, plain decoding runs too, and a timeline."""
+
+    is_silent: bool
+    with_plain: bool
+    trace: Path | None
 
 
-def _prompt(text: str, *, chat: bool) -> str | list[dict[str, str]]:
-    return [{"role": "user", "content": text}] if chat else text
+def _run(load: dict[str, Any], prompt: Any, params: SamplingParams, manner: _Manner) -> list[_Run]:
+    with working("loading the model") as status:
+        from guided_spec.engine.llm import LLM
 
-
-def _run(
-    llm: LLM, prompt: Any, params: SamplingParams, *, with_plain: bool, trace: Path | None
-) -> list[_Run]:
-    runs = [_generate(llm, prompt, params, trace)]
-    if with_plain:
-        runs.append(_generate(llm.with_proposer("none"), prompt, params))
+        llm = LLM(**{name: value for name, value in load.items() if value is not None})
+        writer = _Writer(status, manner.is_silent)
+        runs = [_generate(llm, prompt, params, writer, manner.trace)]
+        if manner.with_plain:
+            status.start()  # the text has stopped it
+            writer = _Writer(status, is_silent=True)
+            runs.append(_generate(llm.with_proposer("none"), prompt, params, writer))
     return runs
 
 
-def _generate(llm: LLM, prompt: Any, params: SamplingParams, trace: Path | None = None) -> _Run:
-    """Run once, with a progress bar on stderr; an error of the request is raised."""
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    console = stderr()
-    hidden = not console.is_terminal
-    with llm, Progress(*columns, console=console, transient=True, disable=hidden) as progress:
+def _generate(
+    llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer, trace: Path | None = None
+) -> _Run:
+    """Run once; an error of the request is raised."""
+    from guided_spec.engine.profile import profiling
+
+    with llm:
+        writer.status.update(f"reading the prompt ({llm.proposer})")
         llm.generate([prompt], SamplingParams(max_tokens=1))  # the first forward is never typical
-        task = progress.add_task(llm.proposer, total=None)
-        with profiling(trace):
+        if params.grammar is not None:
+            writer.status.update("compiling the grammar")
+        with writer, profiling(trace):
             for chunk in llm.stream([prompt], params):
-                progress.update(task, advance=len(chunk.text))
-    completion = chunk.completion
-    assert completion is not None  # the last chunk of a single request
-    if completion.error is not None:
-        raise completion.error
+                writer.write(chunk.text)
+            completion = chunk.completion
+            assert completion is not None  # the last chunk of a single request
+            if completion.error is not None:
+                raise completion.error
     return _Run(llm.proposer, completion)
 
 
+def _report_json(runs: list[_Run]) -> None:
+    for run in runs:
+        print_json(run.as_dict())
+
+
 def _report(runs: list[_Run]) -> None:
-    stdout().print(runs[0].completion.text)
     table = Table("", *(run.proposer for run in runs))
     stats = [run.completion.stats for run in runs]
     table.add_row("finish reason", *(run.completion.finish_reason for run in runs))
@@ -141,17 +187,3 @@ def _comparison(run: _Run, plain: _Run) -> str:
     forwards = theirs.steps - ours.steps
     seconds = theirs.seconds - ours.seconds
     return f"{same}; {forwards} forwards and {seconds:.3f} s saved"
-
-
-def _report_json(runs: list[_Run]) -> None:
-    print_json({run.proposer: _as_dict(run.completion) for run in runs})
-
-
-def _as_dict(completion: Completion) -> dict[str, Any]:
-    stats = completion.stats
-    return {
-        "text": completion.text,
-        "token_ids": completion.token_ids,
-        "finish_reason": completion.finish_reason,
-        "stats": stats.as_dict(),
-    }

@@ -1,13 +1,23 @@
-"""The grammar options that commands share."""
+"""What commands read: the grammar options that they share, and standard input."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["grammar_from_options", "read_text", "starting_after"]
+__all__ = [
+    "grammar_from_options",
+    "read_prompt",
+    "read_text",
+    "require_one_stdin",
+    "starting_after",
+]
+
+STDIN = "-"
 
 
 def grammar_from_options(
@@ -51,8 +61,25 @@ def starting_after(grammar: GrammarSpec | None, marker: str | None) -> GrammarSp
 
 
 def read_text(option: str, path: Path) -> str:
-    """The file's text; ``-`` is not special. Raises ConfigError naming the option."""
+    """The file's text; ``-`` is standard input. Raises ConfigError naming the option."""
     try:
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8")
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(option, str(path), f"cannot be read: {error}") from error
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself; of ``-``, standard input without the end of its last line."""
+    if prompt != STDIN:
+        return prompt
+    return read_text("PROMPT", Path(prompt)).removesuffix("\n").removesuffix("\r")
+
+
+def require_one_stdin(given: Mapping[str, object]) -> None:
+    """Raises ConfigError when two of these, by their names, are standard input."""
+    asking = [name for name, value in given.items() if str(value) == STDIN]
+    if len(asking) > 1:
+        fix = f"is standard input, which {asking[0]} reads already; name a file"
+        raise ConfigError(asking[1], STDIN, fix)

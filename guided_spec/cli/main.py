@@ -1,33 +1,73 @@
-"""The ``guided-spec`` command and its sub-commands."""
+"""The ``guided-spec`` command and its sub-commands.
+
+Nothing here or in the commands' modules loads torch: what a command needs for its work is imported
+when it works, so that ``--help`` and completion answer at once.
+"""
 
 from __future__ import annotations
 
-import typer
+from typing import Annotated, Any
 
+import typer
+from typer.core import TyperGroup
+
+import guided_spec
 from guided_spec.cli.bench import bench_app
 from guided_spec.cli.check import check
+from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
-from guided_spec.cli.train import train
+from guided_spec.cli.train import TrainCommand, train
 
 __all__ = ["app"]
 
+AS_JSON = "guided_spec.as_json"
+
+
+class Program(TyperGroup):
+    """Reports what any of its commands raises: as a message, or as JSON where they print that."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        # Here too for a command line that its command cannot read.
+        ctx.meta[AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        with failures_as_messages(as_json=ctx.meta[AS_JSON]):
+            return super().invoke(ctx)
+
+
 app = typer.Typer(
     name="guided-spec",
+    cls=Program,
     help="Text that matches a JSON schema, a regex or a grammar, by speculative decoding.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # its boxes cut long names off at 80 columns
 )
 app.command()(generate)
 app.command()(proposers)
 app.command()(check)
 app.add_typer(bench_app, name="bench")
-# argparse reads its options: which there are depends on the algorithm.
-app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)(train)
+app.command(cls=TrainCommand)(train)
+
+
+def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
+    if wanted:
+        typer.echo(f"guided-spec {guided_spec.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def program(
+    _version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options that stand before a command."""
 
 
 if __name__ == "__main__":

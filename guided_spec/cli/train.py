@@ -2,68 +2,105 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-from collections.abc import Sequence
-from dataclasses import fields
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, asdict, fields
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from rich.table import Table
-from transformers import HfArgumentParser
+from typer.core import TyperCommand
 
-from guided_spec.cli.console import failures_as_messages, stdout
+from guided_spec.cli.console import Json, Verbose, print_json, print_table
 from guided_spec.errors import ConfigError
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import algorithm_names, find_algorithm
 
-__all__ = ["train"]
+if TYPE_CHECKING:  # it loads torch
+    from guided_spec.training.run import TrainingReport
 
-PROGRAM = "guided-spec train"
-DESCRIPTION = "Train a draft for a target model, export it, and decode held-out documents with it."
+__all__ = ["TrainCommand", "train"]
 
-
-class _Parsed(NamedTuple):
-    options: TrainOptions
-    algorithm_options: dict[str, Any]
+OPTION = "--algorithm"
 
 
-def train(context: typer.Context) -> None:
-    """Train a draft for a target model; --help lists the options, --algorithm adds its own."""
-    with failures_as_messages():
-        parsed = _parse(context.args)
-        # Only here: it imports accelerate, and --help does not need it.
-        from guided_spec.training.run import train as run_training
+def train() -> None:
+    """Train a draft for a target model.
 
-        report = run_training(parsed.options, parsed.algorithm_options)
-    if os.environ.get("RANK", "0") == "0":
-        _print(report)
+    It is exported, and held-out documents are decoded with it.
+    """
 
 
-def _parse(arguments: Sequence[str]) -> _Parsed:
-    """argparse's own messages, with exit code 2, for what it cannot read."""
-    name = _algorithm_name(arguments)
-    kinds: list[Any] = [TrainOptions] if name is None else [TrainOptions, _config_class(name)]
-    parser = HfArgumentParser(
-        kinds,
-        prog=PROGRAM,
-        description=DESCRIPTION,
-        epilog=_epilog(name),
-        allow_abbrev=False,
-    )
-    options, *rest = parser.parse_args_into_dataclasses(
-        args=list(arguments), look_for_args_file=False, return_remaining_strings=True
-    )
-    if rest[-1]:
-        parser.error(f"unknown: {' '.join(rest[-1])}")
-    own = rest[0]
-    return _Parsed(options, {each.name: getattr(own, each.name) for each in fields(own)})
+class TrainCommand(TyperCommand):
+    """A command whose options are those of its ``--algorithm`` too."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
+    ) -> Any:
+        """The context of the command with all these options, which is run in place of this one."""
+        # Completion has no seconds to import an algorithm.
+        name = None if extra.get("resilient_parsing") else _named_algorithm(args)
+        return _command(name).make_context(info_name, args, parent, **extra)
 
 
-def _algorithm_name(arguments: Sequence[str]) -> str | None:
-    finder = HfArgumentParser(prog=PROGRAM, add_help=False, allow_abbrev=False)
-    finder.add_argument("--algorithm", nargs="?")
-    found: str | None = finder.parse_known_args(list(arguments))[0].algorithm
+def _named_algorithm(args: Sequence[str]) -> str | None:
+    found = None
+    for place, argument in enumerate(args):
+        name, is_joined, value = argument.partition("=")
+        if name == OPTION and is_joined:
+            found = value
+        elif name == OPTION and place + 1 < len(args):
+            found = args[place + 1]
     return found
+
+
+def _command(algorithm: str | None) -> Any:
+    """What typer makes of a function that has a parameter for each field of the dataclasses."""
+    config = None if algorithm is None else _config_class(algorithm)
+
+    def run(*, as_json: bool, _verbose: bool, **values: Any) -> None:
+        own = {} if config is None else _pick(config, values)
+        _train(TrainOptions(**_pick(TrainOptions, values)), own, as_json=as_json)
+
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters = list(_parameters(TrainOptions))
+    if config is not None:
+        parameters += _parameters(config)
+    for name, kind in (("as_json", Json), ("_verbose", Verbose)):
+        parameters.append(inspect.Parameter(name, keyword, default=False, annotation=kind))
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    single = typer.Typer(
+        add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None
+    )
+    single.command(help=inspect.getdoc(train), epilog=_epilog(algorithm))(run)
+    return typer.main.get_command(single)
+
+
+def _parameters(config: type) -> Iterator[inspect.Parameter]:
+    """One a field, with its type, its default and the help text in its metadata."""
+    hints = get_type_hints(config)
+    for each in fields(config):
+        # A switch that is off has no second name to turn it off.
+        names = [f"--{each.name.replace('_', '-')}"] if each.default is False else []
+        option = typer.Option(*names, help=each.metadata["help"])
+        yield inspect.Parameter(
+            each.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_default(each),
+            annotation=Annotated[hints[each.name], option],
+        )
+
+
+def _default(each: Field[Any]) -> Any:
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return inspect.Parameter.empty if each.default is MISSING else each.default
+
+
+def _pick(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(config)}
 
 
 def _config_class(name: str) -> type:
@@ -71,7 +108,7 @@ def _config_class(name: str) -> type:
     taken = {each.name for each in fields(TrainOptions)}
     both = [each.name for each in fields(kind) if each.name in taken]
     if both:
-        fix = f"its options {', '.join(both)} are also options of {PROGRAM}: rename its own"
+        fix = f"its options {', '.join(both)} are also options of guided-spec train: rename its own"
         raise ConfigError("algorithm", name, fix)
     return kind
 
@@ -82,7 +119,15 @@ def _epilog(name: str | None) -> str:
     return f"Algorithms: {', '.join(algorithm_names())}. Name one to see its own options too."
 
 
-def _print(report: Any) -> None:
+def _train(options: TrainOptions, own: dict[str, Any], *, as_json: bool) -> None:
+    from guided_spec.training.run import train as run_training
+
+    report = run_training(options, own)
+    if os.environ.get("RANK", "0") == "0":
+        print_json(asdict(report)) if as_json else _print(report)
+
+
+def _print(report: TrainingReport) -> None:
     measured = {**report.metrics, **{f"held-out {n}": v for n, v in report.heldout.items()}}
     rows = {
         "draft": f"{report.draft} ({report.layout})",
@@ -96,4 +141,4 @@ def _print(report: Any) -> None:
     table = Table(show_header=False)
     for name, value in rows.items():
         table.add_row(name, value)
-    stdout().print(table)
+    print_table(table)

@@ -17,8 +17,9 @@ from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
-from guided_spec.proposers import ProposerContext, build_proposer
+from guided_spec.proposers import build_proposer
 from guided_spec.proposers.auto import resolve_auto
+from guided_spec.proposers.context import ProposerContext
 
 __all__ = ["Options", "Setup", "bundled_asset"]
 

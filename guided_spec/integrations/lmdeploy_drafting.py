@@ -18,7 +18,8 @@ from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.integrations.lmdeploy_manager import GuidedManager
 from guided_spec.integrations.lmdeploy_place import Place
 from guided_spec.ops.warp import Sampling
-from guided_spec.proposers import ProposerContext, build_proposer
+from guided_spec.proposers import build_proposer
+from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
 __all__ = ["Drafting"]

@@ -11,23 +11,24 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from guided_spec.core import Proposer
 from guided_spec.errors import ConfigError, UnknownProposerError
-from guided_spec.proposers.context import ProposerContext
+
+if TYPE_CHECKING:  # names are listed where torch is not loaded
+    from guided_spec.core import Proposer
+    from guided_spec.proposers.context import ProposerContext
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "PROPOSERS",
     "Factory",
-    "ProposerContext",
     "build_proposer",
     "proposer_names",
     "register_proposer",
 ]
 
-Factory = Callable[[ProposerContext], Proposer]
+Factory: TypeAlias = "Callable[[ProposerContext], Proposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
 
 PROPOSERS: dict[str, str | Factory] = {

@@ -16,7 +16,7 @@ AUTO = re.compile(r"(?<![^:+])auto(?![^:+])")  # a whole name, in a chain or alo
 
 
 def auto(context: ProposerContext) -> Proposer:
-    """Build what ``resolve_auto`` finds."""
+    """What fits the draft checkpoint, or the target's own, see ``resolve_auto``."""
     return build_proposer(resolve_auto(f"auto:{context.argument}", context), context)
 
 

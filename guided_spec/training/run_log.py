@@ -8,8 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from tqdm import tqdm
 
 __all__ = ["LINES", "RunLog"]
 
@@ -27,18 +26,10 @@ class RunLog:
     def __init__(self, accelerator: Any, folder: Path, *, done: int, total: int) -> None:
         self._accelerator = accelerator
         self._path = folder / LINES
-        self._done, self._total = done, total
-        columns = (
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(),
-            TextColumn("{task.description}"),
-            TimeRemainingColumn(),
-        )
-        console = Console(stderr=True)
-        is_shown = accelerator.is_main_process and console.is_terminal
-        self._bar = Progress(*columns, console=console, disable=not is_shown)
-        self._task = self._bar.add_task("", total=total, completed=done)
+        self._done = done
+        # disable: None is where stderr is no terminal.
+        is_hidden = None if accelerator.is_main_process else True
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=is_hidden)
 
     def __enter__(self) -> RunLog:
         if self._accelerator.is_main_process:
@@ -48,7 +39,6 @@ class RunLog:
             self._path.write_text("".join(line + "\n" for line in kept))
         settings = {"tensorboard": {"purge_step": self._done + 1}}
         self._accelerator.init_trackers("", init_kwargs=settings)
-        self._bar.start()
         return self
 
     def __exit__(
@@ -57,7 +47,7 @@ class RunLog:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._bar.stop()
+        self._bar.close()
         for tracker in self._accelerator.trackers:
             tracker.finish()
 
@@ -67,9 +57,9 @@ class RunLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
             if "loss" in values:
-                self._bar.update(self._task, description=f"loss {values['loss']:.4f}")
+                self._bar.set_postfix_str(f"loss {values['loss']:.4f}")
         self._accelerator.log(dict(values), step=step)
 
     def advance(self, step: int) -> None:
         """Move the bar to ``step``."""
-        self._bar.update(self._task, completed=step)
+        self._bar.update(step - self._bar.n)

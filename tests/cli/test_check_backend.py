@@ -75,7 +75,7 @@ def test_check_asks_a_registered_backend(
     if makes == "a grammar":
         assert (report["compiles"], report["backend"], report["error"]) == (True, "own", None)
     else:
-        assert report["error"] == "UnsupportedSchemaError: no table for it"
+        assert report["error"] == {"type": "UnsupportedSchemaError", "message": "no table for it"}
         assert CliRunner().invoke(app, arguments).exit_code == 1
 
 

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
+import typer
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
+import guided_spec
+from guided_spec.bench.gpu import SECTIONS
+from guided_spec.bench.measurement import Measurement
+from guided_spec.cli.bench import DEFAULT_PROPOSERS
+from guided_spec.cli.bench import _table as measurement_table
 from guided_spec.cli.main import app
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.proposers import PROPOSERS, proposer_names
@@ -26,6 +37,10 @@ SCHEMA = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
+
+
+# The module: in its package, the name is the command's.
+GENERATE = sys.modules["guided_spec.cli.generate"]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +71,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {name: str(folder / name) for name in texts}
 
 
-def run(*arguments: str) -> Result:
-    result = CliRunner().invoke(app, list(arguments))
+def run(*arguments: str, stdin: str | bytes | None = None) -> Result:
+    result = CliRunner().invoke(app, list(arguments), input=stdin)
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return result
@@ -65,6 +80,10 @@ def run(*arguments: str) -> Result:
 
 def generate(model: str, *arguments: str) -> Result:
     return run("generate", "The name", "--model", model, "--max-tokens", "40", *arguments)
+
+
+def json_lines(result: Result) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
 
 
 def test_schema(model: str, files: dict[str, str]) -> None:
@@ -98,13 +117,13 @@ def test_grammars(
 
 def test_free_text(model: str) -> None:
     result = generate(model, "--json", "--proposer", "ngram")
-    record = json.loads(result.stdout)["ngram"]
-    assert record["finish_reason"] == "length"
+    (record,) = json_lines(result)
+    assert (record["proposer"], record["finish_reason"]) == ("ngram", "length")
     assert len(record["token_ids"]) == 40 == record["stats"]["output_tokens"]
 
 
 def test_compare(model: str, files: dict[str, str]) -> None:
-    arguments = ("--schema", files["schema.json"], "--draft-model", model, "--compare")
+    arguments = ("--schema", files["schema.json"], "--draft", model, "--compare")
     result = generate(model, *arguments)
     assert result.exit_code == 0, result.stderr
     jsonschema.validate(json.loads(result.stdout), SCHEMA)
@@ -114,9 +133,8 @@ def test_compare(model: str, files: dict[str, str]) -> None:
 
 def test_json(model: str, files: dict[str, str]) -> None:
     arguments = ("--schema", files["schema.json"], "--compare", "--json", "--seed", "5")
-    report = json.loads(generate(model, *arguments).stdout)
-    assert sorted(report) == ["chain:grammar_forced+ngram", "none"]
-    ours, plain = report["chain:grammar_forced+ngram"], report["none"]
+    ours, plain = json_lines(generate(model, *arguments))
+    assert (ours["proposer"], plain["proposer"]) == ("chain:grammar_forced+ngram", "none")
     assert ours["text"] == plain["text"]
     assert ours["token_ids"] == plain["token_ids"]
     assert ours["stats"]["steps"] < plain["stats"]["steps"]
@@ -159,6 +177,85 @@ def test_errors(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "code", "kind", "message"),
+    [
+        (("--regex", "(ab"), 1, "GrammarCompileError", "unterminated"),
+        (("--schema", "-", "--grammar", "-"), 1, "ConfigError", "--grammar='-': is standard input"),
+        (("--proposer", "draft_model"), 1, "ConfigError", "draft=None"),
+        (("--max-tokens", "many"), 2, "BadParameter", "Invalid value for '--max-tokens'"),
+        (("--nonsense",), 2, "NoSuchOption", "--nonsense"),
+    ],
+)
+def test_errors_as_json(
+    model: str, arguments: tuple[str, ...], code: int, kind: str, message: str
+) -> None:
+    result = generate(model, "--json", *arguments)
+    assert (result.exit_code, result.stderr) == (code, "")
+    (record,) = json_lines(result)
+    assert record["error"]["type"] == kind
+    assert message in record["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("check", "absent.json"),
+        ("bench", "--workload", "absent.jsonl"),
+        ("bench", "gpu", "--sections", "none"),
+        ("train", "--algorithm", "none"),
+    ],
+)
+def test_every_command_has_json_errors(arguments: tuple[str, ...]) -> None:
+    result = run(*arguments, "--json")
+    assert (result.exit_code, result.stderr) == (1, "")
+    (record,) = json_lines(result)
+    assert record["error"]["type"] == "ConfigError"
+
+
+def test_standard_input(model: str, files: dict[str, str]) -> None:
+    arguments = ("--model", model, "--max-tokens", "40", "--json", "--schema")
+    given = run("generate", "The name", *arguments, files["schema.json"])
+    prompt = run("generate", "-", *arguments, files["schema.json"], stdin="The name\n")
+    schema = run("generate", "The name", *arguments, "-", stdin=json.dumps(SCHEMA))
+    texts = [json_lines(result)[0]["text"] for result in (given, prompt, schema)]
+    assert texts == [texts[0]] * 3
+    both = run("generate", "-", *arguments, "-", stdin="{}")
+    assert "--schema='-': is standard input, which PROMPT reads" in both.stdout
+    checked = run("check", "-", "--tokenizer", model, stdin=json.dumps(SCHEMA))
+    assert "every output will validate" in checked.stdout
+    assert "SCHEMA='-': cannot be read" in run("check", "-", stdin=b"\xff").stderr
+
+
+def test_text_is_written_as_it_comes(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the spinner's words, which stand on a terminal where stdout may be a pipe."""
+    terminal = Console(file=io.StringIO(), force_terminal=True, width=80)
+    monkeypatch.setattr(GENERATE, "working", terminal.status)
+    pieces: list[str] = []
+    write = typer.echo
+
+    def echo(text: str = "", **how: Any) -> None:
+        pieces.append(text)
+        write(text, **how)
+
+    monkeypatch.setattr(typer, "echo", echo)
+    result = generate(model, "--regex", "[a-c]{30}", "--proposer", "none")
+    assert re.fullmatch(r"[a-c]{30}\n", result.stdout)
+    assert "".join(pieces) == result.stdout.rstrip()
+    assert len(pieces) > 10
+    for words in ("loading the model", "reading the prompt", "compiling the grammar"):
+        assert words in terminal.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_verbose_shows_the_log(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("guided_spec.anything")
+    monkeypatch.setattr(GENERATE, "_report", lambda runs: logger.info("%d run", len(runs)))
+    arguments = ("--max-tokens", "2", "--proposer", "none")
+    assert "INFO guided_spec.anything: 1 run" in generate(model, *arguments, "-v").stderr
+    assert "1 run" not in generate(model, *arguments).stderr
+    assert logging.getLogger("guided_spec").handlers == []
+
+
 def test_a_missing_model() -> None:
     result = run("generate", "A", "--model", "./absent")
     assert result.exit_code == 1
@@ -173,7 +270,7 @@ def test_proposers() -> None:
 
 
 def test_proposers_json() -> None:
-    rows: list[dict[str, Any]] = json.loads(run("proposers", "--json").stdout)
+    rows = json_lines(run("proposers", "--json"))
     assert [row["name"] for row in rows] == proposer_names()
     sources = {row["name"]: row["source"] for row in rows}
     assert sources["ngram"] == "guided_spec.proposers.ngram:NGram"
@@ -206,7 +303,7 @@ def test_check_json(
     report = json.loads(result.stdout)
     assert report["compiles"] is (error is None)
     assert result.exit_code == (0 if error is None else 1)
-    assert (report["error"] or "None").partition(":")[0] == str(error)
+    assert (report["error"] or {"type": None})["type"] == error
     levels = {finding["level"] for finding in report["findings"]}
     assert levels == (set() if level is None else {level})
 
@@ -216,12 +313,12 @@ def test_bench(model: str, files: dict[str, str], tmp_path: Path) -> None:
     arguments = ("--model", model, "--proposers", "ngram", "--max-tokens", "8", "--output")
     result = run("bench", "--workload", files["workload.jsonl"], *arguments, str(output), "--json")
     assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = json_lines(result)
     assert report == json.loads(output.read_text())
     assert [row["name"] for row in report] == ["none", "transformers", "ngram"]
     workload = ("--workload", files["workload.jsonl"])
     table = run("bench", *workload, *arguments, str(output), "--batch-size", "2")
-    assert "tokens/forward" in table.stdout
+    assert "/forward" in table.stdout
     assert "transformers" not in table.stdout  # measured at batch size 1 only
 
 
@@ -230,7 +327,7 @@ def test_bench_with_a_draft_of_its_own() -> None:
     arguments = ("--limit", "1", "--max-tokens", "24", "--temperature", "0.5")
     result = run("bench", *arguments, "--proposers", proposers, "--json")
     assert result.exit_code == 0, result.stderr
-    report = json.loads(result.stdout)
+    report = json_lines(result)
     assert [row["name"] for row in report] == ["none", "none", "auto"]
     assert report[2]["accepted"] > 0
 
@@ -241,11 +338,40 @@ def test_bench_of_a_missing_workload(model: str) -> None:
     assert "cannot be read" in " ".join(result.stderr.split())
 
 
+def test_tables_fit_80_columns() -> None:
+    names = [*DEFAULT_PROPOSERS.split(","), "transformers"]
+    row = Measurement("", 100, 0, 25_600, 100.0, 12_800, 99_999, 99_999, mask_microseconds=12_345.6)
+    console = Console(file=io.StringIO(), width=80)
+    console.print(measurement_table([replace(row, name=name) for name in names]))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert all(any(line.strip().startswith(name) for line in lines) for name in names)
+    assert any("12346" in line for line in lines)
+
+
+def test_a_long_pointer_is_not_broken(tmp_path: Path) -> None:
+    keys = [f"a-key-of-many-letters-{depth}" for depth in range(6)]
+    schema: dict[str, Any] = {"not": {"multipleOf": 2}}
+    for key in keys:
+        schema = {"properties": {key: schema}}
+    (tmp_path / "s.json").write_text(json.dumps(schema))
+    result = run("check", str(tmp_path / "s.json"))
+    pointer = "".join(f"/properties/{key}" for key in reversed(keys))
+    assert f"error: {pointer}: not\n" in result.stdout
+    sentences = re.findall(r"^  (?:reason|fix): .*", result.stdout, re.MULTILINE)
+    assert sentences
+    assert all(len(sentence) <= 100 for sentence in sentences)
+
+
 def test_help() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("generate", "proposers", "check", "bench"):
+    for command in ("generate", "proposers", "check", "bench", "train"):
         assert command in result.stdout
+    assert all(name in run("bench", "gpu", "--help").stdout for name in SECTIONS)
+
+
+def test_version() -> None:
+    assert run("--version").stdout == f"guided-spec {guided_spec.__version__}\n"
 
 
 def test_after(model: str) -> None:

@@ -1,20 +1,25 @@
-"""``guided-spec train``: what argparse says, and one run."""
+"""``guided-spec train``: its options by algorithm, and one run."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import re
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
-from guided_spec.training.registry import ALGORITHMS, algorithm_names
+from guided_spec.training.algorithms.options import option
+from guided_spec.training.options import TrainOptions
+from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm
 from tests.training.toy_algorithm import ToyTraining, write_documents, write_target
 
+TRAIN = sys.modules["guided_spec.cli.train"]  # in its package, the name is the command's
 COMMON = ("--algorithm", "toy", "--target", "absent", "--data", "absent.jsonl", "--output", "out")
 
 
@@ -29,7 +34,7 @@ def test_help_lists_algorithms_and_common_options() -> None:
     result = run("--help")
     assert result.exit_code == 0
     assert ", ".join(algorithm_names()) in " ".join(result.stdout.split())
-    for name in ("--batch-tokens", "--grammar_masks", "--resume"):
+    for name in ("--batch-tokens", "--grammar-masks", "--resume"):
         assert name in result.stdout
     assert "--aux-layer" not in result.stdout
 
@@ -39,22 +44,23 @@ def test_help_of_an_algorithm_shows_its_own_options(spelling: tuple[str, ...]) -
     result = run(*spelling, "--help")
     assert result.exit_code == 0
     assert "--aux-layer" in result.stdout
-    assert "The layer it reads. (default: 1)" in result.stdout
+    assert "The layer it reads.  [default: 1]" in result.stdout
     assert "--batch-tokens" in result.stdout
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        ((), 2, "required: --algorithm, --target, --data, --output"),
-        (("--algorithm",), 2, "argument --algorithm: expected one argument"),
-        (("--algorithm", "toy"), 2, "required: --target, --data, --output"),
-        ((*COMMON, "--nonsense", "3"), 2, "error: unknown: --nonsense 3"),
-        ((*COMMON, "--epochs", "many"), 2, "argument --epochs: invalid int value: 'many'"),
-        ((*COMMON, "--grammar-masks", "some"), 2, "--grammar-masks: invalid choice: 'some'"),
+        ((), 2, "Missing option '--algorithm'"),
+        (("--algorithm",), 2, "'--algorithm' requires an argument"),
+        (("--algorithm", "toy"), 2, "Missing option '--target'"),
+        ((*COMMON, "--nonsense", "3"), 2, "No such option: --nonsense"),
+        ((*COMMON, "--batch_tokens", "3"), 2, "No such option: --batch_tokens"),
+        ((*COMMON, "--epochs", "many"), 2, "Invalid value for '--epochs'"),
+        ((*COMMON, "--grammar-masks", "some"), 2, "Invalid value for '--grammar-masks'"),
         ((*COMMON, "--epochs", "0"), 1, "ConfigError: epochs=0: must be at least 1"),
         ((*COMMON, "--heldout-share", "1"), 1, "heldout_share=1.0: must be at least 0, below 1"),
-        ((*COMMON, "--learning_rate", "nan"), 1, "learning_rate=nan: must be above 0"),
+        ((*COMMON, "--learning-rate", "nan"), 1, "learning_rate=nan: must be above 0"),
         (("--algorithm", "none"), 1, "algorithm='none': must be one of draft_model,"),
         (COMMON, 1, "ModelError: model='absent'"),
     ],
@@ -90,18 +96,59 @@ def test_a_run(tmp_path: Path) -> None:
         "--output": str(output),
         "--device": "cpu",
         "--max-steps": "2",
-        "--batch_tokens": "1024",
+        "--batch-tokens": "1024",
         "--draft-vocab-size": "100",
         "--decode-limit": "0",
         "--workers": "1",
-        "--aux_layer": "2",
+        "--aux-layer": "2",
     }
-    result = run(*(part for pair in arguments.items() for part in pair))
+    more = ("--data", write_documents(tmp_path / "more.jsonl", 2))
+    result = run(*(part for pair in arguments.items() for part in pair), *more)
     assert result.exit_code == 0, result.stderr
     for row in ("draft", "steps", "held-out acceptance length"):
         assert row in result.stdout
     report = json.loads((output / "training.json").read_text())
     assert report["steps"] == 2
     assert report["options"]["draft_vocab_size"] == 100
+    assert [Path(path).name for path in report["options"]["data"]] == [
+        "documents.jsonl",
+        "more.jsonl",
+    ]
     assert report["algorithm_options"]["aux_layer"] == 2
     assert (output / "model.safetensors").is_file()
+
+
+def test_types_of_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every kind of field that the algorithms have comes through, given or not."""
+
+    @dataclass
+    class Kinds:
+        numbers: list[int] | None = option("Repeat it.", default=None)
+        form: Literal["a", "b"] = option("One of two.", default="a")
+        is_on: bool = option("A switch.", default=False)
+        is_off: bool = option("A switch that is on.", default=True)
+        names: list[str] = field(default_factory=lambda: ["x"], metadata={"help": "Repeat it."})
+
+    class Typed(ToyTraining):
+        config_class: Any = Kinds
+
+    seen: list[dict[str, Any]] = []
+    monkeypatch.setitem(ALGORITHMS, "typed", Typed)
+    monkeypatch.setattr(TRAIN, "_train", lambda _, own, **__: seen.append(own))
+    common = ("--algorithm", "typed", *COMMON[2:])
+    assert run(*common).exit_code == 0
+    given = ("--numbers", "1", "--numbers", "3", "--form", "b", "--is-on", "--no-is-off")
+    assert run(*common, *given, "--names", "y").exit_code == 0
+    assert seen == [
+        {"numbers": None, "form": "a", "is_on": False, "is_off": True, "names": ["x"]},
+        {"numbers": [1, 3], "form": "b", "is_on": True, "is_off": False, "names": ["y"]},
+    ]
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_has_its_help(name: str) -> None:
+    result = run("--algorithm", name, "--help")
+    assert result.exit_code == 0
+    shown = set(re.findall(r"--[a-z0-9-]+", result.stdout))
+    own = fields(find_algorithm(name).config_class)
+    assert {f"--{each.name.replace('_', '-')}" for each in (*fields(TrainOptions), *own)} <= shown

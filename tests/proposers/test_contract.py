@@ -20,6 +20,7 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.proposers import build_proposer, register_proposer
+from guided_spec.proposers.context import ProposerContext
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, SamplingParams
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
@@ -239,7 +240,7 @@ def test_names() -> None:
 def test_the_argument_stands_behind_the_colon(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
 
-    def factory(context: proposers.ProposerContext) -> Proposer:
+    def factory(context: ProposerContext) -> Proposer:
         seen.append(context.argument)
         return ToyDrafter(TARGET)
 

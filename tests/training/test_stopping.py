@@ -47,7 +47,11 @@ def command(
 ) -> subprocess.CompletedProcess[str]:
     """Run ``guided-spec train`` as a process, or as two of torchrun."""
     settings = {**SETTINGS, **sources, "output": output, **own}
-    options = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
+    options = [
+        part
+        for name, value in settings.items()
+        for part in (f"--{name.replace('_', '-')}", str(value))
+    ]
     return subprocess.run(
         [sys.executable, *processes, "-m", "tests.training.toy_command", "train", *options, *flags],
         cwd=ROOT,

@@ -1,0 +1,105 @@
+"""What ``guided-spec check`` finds out about a schema."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from typing import Any
+
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import (
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
+from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.schema import Unenforced, find_unenforced
+from guided_spec.grammar.schema_closed import close_objects
+from guided_spec.grammar.schema_keys import free_keys
+from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_prepare import examine_schema
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.models.loading import load_tokenizer
+
+__all__ = ["report_schema"]
+
+
+def report_schema(spec: GrammarSpec, tokenizer: str | None, grammar_backend: str) -> dict[str, Any]:
+    """Compile it and say what would be enforced of it.
+
+    spec: of kind ``json_schema``. tokenizer: a hub id or folder; None is the bundled model's.
+
+    Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
+    """
+    vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
+    backend = build_backend(grammar_backend, vocabulary)
+    started = time.perf_counter()
+    compiled = _compile(spec, backend)
+    seconds = time.perf_counter() - started
+    error = compiled if isinstance(compiled, GrammarCompileError) else None
+    findings = _findings(spec, compiled, grammar_backend)
+    left_out = spec.unsupported == "warn" and any(entry.level == "error" for entry in findings)
+    return {
+        "compiles": error is None,
+        "backend": None if error is not None else getattr(compiled, "backend", ""),
+        "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
+        "seconds": seconds,
+        "validates": error is None and not left_out,
+        "additional_properties": spec.additional_properties,
+        "left_open": _left_open(spec) if error is None else [],
+        "findings": [finding._asdict() for finding in findings],
+    }
+
+
+def _left_open(spec: GrammarSpec) -> tuple[str, ...]:
+    """Pointers, below which no object is closed though the spec asks for it."""
+    if spec.additional_properties == "schema":
+        return ()
+    return close_objects(lower(json.loads(spec.source)).schema).open_at
+
+
+def _vocabulary(path: str) -> Vocabulary:
+    tokenizer = load_tokenizer(path)
+    stop = 0 if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [stop])
+
+
+def _compile(spec: GrammarSpec, backend: GrammarBackend) -> CompiledGrammar | GrammarCompileError:
+    """The compiled schema, or why no backend took it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the findings say it
+            return backend.compile(spec)
+    except GrammarCompileError as error:
+        return error
+
+
+def _findings(
+    spec: GrammarSpec, compiled: CompiledGrammar | GrammarCompileError, asked: str
+) -> list[Unenforced]:
+    """About xgrammar, llguidance or both, as it was compiled; nothing is known about others."""
+    backend = getattr(compiled, "backend", asked)  # an error names none
+    if backend not in ("auto", "llguidance", "xgrammar"):
+        return []
+    if isinstance(compiled, GrammarCompileError) and not isinstance(
+        compiled, UnsatisfiableGrammarError | UnsupportedSchemaError
+    ):
+        return []
+    schema, additional = json.loads(spec.source), spec.additional_properties
+    if isinstance(compiled, GrammarCompileError):
+        return list(find_unenforced(schema, additional))
+    notes = [*getattr(compiled, "notes", ()), *_about_tags(schema)]
+    if backend == "llguidance":
+        return [*lower(schema, additional=additional).entries, *notes]
+    return [*find_unenforced(schema, additional), *notes]
+
+
+def _about_tags(schema: Any) -> list[Unenforced]:
+    """Where its keys cannot be told apart: what is around a tag's JSON is none."""
+    if not free_keys(examine_schema(schema).schema).are_there:
+        return []
+    reason = "as part of a tool or tag, a key that is not listed may be written twice"
+    return [Unenforced("", "additionalProperties", reason, "list the keys there", "note")]

@@ -1,0 +1,94 @@
+"""The command line answers at once: what it loads, completion, and the extra that it needs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+from typer.testing import CliRunner
+
+from guided_spec.cli import run
+from guided_spec.cli.main import app
+
+HEAVY = ("llguidance", "torch", "transformers", "xgrammar")
+LIGHT_MODULES = (
+    *("guided_spec", "guided_spec.errors", "guided_spec.types", "guided_spec.config"),
+    *("guided_spec.grammar.spec", "guided_spec.grammar.backends", "guided_spec.proposers"),
+    *("guided_spec.training.options", "guided_spec.training.registry"),
+)
+LIGHT_COMMANDS = (
+    *("--help", "--version", "generate --help", "check --help", "train --help"),
+    *("bench --help", "bench gpu --help", "proposers", "proposers --json"),
+)
+
+# The arguments are lines; prints what each of them has loaded, as JSON.
+LOADED = """
+import contextlib, importlib, io, json, sys
+heavy, kind, names = json.loads(sys.argv[1])
+loaded = {}
+for name in names:
+    if kind == "module":
+        importlib.import_module(name)
+    else:
+        from guided_spec.cli.main import app
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+            app(name.split())
+    loaded[name] = sorted(set(heavy) & set(sys.modules))
+print(json.dumps(loaded))
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "heavy"),
+    [
+        ("command", LIGHT_COMMANDS, HEAVY),
+        ("module", LIGHT_MODULES, (*HEAVY, "numpy", "rich", "typer")),
+    ],
+    ids=["commands", "modules"],
+)
+def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...]) -> None:
+    asked = json.dumps([heavy, kind, names])
+    found = subprocess.run(
+        [sys.executable, "-c", LOADED, asked], capture_output=True, text=True, check=True
+    )
+    assert json.loads(found.stdout) == {name: [] for name in names}
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("guided-spec tr", "train"),
+        ("guided-spec generate --temp", "--temperature"),
+        ("guided-spec train --algorithm eagle3 --sharding f", "fsdp"),
+    ],
+)
+def test_completion(words: str, completed: str) -> None:
+    asked = {
+        "_GUIDED_SPEC_COMPLETE": "complete_bash",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+    }
+    result = CliRunner().invoke(app, [], prog_name="guided-spec", env=asked)
+    assert result.stdout.split() == [completed]
+
+
+@pytest.mark.parametrize("module", ["rich.console", "typer"])
+def test_without_the_extra(monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    for name in ("main", "console"):
+        monkeypatch.delitem(sys.modules, f"guided_spec.cli.{name}")
+    with pytest.raises(SystemExit) as caught:
+        run()
+    # A message as the code is printed to stderr, with exit code 1.
+    assert caught.value.code == (
+        f"guided-spec needs {module.partition('.')[0]}: pip install 'guided-spec[cli]'"
+    )
+
+
+def test_a_fault_of_our_own_is_not_a_missing_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "guided_spec.cli.console", None)
+    monkeypatch.delitem(sys.modules, "guided_spec.cli.main")
+    with pytest.raises(ModuleNotFoundError, match=r"guided_spec\.cli\.console"):
+        run()

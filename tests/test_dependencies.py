@@ -1,0 +1,72 @@
+"""Every package that is imported by name is declared, where the part that imports it needs it."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "guided_spec"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# The extras that parts of the package may ask for, besides what all of it depends on.
+EXTRAS = {"cli": ("cli",), "bench": ("cli",), "training": ("train",)}
+# Engines with environments of their own: they load this package, or are measured.
+ENGINES = {"lmdeploy", "sglang", "vllm"}
+HOSTS = {"integrations": ENGINES, "bench": ENGINES}
+
+
+def declared(*extras: str) -> set[str]:
+    """The import names of the dependencies; here they are those of the distributions."""
+    requirements = list(PROJECT["dependencies"])
+    for extra in extras:
+        requirements += PROJECT["optional-dependencies"][extra]
+    names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
+    return {name[0].lower().replace("-", "_") for name in names if name is not None}
+
+
+def imported(source: str) -> set[str]:
+    """Top-level names of other packages, late imports and ``import_module("name")`` included."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names += [each.value for each in node.args if _is_text(each)]  # type: ignore[attr-defined]
+    known = {*sys.stdlib_module_names, "guided_spec"}
+    return {name.partition(".")[0] for name in names} - known
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def test_what_counts_as_an_import() -> None:
+    source = """
+import os, numpy.typing as npt
+def late():
+    from rich.table import Table
+    importlib.import_module("llguidance.hf")
+    import_module(name)
+"""
+    assert imported(source) == {"numpy", "rich", "llguidance"}
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_imports_are_declared(path: Path) -> None:
+    part = path.relative_to(PACKAGE).parts[0]
+    allowed = declared(*EXTRAS.get(part, ())) | HOSTS.get(part, set())
+    assert sorted(imported(path.read_text()) - allowed) == []
+
+
+def test_dependencies_are_imported() -> None:
+    found = set().union(*(imported(path.read_text()) for path in MODULES))
+    assert sorted(declared("cli") - found) == []
