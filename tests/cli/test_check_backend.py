@@ -85,3 +85,23 @@ def test_check_refuses_an_unknown_backend(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["check", str(path), "--grammar-backend", "outlines"])
     assert result.exit_code == 1
     assert "grammar_backend='outlines'" in " ".join(result.stderr.split())
+
+
+def test_check_says_which_keys_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "schema.json"
+    one, other = ({"type": "object", "properties": {name: {"type": "null"}}} for name in "ab")
+    for parts, said in (
+        ([one, other], "closed: only declared keys, unless the schema asks for others\n"),
+        (
+            [{"properties": {"x": one}}, {"properties": {"x": other}}],
+            "not below (the whole schema)",
+        ),
+    ):
+        path.write_text(json.dumps({"allOf": parts}))
+        printed = CliRunner().invoke(app, ["check", str(path)]).stdout
+        assert "additional_properties=closed: only declared keys" in printed
+        assert said in printed
+    arguments = ["check", str(path), "--additional-properties", "schema"]
+    report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
+    assert (report["additional_properties"], report["left_open"]) == ("schema", [])
+    assert "open where the schema leaves them open" in CliRunner().invoke(app, arguments).stdout
