@@ -44,10 +44,11 @@ class HarmonyFormat:
         if rules.choice in ("auto", "none"):
             last.append(_sequence(_const(_FINAL), {"type": "any_text"}))
         first = [
-            {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END + _NEXT}
+            {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
             for begin in (_ANALYSIS, _COMMENTARY)
         ]
-        return _sequence({"type": "star", "content": _or(first)}, _or(last))
+        message = _sequence(_or(first), _const(_NEXT))
+        return _sequence({"type": "star", "content": message}, _or(last))
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
         """Take apart what the grammar has written and ``marks`` has read."""

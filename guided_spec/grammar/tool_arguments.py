@@ -42,7 +42,12 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
     for key, schema in tool.parameters.get("properties", {}).items():
         begin, end = _around(argument, key)
         content = _value_content(tool, schema)
-        one = {"type": "tag", "begin": begin, "content": content, "end": end}
+        # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
+        mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
+        one = {"type": "tag", "begin": begin, "content": content, "end": mark}
+        if rest:
+            behind = {"type": "const_string", "value": rest}
+            one = {"type": "sequence", "elements": [one, behind]}
         elements.append(one if key in required else {"type": "optional", "content": one})
     return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
 
