@@ -102,6 +102,7 @@ def _closing(found: Side, token_ids: list[int], legal: list[int]) -> list[int]:
         return [EOS]
     known, tail = TOOL_FORMATS[found.name], found.marks.read(token_ids[-60:])
     ends = [known.literals[-1], "<|end|><|start|>assistant<|channel|>final<|message|>"]
+    ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
     ends += [re.sub(r"^.*\{value\}", "", getattr(known, "argument", None) or "")]
     best, begun = list[int](), 0
     for end in map(found.marks.mark, ends):
