@@ -142,7 +142,9 @@ class XGrammarBackend:
         data = list(self.vocabulary.token_bytes)
         for token_id in named:
             data[token_id] = b"\xff\xfe%d" % token_id
-        return self._new_compilers(data)
+        # xgrammar 0.2.8 takes the masks of token formats from its rule cache for rules that differ.
+        uncached = self._new_compilers(data).uncached
+        return _Compilers(uncached, uncached)
 
     def _compile(
         self,

@@ -101,7 +101,7 @@ def _closing(found: Side, token_ids: list[int], legal: list[int]) -> list[int]:
     if EOS in legal:
         return [EOS]
     known, tail = TOOL_FORMATS[found.name], found.marks.read(token_ids[-60:])
-    ends = [known.literals[-1], "<|end|><|start|>assistant<|channel|>final<|message|>"]
+    ends = ["<|end|><|start|>assistant<|channel|>final<|message|>", known.literals[-1]]
     ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
     ends += [re.sub(r"^.*\{value\}", "", getattr(known, "argument", None) or "")]
     best, begun = list[int](), 0
@@ -109,7 +109,7 @@ def _closing(found: Side, token_ids: list[int], legal: list[int]) -> list[int]:
         for size in range(min(len(end) - 1, len(tail)), -1, -1):
             if tail.endswith(end[:size]):
                 following = [t for t in legal if found.marks.read([t]) == end[size]]
-                if following and size >= begun:
+                if following and (size > begun or not best):
                     best, begun = following, size
                 break
     # A line break stands in free text, but never in JSON.
