@@ -35,7 +35,8 @@ _CODER = (
 )
 _MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
-    "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]"
+    "{% endif %}"
     "[INST] {{ m.content }}[/INST]{% elif m.tool_calls %}%CALLS%{{ eos_token }}"
     "{% elif m.role == 'tool' %}[TOOL_RESULTS] {{ m.content }}[/TOOL_RESULTS]"
     "{% else %} {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -72,7 +73,8 @@ TEMPLATES = {
     "glm_4_7": _CHATML.replace("%CALL%", _GLM_47),
     "llama3": (
         "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
-        'Answer with {"name": a name, "parameters": a dict}. {{ tools | tojson }}<|eot_id|>{% endif %}'
+        'Answer with {"name": a name, "parameters": a dict}. {{ tools | tojson }}<|eot_id|>'
+        "{% endif %}"
         "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
         '{% if m.tool_calls %}{"name": "{{ m.tool_calls[0].function.name }}", "parameters": '
         "{{ m.tool_calls[0].function.arguments | tojson }}}{% else %}{{ m.content }}{% endif %}"

@@ -87,7 +87,7 @@ def test_text_without_calls(llm: LLM, choice: str) -> None:
     assert output.message == {"role": "assistant", "content": output.text}
 
 
-def test_no_tools_is_generate(llm: LLM) -> None:
+def test_no_tools_is_generate() -> None:
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = TEMPLATES["hermes"]
     with make_llm("llama", tokenizer=tokenizer, max_model_len=512) as other:
@@ -99,15 +99,15 @@ def test_no_tools_is_generate(llm: LLM) -> None:
 
 
 def test_functions_and_models_are_tools(llm: LLM) -> None:
-    def light(on: bool, kind: str = "cat") -> bool:
+    def light(seats: int, kind: str = "cat") -> str:
         """
         Switch a light.
 
         Args:
-            on: Whether it shall be on.
+            seats: How many.
             kind: Which one.
         """
-        return on
+        return f"{seats} {kind}"
 
     class Off(BaseModel):
         """Switch all off."""
@@ -118,7 +118,7 @@ def test_functions_and_models_are_tools(llm: LLM) -> None:
     (call,) = output.tool_calls
     assert Off(**call.arguments).hard in (True, False)
     output = llm.chat(ASK, [light], **options(TEMPLATES["llama3"], tool_choice="required"))
-    assert output.tool_calls[0].arguments.keys() <= {"on", "kind"}
+    assert output.tool_calls[0].arguments.keys() <= {"seats", "kind"}
 
 
 THOUGHT = SamplingParams(max_tokens=150, seed=3, temperature=1.0)

@@ -42,7 +42,7 @@ XML = ("glm_4_5", "glm_4_7", "qwen3_coder")
 
 @cache
 def vocabulary(kind: str) -> Vocabulary:
-    """``bytes``: no added tokens. ``tokens``: each mark is one. ``call``: one of them ends texts."""
+    """``bytes``: no added tokens. ``tokens``: each mark is one. ``call``: one also ends texts."""
     if kind == "bytes":
         return BYTES
     added = tuple((name, EOS + 1 + at) for at, name in enumerate(NAMES))
@@ -166,14 +166,13 @@ TOOLS = st.lists(SCHEMAS, min_size=1, max_size=2).map(
     choice=st.sampled_from(["auto", "required", "none", "get"]),
     kind=st.sampled_from(KINDS),
     parallel=st.booleans(),
-    seed=st.integers(0, 10**6),
-    wander=st.integers(0, 150),
+    path=st.tuples(st.integers(0, 10**6), st.integers(0, 150)),
 )
 def test_what_is_written_is_read(
-    name: str, tools: Any, choice: str, kind: str, parallel: Any, seed: int, wander: int
+    name: str, tools: Any, choice: str, kind: str, parallel: Any, path: tuple[int, int]
 ) -> None:
     found = side(name, kind, tools, choice, parallel=parallel)
-    token_ids = walk(found, kind, seed, wander)
+    token_ids = walk(found, kind, *path)
     read = found.read(token_ids)
     schemas = {tool.name: tool.parameters for tool in found.tools}
     for call in read.calls:
