@@ -41,9 +41,8 @@ class ToolRules(NamedTuple):
 class ToolFormat(Protocol):
     """One family's way to write calls: a grammar and the reader of its texts.
 
-    name: what ``tool_format`` calls it. hints: a template that holds all of them is of this family.
-    literals: what it writes besides names and arguments. holds_reasoning: whether the reasoning is
-        part of the format, so that it also reads texts without tools.
+    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads texts
+    without tools as well.
     """
 
     @property
