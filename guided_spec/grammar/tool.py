@@ -106,7 +106,7 @@ def _tool_dict(place: str, tool: Any) -> dict[str, Any]:
 
 
 def _of_function(place: str, function: Callable[..., Any]) -> dict[str, Any]:
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         described: dict[str, Any] = get_json_schema(function)

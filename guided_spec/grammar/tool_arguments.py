@@ -44,7 +44,7 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
         content = _value_content(tool, schema)
         # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
         mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
-        one = {"type": "tag", "begin": begin, "content": content, "end": mark}
+        one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
         if rest:
             behind = {"type": "const_string", "value": rest}
             one = {"type": "sequence", "elements": [one, behind]}

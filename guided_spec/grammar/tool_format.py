@@ -41,8 +41,8 @@ class ToolRules(NamedTuple):
 class ToolFormat(Protocol):
     """One family's way to write calls: a grammar and the reader of its texts.
 
-    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads texts
-    without tools as well.
+    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads
+    texts without tools as well.
     """
 
     @property

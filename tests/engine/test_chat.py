@@ -6,7 +6,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import jsonschema
 import pytest
@@ -43,8 +43,8 @@ def llm() -> Iterator[LLM]:
 
 def options(template: str, **more: Any) -> ChatOptions:
     variables = {"chat_template": template, **more.pop("variables", {})}
-    made: Any = {"params": SHORT, "chat_template_kwargs": variables, **more}
-    return made
+    made = {"params": SHORT, "chat_template_kwargs": variables, **more}
+    return cast(ChatOptions, made)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
