@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from guided_spec.config import EngineConfig
     from guided_spec.core import DecodeBatch, Proposer
+    from guided_spec.engine.chat import ChatCompletion, ChatOutput
     from guided_spec.engine.llm import LLM
     from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
     from guided_spec.engine.stats import RequestStats
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from guided_spec.grammar.lookahead import Lookahead
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
     from guided_spec.grammar.spec import GrammarSpec
+    from guided_spec.grammar.tool import ToolCall
     from guided_spec.grammar.vocabulary import Vocabulary
     from guided_spec.integrations.transformers import GrammarLogitsProcessor, generate
     from guided_spec.ops.rejection import rejection_sample
@@ -61,6 +63,8 @@ __all__ = [
     "PROPOSERS",
     "Accepted",
     "BudgetTooSmallError",
+    "ChatCompletion",
+    "ChatOutput",
     "Chunk",
     "CompiledGrammar",
     "Completion",
@@ -90,6 +94,7 @@ __all__ = [
     "RequestStats",
     "SamplingParams",
     "TokenLogprobs",
+    "ToolCall",
     "TopLogprob",
     "TrainingStoppedError",
     "UnknownProposerError",
@@ -113,6 +118,8 @@ _MODULES = {
     "LLM": "engine.llm",
     "PROPOSERS": "proposers",
     "Accepted": "types",
+    "ChatCompletion": "engine.chat",
+    "ChatOutput": "engine.chat",
     "Chunk": "engine.outputs",
     "CompiledGrammar": "grammar.protocol",
     "Completion": "engine.outputs",
@@ -131,6 +138,7 @@ _MODULES = {
     "RequestStats": "engine.stats",
     "SamplingParams": "types",
     "TokenLogprobs": "types",
+    "ToolCall": "grammar.tool",
     "TopLogprob": "types",
     "Vocabulary": "grammar.vocabulary",
     "check_grammar_backend": "grammar.conformance",

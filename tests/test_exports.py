@@ -24,7 +24,7 @@ MODULES = sorted(
 PROMISED = {
     *("LLM", "SamplingParams", "GrammarSpec", "EngineConfig"),
     *("RequestOutput", "Completion", "Chunk", "RequestStats"),
-    *("TokenLogprobs", "TopLogprob"),
+    *("TokenLogprobs", "TopLogprob", "ChatOutput", "ChatCompletion", "ToolCall"),
     *("Draft", "Accepted", "Noise", "rejection_sample"),
     *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext"),
     *("DecodeBatch", "Lookahead", "speculative_step", "commit"),

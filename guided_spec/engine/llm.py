@@ -8,13 +8,14 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import fields
-from typing import Any
+from typing import Any, Unpack
 
+from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput
 from guided_spec.engine.failures import Failures, OnError
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.progress import ProgressBar
-from guided_spec.engine.prompt import Prompt, Prompts, split_prompts
+from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
@@ -68,6 +69,7 @@ class LLM:
         self._draft = setup.draft
         self._seeds = SeedSource()
         self._encoder = setup.encoder
+        self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
         self._markers, self._grammars, self._endings = setup.grammars
         self._close = weakref.finalize(self, _close, self._worker, self._grammars)
 
@@ -99,6 +101,39 @@ class LLM:
                 collector.add(chunk)
                 bar.update(chunk)
         return collector.outputs()
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatOutput:
+        """Answer one conversation; ``messages.append(output.message)`` goes on with it.
+
+        tools: OpenAI's dicts, typed functions with docstrings, or pydantic model classes. The chat
+            template shows them to the model, and the grammar is its family's own form of calls.
+        tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
+        parallel_tool_calls: False for one call at most.
+        tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
+        response_format: OpenAI's; the answer matches it, behind reasoning that the prompt opens.
+        chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
+            ``chat_template``.
+        params: of the sampling.
+
+        Raises ConfigError, PromptError, and the error of a request that fails.
+        """
+        request = self._chat.request(messages, tools, options)
+        return request.read(self.generate(request.prompt_ids, request.params)[0])
+
+    async def achat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatOutput:
+        """``chat`` for asyncio."""
+        request = self._chat.request(messages, tools, options)
+        return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
 
     def stream(
         self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"

@@ -98,7 +98,29 @@ class PromptEncoder:
         """
         if isinstance(prompt, str):
             return prompt
-        return self._render(prompt) if _is_chat(prompt) else None
+        return self.render(prompt) if _is_chat(prompt) else None
+
+    def encode_rendered(self, text: str) -> list[int]:
+        """The tokens of a rendered chat, to which nothing is added. Raises PromptError."""
+        return list(self._tokenizer(_readable(text), add_special_tokens=False)["input_ids"])
+
+    def render(self, messages: Sequence[Any], **variables: Any) -> str:
+        """A chat as its template renders it. variables: what the template knows besides.
+
+        Raises PromptError.
+        """
+        if not _is_chat(messages):
+            raise PromptError(f"messages hold no chat but {messages!r:.80}: pass a list of dicts")
+        if not getattr(self._tokenizer, "chat_template", None) and "chat_template" not in variables:
+            raise PromptError("prompt is a chat, but the tokenizer has no chat template: pass text")
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                **{"add_generation_prompt": True, **variables, "tokenize": False},
+            )
+        except Exception as error:  # a template may raise anything
+            raise PromptError(f"prompt: the chat template refused it: {error}") from error
+        return text
 
     def _token_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
@@ -108,22 +130,8 @@ class PromptEncoder:
         if isinstance(prompt, _TEXTS) or not isinstance(prompt, Sequence):
             raise PromptError(f"prompt is of type {type(prompt).__name__}: {_KINDS}")
         if _is_chat(prompt):
-            text = _readable(self._render(prompt))
-            return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+            return self.encode_rendered(self.render(prompt))
         return [self._checked(at, token) for at, token in enumerate(prompt)]
-
-    def _render(self, messages: Sequence[Any]) -> str:
-        if not getattr(self._tokenizer, "chat_template", None):
-            raise PromptError("prompt is a chat, but the tokenizer has no chat template: pass text")
-        try:
-            text: str = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                add_generation_prompt=True,
-                tokenize=False,
-            )
-        except Exception as error:  # a template may raise anything
-            raise PromptError(f"prompt: the chat template refused it: {error}") from error
-        return text
 
     def _checked(self, at: int, token: Any) -> int:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):

@@ -15,12 +15,15 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.start import Start
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["DEFAULT_MARKERS", "Markers"]
+__all__ = ["DEFAULT_MARKERS", "FINAL_CHANNEL", "Markers"]
+
+FINAL_CHANNEL = "<|channel|>final<|message|>"
+"""What begins gpt-oss's answer."""
 
 DEFAULT_MARKERS = (
     "</think>",  # Qwen, DeepSeek, GLM, MiniMax, Kimi, Hunyuan, Nemotron
     "[/THINK]",  # Magistral
-    "<|channel|>final<|message|>",  # gpt-oss
+    FINAL_CHANNEL,  # gpt-oss
     "</seed:think>",  # Seed-OSS
     "<|END_THINKING|>",  # Command A Reasoning
     "</thought>",  # EXAONE Deep

@@ -203,16 +203,17 @@ class GrammarSpec:
     @classmethod
     def tools(
         cls,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Any],
         tool_choice: str | Mapping[str, Any] = "auto",
         *,
         model: str | None = None,
         parallel: bool = True,
         reasoning: bool = False,
     ) -> GrammarSpec:
-        """Calls of OpenAI-style ``tools``, with arguments that match their schemas.
+        """Calls of ``tools``, with arguments that match their schemas.
 
-        tool_choice: "auto", "required", "none", or a dict that names a function.
+        tools: OpenAI's dicts, typed functions with docstrings, or pydantic model classes.
+        tool_choice: "auto", "required", "none", a tool's name, or a dict that names a function.
         model: a model family that xgrammar knows, such as "llama" or "qwen_3"; None writes
             ``<tool_call>`` blocks of ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen do.
         parallel: False for one call at most. reasoning: see ``ToolOptions``.

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
+
+import xgrammar
 
 from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_prepare import prepare_schema
 
-__all__ = ["prepare_tag"]
+__all__ = ["bound_whitespace", "prepare_tag"]
+
+_PLAIN = {"type", "json_schema", "style"}
 
 
 def prepare_tag(tag: Any) -> Any:
@@ -27,6 +32,30 @@ def prepare_tag(tag: Any) -> Any:
         else:
             prepared[key] = prepare_tag(value)
     return prepared
+
+
+def bound_whitespace(tag: Any) -> Any:
+    """The prepared tag with JSON written as ``json_schema`` writes it: ``", "`` and ``": "``.
+
+    xgrammar has no such option inside a tag, so plain JSON becomes the grammar of its schema.
+    Content with options of its own, and XML, get one whitespace character in a row at most. Raises
+    RuntimeError and ValueError for a schema that xgrammar does not take.
+    """
+    if isinstance(tag, list):
+        return [bound_whitespace(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "qwen_xml_parameter":  # an old spelling, without the option
+        tag = {**tag, "type": "json_schema", "style": "qwen_xml"}
+    if tag.get("type") != "json_schema" or not isinstance(tag.get("json_schema"), dict | bool):
+        return {key: bound_whitespace(value) for key, value in tag.items()}
+    is_plain = tag.get("style", "json") == "json" and tag.keys() <= _PLAIN
+    if not is_plain:
+        return {"max_whitespace_cnt": 1, **tag}
+    grammar = xgrammar.Grammar.from_json_schema(
+        json.dumps(tag["json_schema"]), any_whitespace=False, strict_mode=False
+    )
+    return {"type": "grammar", "grammar": str(grammar)}
 
 
 def _check_options(content: dict[str, Any]) -> None:

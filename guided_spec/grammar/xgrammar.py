@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
@@ -23,7 +25,7 @@ from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import prepare_schema
 from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tag import prepare_tag
+from guided_spec.grammar.tag import bound_whitespace, prepare_tag
 from guided_spec.grammar.tag_tokens import with_tokens
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -123,7 +125,10 @@ class XGrammarBackend:
         return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
 
     def _compile_tag(self, spec: GrammarSpec) -> XGrammarGrammar:
-        tag, named = with_tokens(prepare_tag(_parse(spec)), self.vocabulary)
+        prepared = prepare_tag(_parse(spec))
+        with _reported(spec):
+            prepared = bound_whitespace(prepared)
+        tag, named = with_tokens(prepared, self.vocabulary)
         compilers = self._tag_compiler(named) if named else None
         compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
         self._require_a_first_token(spec, compiled)
@@ -137,7 +142,9 @@ class XGrammarBackend:
         data = list(self.vocabulary.token_bytes)
         for token_id in named:
             data[token_id] = b"\xff\xfe%d" % token_id
-        return self._new_compilers(data)
+        # xgrammar 0.2.8 takes the masks of token formats from its rule cache for rules that differ.
+        uncached = self._new_compilers(data).uncached
+        return _Compilers(uncached, uncached)
 
     def _compile(
         self,
@@ -148,7 +155,7 @@ class XGrammarBackend:
         compilers: _Compilers | None = None,
     ) -> Any:
         cached, uncached = compilers or self._compilers
-        try:
+        with _reported(spec):
             try:
                 return _run(cached, spec, source, any_whitespace=any_whitespace)
             except RuntimeError as error:
@@ -156,9 +163,6 @@ class XGrammarBackend:
                     raise
                 # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
                 return _run(uncached, spec, source, any_whitespace=any_whitespace)
-        except (RuntimeError, ValueError, RecursionError) as error:
-            reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
-            raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
 
     def _require_a_first_token(self, spec: GrammarSpec, compiled: Any) -> None:
         bitmask = np.zeros((1, -(-self.vocabulary.vocab_size // 32)), dtype=np.int32)
@@ -189,6 +193,16 @@ class XGrammarGrammar:
         if self.style is None:
             return None
         return cast(GrammarMatcher, xgrammar.GrammarMatcher(self.style))
+
+
+@contextmanager
+def _reported(spec: GrammarSpec) -> Iterator[None]:
+    """What xgrammar raises, as GrammarCompileError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, RecursionError) as error:
+        reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
+        raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
 
 
 def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool) -> Any:

@@ -221,9 +221,9 @@ def function(**fields: Any) -> list[Any]:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (lambda: GrammarSpec.tools("x"), "tools="),  # type: ignore[arg-type]
+        (lambda: GrammarSpec.tools("x"), "tools="),
         (lambda: GrammarSpec.tools([{"type": "function", "name": "f"}]), r"tools\[0\]="),
-        (lambda: GrammarSpec.tools([3]), r"tools\[0\]="),  # type: ignore[list-item]
+        (lambda: GrammarSpec.tools([3]), r"tools\[0\]="),
         (lambda: GrammarSpec.tools([*TOOLS, *function(name="a b")]), r"tools\[2\].function.name"),
         (lambda: GrammarSpec.tools(function(name="f", parameters=3)), "tool 'f'"),
         (lambda: GrammarSpec.tools([*TOOLS, TOOLS[0]]), "'weather': is taken"),

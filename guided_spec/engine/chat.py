@@ -1,0 +1,348 @@
+"""Chats with tools: what a conversation asks of the engine, and what its answer holds."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import string
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, TypedDict
+
+from guided_spec.engine.outputs import Completion, RequestOutput
+from guided_spec.engine.prompt import Message, PromptEncoder
+from guided_spec.errors import ConfigError, PromptError
+from guided_spec.grammar.marked_text import MarkedText
+from guided_spec.grammar.markers import FINAL_CHANNEL
+from guided_spec.grammar.reasoning import BEGINNINGS, Reasoning, ReasoningState
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tool import Tool, ToolCall, read_choice, read_tools, tool_dicts
+from guided_spec.grammar.tool_format import ReadText, ToolFormat, ToolRules
+from guided_spec.grammar.tool_formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.types import SamplingParams
+
+__all__ = ["Chat", "ChatCompletion", "ChatOptions", "ChatOutput", "ChatRequest"]
+
+ChatFinishReason = Literal["stop", "length", "error", "tool_calls"]
+
+_ID_LETTERS = string.ascii_letters + string.digits
+
+
+class ChatOptions(TypedDict, total=False):
+    """The options of ``LLM.chat``, see there."""
+
+    tool_choice: str | Mapping[str, Any]
+    parallel_tool_calls: bool
+    tool_format: str | None
+    response_format: Mapping[str, Any] | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    params: SamplingParams | None
+
+
+class ChatCompletion(NamedTuple):
+    """One answer.
+
+    text: what the model says, without reasoning and calls.
+    reasoning: what it wrote before, without the marks around it; None where there was none.
+    tool_calls: in the order of the text. A call that was cut off stays in ``text``.
+    finish_reason: as a ``Completion`` has it, and "tool_calls" instead of "stop" where there are.
+    message: the answer as a message, ready to be appended to the conversation.
+    completion: all of the text and its tokens, as ``generate`` returns them.
+    """
+
+    text: str
+    reasoning: str | None
+    tool_calls: tuple[ToolCall, ...]
+    finish_reason: ChatFinishReason
+    message: dict[str, Any]
+    completion: Completion
+
+    @property
+    def parsed(self) -> Any:
+        """The value of an answer under a JSON grammar, see ``Completion.parsed``."""
+        return self.completion.parsed
+
+
+class ChatOutput(NamedTuple):
+    """What a conversation gave: ``n`` answers. The properties are the first one's."""
+
+    completions: tuple[ChatCompletion, ...]
+
+    @property
+    def text(self) -> str:
+        """What the model says, without reasoning and calls."""
+        return self.completions[0].text
+
+    @property
+    def reasoning(self) -> str | None:
+        """What it wrote before; None where there was none."""
+        return self.completions[0].reasoning
+
+    @property
+    def tool_calls(self) -> tuple[ToolCall, ...]:
+        """The calls, in the order of the text."""
+        return self.completions[0].tool_calls
+
+    @property
+    def finish_reason(self) -> ChatFinishReason:
+        """Why the text ended; "tool_calls" where it holds calls."""
+        return self.completions[0].finish_reason
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """The answer as a message, ready to be appended to the conversation."""
+        return self.completions[0].message
+
+    @property
+    def parsed(self) -> Any:
+        """The value of an answer under a JSON grammar, see ``Completion.parsed``."""
+        return self.completions[0].parsed
+
+    @property
+    def completion(self) -> Completion:
+        """All of the text, its tokens and statistics."""
+        return self.completions[0].completion
+
+
+class _Reader(NamedTuple):
+    """Takes the texts behind one prompt apart; the grammar's other side."""
+
+    tool_format: ToolFormat | None
+    tools: Sequence[Tool]
+    reasoning: Reasoning | None
+    state: ReasoningState
+    marks: MarkedText
+
+    def read(self, text: str) -> ReadText:
+        reasoning = None
+        if self.reasoning is not None:
+            reasoning, text = self.reasoning.split(text, self.state, self.marks)
+        if self.tool_format is None:
+            return ReadText(self.marks.show(text), (), self._shown(reasoning))
+        read = self.tool_format.read(text, self.tools, self.marks)
+        return read if self.reasoning is None else read._replace(reasoning=self._shown(reasoning))
+
+    def _shown(self, reasoning: str | None) -> str | None:
+        return None if reasoning is None else self.marks.show(reasoning)
+
+
+class ChatRequest(NamedTuple):
+    """One conversation, ready for the engine, and what reads the answer."""
+
+    prompt_ids: list[int]
+    params: SamplingParams
+    reader: _Reader
+
+    def read(self, output: RequestOutput) -> ChatOutput:
+        """The answers. Raises the error of a request that failed."""
+        for completion in output.completions:
+            if completion.error is not None:
+                raise completion.error
+        return ChatOutput(tuple(map(self._read_one, output.completions)))
+
+    def _read_one(self, completion: Completion) -> ChatCompletion:
+        visible = len(completion.text) if self.params.stop else None  # without the stop string
+        marked = self.reader.marks.read(completion.token_ids, visible)
+        text, calls, reasoning = self.reader.read(marked)
+        calls = tuple(self._with_id(call, at) for at, call in enumerate(calls))
+        reason: ChatFinishReason = completion.finish_reason
+        if calls and reason == "stop":
+            reason = "tool_calls"
+        message = self._message(text, calls, reasoning)
+        return ChatCompletion(text, reasoning, calls, reason, message, completion)
+
+    def _with_id(self, call: ToolCall, index: int) -> ToolCall:
+        if call.id:
+            return call
+        source = f"{self.prompt_ids} {index} {call.raw}".encode("utf-8", errors="replace")
+        number = int.from_bytes(hashlib.blake2b(source, digest_size=8).digest(), "big")
+        letters = [_ID_LETTERS[number // 62**at % 62] for at in range(9)]
+        return call._replace(id="".join(letters))
+
+    def _message(
+        self, text: str, calls: Sequence[ToolCall], reasoning: str | None
+    ) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": text}
+        if calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in calls
+            ]
+        if reasoning:
+            is_harmony = self.reader.reasoning is None
+            message["thinking" if is_harmony else "reasoning_content"] = reasoning
+            if is_harmony and calls:
+                message["content"] = ""  # gpt-oss's template takes one of the two beside a call
+        return message
+
+
+class Chat:
+    """Makes requests of conversations with one model; thread-safe."""
+
+    def __init__(self, tokenizer: Any, vocabulary: Vocabulary, encoder: PromptEncoder) -> None:
+        self._tokenizer = tokenizer
+        self._vocabulary = vocabulary
+        self._encoder = encoder
+        self._marks = lru_cache(maxsize=16)(lambda literals: MarkedText(vocabulary, literals))
+
+    def request(
+        self, messages: Sequence[Message], tools: Sequence[Any] | None, options: ChatOptions
+    ) -> ChatRequest:
+        """Render, constrain and encode a conversation. Raises ConfigError and PromptError."""
+        unknown = sorted(options.keys() - ChatOptions.__annotations__.keys())
+        if unknown:
+            known = ", ".join(ChatOptions.__annotations__)
+            raise ConfigError(unknown[0], "an option of chat", f"unknown; there are {known}")
+        variables = dict(options.get("chat_template_kwargs") or {})
+        listed = tool_dicts(tools) if tools else None
+        prompt = self._render(messages, {**variables, "tools": listed})
+        template = self._tokenizer.get_chat_template(variables.get("chat_template"), tools=listed)
+        parsed = read_tools(listed or [])
+        _require_rendered(parsed, template, prompt)
+        choice, left = read_choice(options.get("tool_choice", "auto"), parsed)
+        reader = self._reader(template, prompt, left, options)
+        rules = ToolRules(
+            left, choice, bool(options.get("parallel_tool_calls", True)), self._stop_names()
+        )
+        params = _params(options, rules, reader)
+        reader = _behind_own_marker(reader, params.grammar)
+        if choice == "none":
+            reader = reader._replace(tools=())
+        return ChatRequest(self._encoder.encode_rendered(prompt), params, reader)
+
+    def _reader(
+        self, template: str, prompt: str, tools: Sequence[Tool], options: ChatOptions
+    ) -> _Reader:
+        name = options.get("tool_format")
+        tool_format = find_tool_format(template) if name is None else get_tool_format(name)
+        if tool_format is None and tools:
+            known = ", ".join(TOOL_FORMATS)
+            fix = f"the chat template is of no family that is known; name one of {known}"
+            raise ConfigError("tool_format", None, fix)
+        if tool_format is not None and not tools and not tool_format.holds_reasoning:
+            tool_format = None
+        reasoning: Reasoning | None = None
+        state: ReasoningState = "unopened"
+        literals: tuple[str, ...] = () if tool_format is None else tool_format.literals
+        if tool_format is None or not tool_format.holds_reasoning:
+            reasoning = Reasoning.of_template(template)
+        if reasoning is not None:
+            state = reasoning.state_behind(prompt)
+            literals += reasoning
+        return _Reader(tool_format, tools, reasoning, state, self._marks(literals))
+
+    def _render(self, messages: Sequence[Message], variables: dict[str, Any]) -> str:
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            fix = 'must be one conversation, a list of {"role": ..., "content": ...}'
+            raise ConfigError("messages", messages, fix)
+        try:
+            return self._encoder.render(_with_arguments(messages, _as_dict), **variables)
+        except PromptError as error:
+            try:  # DeepSeek's templates join the arguments to other text
+                return self._encoder.render(_with_arguments(messages, _as_text), **variables)
+            except PromptError:
+                raise error from None
+
+    def _stop_names(self) -> frozenset[str]:
+        stops = self._vocabulary.stop_token_ids
+        return frozenset(name for name, token in self._vocabulary.added_tokens if token in stops)
+
+
+def _params(options: ChatOptions, rules: ToolRules, reader: _Reader) -> SamplingParams:
+    """The sampling parameters, with the grammar that the tools or the response format make."""
+    params = options.get("params") or SamplingParams()
+    if params.echo:
+        raise ConfigError("params.echo", params.echo, "a chat returns the answer; leave it out")
+    response_format = options.get("response_format")
+    grammar = params.grammar
+    if response_format is not None:
+        if grammar is not None:
+            fix = "params have a grammar already; leave one of the two out"
+            raise ConfigError("response_format", response_format, fix)
+        grammar = GrammarSpec.from_response_format(response_format)
+        if grammar is not None and _marker(reader) is not None:
+            grammar = grammar.after(_marker(reader))
+    if not rules.tools or reader.tool_format is None or (rules.choice == "none" and grammar):
+        return replace(params, grammar=grammar)
+    if grammar is not None:
+        fix = 'tools bring a grammar; leave one of the two out, or pass tool_choice="none"'
+        raise ConfigError("tools", [tool.name for tool in rules.tools], fix)
+    return replace(params, grammar=_tool_grammar(rules, reader, reader.tool_format))
+
+
+def _marker(reader: _Reader) -> str | None:
+    """What ends the reasoning that the prompt has opened, or the channel before the answer."""
+    if reader.tool_format is not None and reader.tool_format.holds_reasoning:
+        return FINAL_CHANNEL
+    return reader.reasoning.end if reader.reasoning and reader.state == "open" else None
+
+
+def _tool_grammar(rules: ToolRules, reader: _Reader, tool_format: ToolFormat) -> GrammarSpec:
+    content = tool_format.content(rules)
+    reasoning = reader.reasoning
+    if reasoning is not None and reader.state == "unopened":
+        content = reasoning.before(content)
+    if reasoning is not None and reader.state == "open":
+        content = {"type": "sequence", "elements": reasoning.behind(content)}
+    spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
+    marker = reasoning.end if reasoning is not None and reader.state == "open" else None
+    return spec if marker is None else spec.after(marker)
+
+
+def _behind_own_marker(reader: _Reader, grammar: GrammarSpec | None) -> _Reader:
+    """The reader of texts whose grammar waits for a marker: what stands before it is reasoning."""
+    if grammar is None or grammar.start is None or reader.state == "closed":
+        return reader
+    marker, reasoning = grammar.start.marker, reader.reasoning
+    if isinstance(marker, str) and reader.tool_format is None:
+        begin = BEGINNINGS.get(marker.strip(), "")
+        reasoning = Reasoning(begin, marker)
+    return reader._replace(reasoning=reasoning, state="open")
+
+
+def _require_rendered(tools: Sequence[Tool], template: str, prompt: str) -> None:
+    missing = [tool.name for tool in tools if tool.name not in prompt]
+    if tools and (missing or not re.search(r"\btools\b", template)):
+        fix = (
+            "the chat template does not render tools, so the model would not see them; use a model "
+            'whose template does, or pass chat_template_kwargs={"chat_template": ...}'
+        )
+        raise ConfigError("tools", missing or [tool.name for tool in tools], fix)
+
+
+def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -> list[Any]:
+    """The messages with the arguments of their calls changed; the caller's own stay as they are."""
+    return [_with_changed(message, change) for message in messages]
+
+
+def _with_changed(message: Any, change: Callable[[Any], Any]) -> Any:
+    if not isinstance(message, Mapping) or not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if isinstance(function, Mapping) and "arguments" in function:
+            changed = {**function, "arguments": change(function["arguments"])}
+            call = {**call, "function": changed}
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _as_dict(arguments: Any) -> Any:
+    """Arguments as most chat templates want them; OpenAI's client has them as JSON text."""
+    try:
+        return json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:
+        return arguments  # the template's to judge
+
+
+def _as_text(arguments: Any) -> Any:
+    is_text = isinstance(arguments, str)
+    return arguments if is_text else json.dumps(arguments, ensure_ascii=False)
