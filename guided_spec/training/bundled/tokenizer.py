@@ -8,13 +8,18 @@ from transformers import PreTrainedTokenizerFast
 END = "<|endoftext|>"
 SPECIAL_TOKENS = [END, "<|im_start|>", "<|im_end|>"]
 # A message that already ends in a task label ("Date:") is the whole prompt; any other text
-# gets the label of the JSON task, as in the training documents.
+# gets the label of the JSON task, as in the training documents. Tools are shown before the messages;
+# the training documents hold none, so calls are right by the grammar alone.
 CHAT_TEMPLATE = (
+    "{%- for tool in tools or [] -%}{{ 'Tool: ' + (tool | tojson) + '\n' }}{%- endfor -%}"
     "{%- for message in messages -%}"
-    "{%- set content = message['content'] | trim -%}"
-    "{%- if message['role'] == 'assistant' -%}{{ content + eos_token }}"
+    "{%- set content = (message['content'] or '') | trim -%}"
+    "{%- if message['role'] == 'assistant' -%}{{ content }}"
+    "{%- for call in message['tool_calls'] or [] -%}"
+    "{{ '<tool_call>\n' + (call['function'] | tojson) + '\n</tool_call>' }}{%- endfor -%}"
+    "{{ eos_token }}"
     "{%- elif loop.last and content[-1:] == ':' -%}{{ content + ' ' }}"
-    "{%- elif loop.last -%}{{ content + '\n\nJSON: ' }}"
+    "{%- elif loop.last and not tools -%}{{ content + '\n\nJSON: ' }}"
     "{%- else -%}{{ content + '\n\n' }}{%- endif -%}"
     "{%- endfor -%}"
 )
