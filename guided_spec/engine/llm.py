@@ -8,8 +8,9 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import fields
-from typing import Any
+from typing import Any, overload
 
+from guided_spec.engine.choices import ChoiceOutput, Chooser
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Prompt, split_prompts
@@ -18,6 +19,7 @@ from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -63,7 +65,8 @@ class LLM:
         self.proposer = setup.proposer_name
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
-        self._draft = setup.draft
+        self._draft = draft
+        self._chooser = Chooser(setup, self._worker)
         self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._markers, self._grammars, self._endings = setup.grammars
@@ -74,7 +77,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
-        params: one for all prompts, or one for each; None is ``SamplingParams()``. A request that
+        params: one for all prompts, or one for each; None is ``default_params``. A request that
         cannot be served comes back with ``finish_reason="error"`` and its ``error``; the others are
         served.
         """
@@ -135,14 +138,60 @@ class LLM:
         finally:
             _cancel(requests)
 
+    @overload
+    def choose(
+        self,
+        prompts: str,
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+    ) -> ChoiceOutput: ...
+    @overload
+    def choose(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+    ) -> Any: ...
+    def choose(
+        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+    ) -> Any:
+        """How likely each choice is behind the prompt: a ``ChoiceOutput``, a list for a list.
+
+        choices: distinct strings in a list or a Literal, or an Enum class with strings as values.
+        paths: "all" gives the probability with which a text that is sampled at temperature 1, with
+            the choices as its grammar and no other setting, is this choice: the sum over every way
+            to write it in tokens. "canonical" counts one way alone, the tokenizer's own, and at
+            each token shares out what the model gives to those of the choices.
+
+        The prompt is read once, and the texts only as far as more than one choice begins with them.
+
+        Raises ConfigError, PromptError, and what ended the first prompt that failed.
+        """
+        return self._chooser.choose(prompts, choices, paths)
+
+    async def achoose(
+        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+    ) -> Any:
+        """``choose`` for asyncio. Cancelling the task cancels the requests."""
+        return await self._chooser.achoose(prompts, choices, paths)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What ``params=None`` stands for: ``SamplingParams.from_model`` of this model."""
+        return SamplingParams.from_model(self.model)
+
     def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
 
-        draft: as for the constructor; None is this one's own.
+        draft: as for the constructor; None is this one's own, and the bundled model's is what fits
+            the proposer.
 
         The two must not generate at the same time: a model runs in one thread.
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        settings["max_model_len"] = self.max_model_len  # though the memory has less room by now
         draft = self._draft if draft is None else draft
         return LLM(self.model, proposer, draft=draft, tokenizer=self.tokenizer, **settings)
 
@@ -175,6 +224,7 @@ class LLM:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
         listed = split_prompts(prompts)
+        params = self.default_params if params is None else params
         for index, (prompt, param) in enumerate(zip(listed, _match(params, listed), strict=True)):
             try:
                 job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
@@ -238,9 +288,11 @@ class _Collector:
         return [RequestOutput(index, tuple(group)) for index, group in prompts.items()]
 
 
-def _match(params: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+def _match(
+    params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[Prompt]
+) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
     matched = list(params) if isinstance(params, Sequence) else [params]
     if not all(isinstance(one, SamplingParams) for one in matched):
         raise ConfigError("params", params, "must be a SamplingParams, or a list of them")
