@@ -21,11 +21,12 @@ CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need
 LEAST_CONTEXT = 4096  # before slots are given up for longer texts
 STEP = 256  # tokens that a context which memory limits is a multiple of
 
-_SHORTENED = (
-    "texts may have %d tokens, the model's own context is %d: the KV cache may take %d bytes, for "
-    "max_batch_size=%d texts of %d bytes a token. Pass max_model_len for longer ones (there are "
-    "fewer slots then, and requests queue), a smaller max_batch_size, or more kv_memory_bytes."
+_FOR_MEMORY = (
+    "the KV cache may take %d bytes, for max_batch_size=%d texts of %d bytes a token. Pass "
+    "max_model_len for longer ones (there are fewer slots then, and requests queue), a smaller "
+    "max_batch_size, or more kv_memory_bytes"
 )
+_FOR_ROPE = "behind that its rotary embedding depends on the longest text of a batch"
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +55,10 @@ class _Memory(NamedTuple):
 def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
     """Slots for ``config.max_batch_size`` requests, as far as the memory budget goes.
 
-    With ``max_model_len`` given there are fewer slots where the budget holds fewer. With None, texts
-    may be as long as the model takes them. Where the budget has no room for that in every slot,
-    they are shorter, but for 4096 tokens, and a warning says so; then there are fewer slots too.
+    With ``max_model_len`` given, there are fewer slots where the budget holds fewer. With None, a
+    text may be as long as the model's own context. Where the budget has no room for that in every
+    slot, it may be as long as fits, and a warning says so. Below 4096 tokens it does not go for
+    that: there are fewer slots instead.
 
     Raises ConfigError when not even one slot fits, and for more tokens than the model takes.
     """
@@ -67,11 +69,10 @@ def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
     memory = _Memory(budget, probe.kv_bytes_per_token, probe.state_bytes_per_slot)
     text_config = model.config.get_text_config(decoder=True)
     own: int | None = getattr(text_config, "max_position_embeddings", None)
+    most = largest_context(text_config)
     length = config.max_model_len
     if length is None:
-        length = _default_length(largest_context(text_config), memory, config.max_batch_size)
-        if own is not None and length < own:
-            logger.warning(_SHORTENED, length, own, budget, config.max_batch_size, memory.token)
+        length = _default_length(most, memory, config.max_batch_size)
     elif own is not None and length > own:
         raise ConfigError("max_model_len", length, f"the model's context is {own}; pass less")
     fitting = memory.slots(length)
@@ -80,6 +81,10 @@ def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
         fix = f"one request of {length} tokens takes {size} bytes and the KV cache may take "
         fix += f"{budget}: lower max_model_len or raise kv_memory_bytes"
         raise ConfigError("max_model_len", length, fix)
+    if config.max_model_len is None and own is not None and length < own:
+        reason = _FOR_MEMORY % (budget, config.max_batch_size, memory.token)
+        reason = _FOR_ROPE if length == most else reason
+        logger.warning("texts may have %d tokens, the model's own %d: %s.", length, own, reason)
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 

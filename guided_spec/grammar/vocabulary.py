@@ -81,7 +81,7 @@ class Vocabulary:
 
     @cached_property
     def ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
-        """The tokens of ``token_bytes`` that spell the same, ascending; without those of no text."""
+        """By the bytes they spell, tokens in ascending order; not those that spell nothing."""
         ids: dict[bytes, tuple[int, ...]] = {}
         for token_id, data in enumerate(self.token_bytes):
             if data:

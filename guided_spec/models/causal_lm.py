@@ -218,7 +218,7 @@ def _check_rope(model_type: str, text_config: Any, max_length: int) -> None:
 def _growing_rope(text_config: Any) -> tuple[str, int | None]:
     """The kind of such an embedding and up to where it is none; None for other kinds."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    kind = parameters["rope_type"] if "rope_type" in parameters else ""
+    kind = parameters.get("rope_type", "")
     if kind not in ("dynamic", "longrope"):
         return kind, None
     original = parameters.get("original_max_position_embeddings")
