@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from guided_spec.config import EngineConfig
     from guided_spec.core import DecodeBatch, Proposer
     from guided_spec.engine.llm import LLM
-    from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+    from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
     from guided_spec.engine.stats import RequestStats
     from guided_spec.errors import (
         BudgetTooSmallError,
@@ -61,6 +61,7 @@ __all__ = [
     "PROPOSERS",
     "Accepted",
     "BudgetTooSmallError",
+    "ChoiceOutput",
     "Chunk",
     "CompiledGrammar",
     "Completion",
@@ -113,6 +114,7 @@ _MODULES = {
     "LLM": "engine.llm",
     "PROPOSERS": "proposers",
     "Accepted": "types",
+    "ChoiceOutput": "engine.outputs",
     "Chunk": "engine.outputs",
     "CompiledGrammar": "grammar.protocol",
     "Completion": "engine.outputs",

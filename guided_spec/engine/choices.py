@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from enum import EnumMeta
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
-from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.outputs import ChoiceOutput, Chunk
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, State
 from guided_spec.engine.scoring import ScoringRequest
@@ -20,24 +20,7 @@ from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.types import SamplingParams
 
-__all__ = ["ChoiceOutput", "Chooser"]
-
-
-class ChoiceOutput(NamedTuple):
-    """How likely each choice is.
-
-    choice: the most probable one; of equals, the first.
-    probabilities: of every choice, in their order; they sum to 1.
-    logprobs: their natural logarithms.
-    paths: which ways of writing a choice count, see ``LLM.choose``.
-
-    Choices are what was passed: strings, or the members of an Enum class.
-    """
-
-    choice: Any
-    probabilities: dict[Any, float]
-    logprobs: dict[Any, float]
-    paths: ChoicePaths
+__all__ = ["Chooser"]
 
 
 class Chooser:

@@ -10,8 +10,8 @@ from concurrent.futures import wait
 from dataclasses import fields
 from typing import Any, overload
 
-from guided_spec.engine.choices import ChoiceOutput, Chooser
-from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+from guided_spec.engine.choices import Chooser
+from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request

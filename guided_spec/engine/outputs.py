@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.types import TokenLogprobs
 
-__all__ = ["Chunk", "Completion", "FinishReason", "RequestOutput"]
+__all__ = ["ChoiceOutput", "Chunk", "Completion", "FinishReason", "RequestOutput"]
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -83,3 +84,20 @@ class Chunk(NamedTuple):
     text: str
     completion: Completion | None = None
     logprobs: tuple[TokenLogprobs, ...] = ()
+
+
+class ChoiceOutput(NamedTuple):
+    """How likely each choice is.
+
+    choice: the most probable one; of equals, the first.
+    probabilities: of every choice, in their order; they sum to 1.
+    logprobs: their natural logarithms.
+    paths: which ways of writing a choice count, see ``LLM.choose``.
+
+    Choices are what was passed: strings, or the members of an Enum class.
+    """
+
+    choice: Any
+    probabilities: dict[Any, float]
+    logprobs: dict[Any, float]
+    paths: ChoicePaths

@@ -147,7 +147,7 @@ def test_it_runs_among_other_requests(name: str, spy: Spy) -> None:
             assert list(found.probabilities.values()) == exact(name, llm.vocabulary, None)
 
 
-def test_a_cancelled_task_leaves_the_others(spy: Spy) -> None:
+def test_a_cancelled_task_leaves_the_others() -> None:
     async def cancel_one(llm: LLM) -> Any:
         tasks = [asyncio.create_task(llm.achoose([PROMPT] * 9, CHOICES)) for _ in range(2)]
         await asyncio.sleep(0)
@@ -156,7 +156,7 @@ def test_a_cancelled_task_leaves_the_others(spy: Spy) -> None:
             await tasks[0]
         return await tasks[1]
 
-    with make_llm("llama", "spy", max_batch_size=2) as llm:
+    with make_llm("llama", max_batch_size=2) as llm:
         assert len(asyncio.run(cancel_one(llm))) == 9
         assert len(llm.generate("x", SamplingParams(max_tokens=3))[0].token_ids) == 3
 
