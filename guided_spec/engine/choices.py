@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from enum import EnumMeta
 from typing import Any, Literal, get_args, get_origin
@@ -114,8 +114,10 @@ class _Asked:
 def _read_choices(choices: Any) -> Mapping[str, Any]:
     """The text of each choice, and what stands for it in the output."""
     fix = "must be strings: a list of them, a Literal, or an Enum class whose values are strings"
+    pairs: list[tuple[Any, Any]]
     if isinstance(choices, EnumMeta):
-        pairs = [(member.value, member) for member in choices]
+        members: Iterable[Any] = choices
+        pairs = [(member.value, member) for member in members]
     elif get_origin(choices) is Literal:
         pairs = [(value, value) for value in get_args(choices)]
     elif isinstance(choices, Sequence) and not isinstance(choices, str | bytes):

@@ -102,15 +102,11 @@ class Setup:
         tokenizer = _tokenizer(model, options)
         config = options.config
         num_slots, max_model_len = plan_slots(loaded, config)
-        target = CausalLM(
-            loaded, num_slots=num_slots, max_length=max_model_len, kernels=config.kernels
-        )
+        kernels = config.kernels
+        target = CausalLM(loaded, num_slots=num_slots, max_length=max_model_len, kernels=kernels)
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
-
-        def spell(text: str) -> list[int]:
-            return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
+        spell = _speller(tokenizer)
         context = ProposerContext(
             vocabulary=vocabulary,
             encode=spell,
@@ -151,6 +147,11 @@ def _bundled_draft(proposer: str) -> str:
     """What the bundled target drafts with, by the names in a proposer's spec."""
     heads = [name for name in re.split("[:+]", proposer) if name in BUNDLED_HEADS]
     return bundled_asset(heads[0] if heads else "draft")
+
+
+def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Text to token ids, without special tokens around it."""
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def _tokenizer(model: Any, options: Options) -> Any:

@@ -187,7 +187,7 @@ def test_prompts_and_settings_are_refused_by_name() -> None:
         with pytest.raises(PromptError, match="prompt and choices take 3[3-9] tokens"):
             llm.choose(near, CHOICES)
         with pytest.raises(PromptError):
-            llm.choose([PROMPT, 3.5], CHOICES)  # type: ignore[list-item]
+            llm.choose([PROMPT, 3.5], CHOICES)  # type: ignore[arg-type]
         assert llm.choose(PROMPT, ["a", "b"]).choice in "ab"
     with pytest.raises(GuidedSpecError, match="closed"):
         llm.choose(PROMPT, CHOICES)

@@ -18,7 +18,7 @@ from guided_spec.models.loading import load_model
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, tiny_model
 
-LOAD = {
+LOAD: dict[str, Any] = {
     "attn_implementation": "eager",
     "device": "cpu",
     "device_map": "auto",
@@ -37,7 +37,8 @@ def test_how_to_load_is_refused_for_a_loaded_model(name: str) -> None:
 
 
 def test_an_option_left_open_is_none() -> None:
-    with make_llm("llama", **dict.fromkeys(Options.LOAD_NAMES)) as llm:
+    options: dict[str, Any] = dict.fromkeys(Options.LOAD_NAMES)
+    with make_llm("llama", **options) as llm:
         assert llm.model is tiny_model("llama")
 
 
@@ -45,8 +46,8 @@ def test_an_adapter_is_a_model(tmp_path: Path) -> None:
     base = load_model(bundled_asset("target"), device="cpu")
     settings = LoraConfig(r=2, target_modules=["v_proj"], init_lora_weights=False)
     torch.manual_seed(0)
-    model = get_peft_model(base, settings)  # type: ignore[arg-type]  # any module, it says
-    model.save_pretrained(tmp_path)
+    model = get_peft_model(base, settings)
+    model.save_pretrained(str(tmp_path))
     with LLM(str(tmp_path), "none", device="cpu") as llm:
         found = llm.generate("Ada ordered", SamplingParams(max_tokens=8))
     ids = llm.encode("Ada ordered")

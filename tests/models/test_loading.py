@@ -220,7 +220,7 @@ def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
     model.eval()
     with torch.no_grad():
         logits = model(IDS).logits
-    model.save_pretrained(path)
+    model.save_pretrained(str(path))
     return Adapter(path, logits)
 
 
