@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from guided_spec.core import DecodeBatch, Proposer
     from guided_spec.engine.chat import ChatCompletion, ChatOutput
     from guided_spec.engine.llm import LLM
-    from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+    from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
     from guided_spec.engine.stats import RequestStats
     from guided_spec.errors import (
         BudgetTooSmallError,
@@ -65,6 +65,7 @@ __all__ = [
     "BudgetTooSmallError",
     "ChatCompletion",
     "ChatOutput",
+    "ChoiceOutput",
     "Chunk",
     "CompiledGrammar",
     "Completion",
@@ -120,6 +121,7 @@ _MODULES = {
     "Accepted": "types",
     "ChatCompletion": "engine.chat",
     "ChatOutput": "engine.chat",
+    "ChoiceOutput": "engine.outputs",
     "Chunk": "engine.outputs",
     "CompiledGrammar": "grammar.protocol",
     "Completion": "engine.outputs",

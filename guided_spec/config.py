@@ -28,7 +28,8 @@ class EngineConfig:
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
-        limit, but not more than 4096.
+        context, and less (with a warning, 4096 at least) where memory has no room for so much in
+        ``max_batch_size`` slots.
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``

@@ -213,6 +213,34 @@ class SamplingParams:
             raise ConfigError("draft_policy", self.draft_policy, fix)
         _require_logprobs(self.logprobs, self.logprobs_mode)
 
+    @classmethod
+    def from_model(cls, model: Any, **overrides: Any) -> SamplingParams:
+        """The sampling that a model's generation config recommends, unless told otherwise.
+
+        model: an ``LLM``, a model of transformers, or its ``GenerationConfig``. Of that are read
+            temperature, top_k, top_p, min_p and repetition_penalty, and max_new_tokens as
+            max_tokens; what it leaves open stays at the default here. Without ``do_sample`` it asks
+            for greedy decoding, as in transformers.
+        overrides: fields of this record, which come first.
+
+        Raises ConfigError for a value out of range, and for what has no generation config.
+        """
+        holder = model if hasattr(model, "generation_config") else getattr(model, "model", model)
+        config = getattr(holder, "generation_config", holder)
+        if config is None:  # of a model that was made without one
+            return cls(**overrides)
+        if not hasattr(config, "do_sample"):
+            fix = "must be an LLM, a model of transformers, or a GenerationConfig"
+            raise ConfigError("model", model, fix)
+        names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        if config.do_sample:
+            names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        found = {field: getattr(config, name, None) for name, field in names.items()}
+        fields = {field: value for field, value in found.items() if value is not None}
+        if config.do_sample:
+            fields.setdefault("temperature", 1.0)
+        return cls(**{**fields, **overrides})
+
     def _read_token_rules(self) -> None:
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))

@@ -23,7 +23,7 @@ MODULES = sorted(
 )
 PROMISED = {
     *("LLM", "SamplingParams", "GrammarSpec", "EngineConfig"),
-    *("RequestOutput", "Completion", "Chunk", "RequestStats"),
+    *("RequestOutput", "Completion", "ChoiceOutput", "Chunk", "RequestStats"),
     *("TokenLogprobs", "TopLogprob", "ChatOutput", "ChatCompletion", "ToolCall"),
     *("Draft", "Accepted", "Noise", "rejection_sample"),
     *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext"),

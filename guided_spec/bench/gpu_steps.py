@@ -22,7 +22,7 @@ from guided_spec.bench.gpu_subject import (
 )
 from guided_spec.bench.heap import frozen_heap
 from guided_spec.config import EngineConfig
-from guided_spec.engine.memory import slots_that_fit
+from guided_spec.engine.memory import plan_slots
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.setup import Options, Setup
@@ -162,7 +162,7 @@ def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineC
 
 def _lack_of_memory(subject: Subject, config: EngineConfig) -> str | None:
     try:
-        fitting = slots_that_fit(subject.model, config, config.max_model_len or 0)
+        fitting = plan_slots(subject.model, config).num_slots
     except ConfigError as error:  # not even one
         return str(error)
     return None if fitting == config.max_batch_size else f"memory for {fitting} requests"

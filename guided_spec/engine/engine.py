@@ -18,6 +18,7 @@ from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
+from guided_spec.engine.scoring import ScoringRequest, score_rows
 from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -97,7 +98,8 @@ class Engine:
             return
         try:
             has_read = self._prefill()
-            self._decode(is_typical=not has_read)
+            has_scored = self._score()
+            self._decode(is_typical=not (has_read or has_scored))
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
             self.fail(self._scheduler.running(), error)
         self._drop_ended()
@@ -179,7 +181,7 @@ class Engine:
         """Those whose prompts are read."""
         for request in requests:
             if request.num_cached == request.prompt_length - 1:
-                request.state = State.DECODE
+                request.state = request.after_prompt
                 self._hand_on(request)
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
@@ -201,7 +203,8 @@ class Engine:
                 continue
             if other.state is State.PREFILL and (other.num_cached > 0 or other.slot < request.slot):
                 return True
-            if other.state is State.DECODE and not moves_on:
+            stays = other.state is State.SCORE or (other.state is State.DECODE and not moves_on)
+            if stays:
                 self._share(other, request)
                 return True
         return False
@@ -210,13 +213,21 @@ class Engine:
         length = source.prompt_length - 1
         self._target.share_prefill(source.slot, request.slot, length)
         request.num_cached, request.prefill = length, source.prefill
-        request.state = State.DECODE
+        request.state = request.after_prompt
 
     def _hand_on(self, source: Request) -> None:
         """Give a prompt that was just read to the requests that wait for it."""
         for request in self._scheduler.running(State.PREFILL):
             if request.num_cached == 0 and request.has_prompt_of(source):
                 self._share(source, request)
+
+    def _score(self) -> bool:
+        """One forward over the next row of every request that scores; whether there were any."""
+        running = self._scheduler.running(State.SCORE)
+        requests = [request for request in running if isinstance(request, ScoringRequest)]
+        if requests:
+            score_rows(self._model, requests)
+        return bool(requests)
 
     def _decode(self, *, is_typical: bool) -> None:
         """One speculative step. is_typical: False when its time holds more than that."""

@@ -8,11 +8,12 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import fields
-from typing import Any, Unpack
+from typing import Any, Unpack, overload
 
 from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput
+from guided_spec.engine.choices import Chooser
 from guided_spec.engine.failures import Failures, OnError
-from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
+from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.progress import ProgressBar
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
@@ -21,6 +22,7 @@ from guided_spec.engine.setup import Options, Setup
 from guided_spec.engine.stats import RequestStats
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -66,7 +68,8 @@ class LLM:
         self.proposer = setup.proposer_name
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
-        self._draft = setup.draft
+        self._draft = draft
+        self._chooser = Chooser(setup, self._worker)
         self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
@@ -83,7 +86,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
-        params: one for all prompts, or one for each; None is ``SamplingParams()``.
+        params: one for all prompts, or one for each; None is ``default_params``.
         on_error: "raise" raises the error of a request that fails before its first token, such as a
             refused schema or a prompt that is too long, and cancels the others; "return" serves
             these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
@@ -200,14 +203,60 @@ class LLM:
         finally:
             _cancel(requests)
 
+    @overload
+    def choose(
+        self,
+        prompts: str,
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+    ) -> ChoiceOutput: ...
+    @overload
+    def choose(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        choices: Any,
+        *,
+        paths: ChoicePaths = "all",
+    ) -> Any: ...
+    def choose(
+        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+    ) -> Any:
+        """How likely each choice is behind the prompt: a ``ChoiceOutput``, a list for a list.
+
+        choices: distinct strings in a list or a Literal, or an Enum class with strings as values.
+        paths: "all" gives the probability with which a text that is sampled at temperature 1, with
+            the choices as its grammar and no other setting, is this choice: the sum over every way
+            to write it in tokens. "canonical" counts one way alone, the tokenizer's own, and at
+            each token shares out what the model gives to those of the choices.
+
+        The prompt is read once, and the texts only as far as more than one choice begins with them.
+
+        Raises ConfigError, PromptError, and what ended the first prompt that failed.
+        """
+        return self._chooser.choose(prompts, choices, paths)
+
+    async def achoose(
+        self, prompts: Prompt | Sequence[Prompt], choices: Any, *, paths: ChoicePaths = "all"
+    ) -> Any:
+        """``choose`` for asyncio. Cancelling the task cancels the requests."""
+        return await self._chooser.achoose(prompts, choices, paths)
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """What ``params=None`` stands for: ``SamplingParams.from_model`` of this model."""
+        return SamplingParams.from_model(self.model)
+
     def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
 
-        draft: as for the constructor; None is this one's own.
+        draft: as for the constructor; None is this one's own, and the bundled model's is what fits
+            the proposer.
 
         The two must not generate at the same time: a model runs in one thread.
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
+        settings["max_model_len"] = self.max_model_len  # though the memory has less room by now
         draft = self._draft if draft is None else draft
         return LLM(self.model, proposer, draft=draft, tokenizer=self.tokenizer, **settings)
 
@@ -239,6 +288,7 @@ class LLM:
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
+        params = self.default_params if params is None else params
         for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
             try:
                 job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
@@ -304,9 +354,11 @@ class _Collector:
         return [RequestOutput(index, tuple(group)) for index, group in prompts.items()]
 
 
-def _match(params: Params, prompts: Sequence[Prompt]) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * len(prompts)
+def _match(
+    params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[Prompt]
+) -> list[SamplingParams]:
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
     matched = list(params) if isinstance(params, Sequence) else [params]
     if not all(isinstance(one, SamplingParams) for one in matched):
         raise ConfigError("params", params, "must be a SamplingParams, or a list of them")

@@ -6,11 +6,12 @@ from typing import Any, Literal, NamedTuple
 
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.types import TokenLogprobs
 
-__all__ = ["Chunk", "Completion", "FinishReason", "RequestOutput"]
+__all__ = ["ChoiceOutput", "Chunk", "Completion", "FinishReason", "RequestOutput"]
 
 FinishReason = Literal["stop", "length", "error"]
 
@@ -130,3 +131,20 @@ class Chunk(NamedTuple):
         if self.grammar is None or not self.grammar.is_json:
             return None
         return parse_partial(self.answer)
+
+
+class ChoiceOutput(NamedTuple):
+    """How likely each choice is.
+
+    choice: the most probable one; of equals, the first.
+    probabilities: of every choice, in their order; they sum to 1.
+    logprobs: their natural logarithms.
+    paths: which ways of writing a choice count, see ``LLM.choose``.
+
+    Choices are what was passed: strings, or the members of an Enum class.
+    """
+
+    choice: Any
+    probabilities: dict[Any, float]
+    logprobs: dict[Any, float]
+    paths: ChoicePaths

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 
+import torch
 import torch.distributed
 
 from guided_spec.types import MAX_SEED
 
-__all__ = ["SeedSource", "is_parallel"]
+__all__ = ["SeedSource", "agree_on_least", "is_parallel"]
 
 
 def is_parallel() -> bool:
@@ -19,6 +20,18 @@ def is_parallel() -> bool:
         and distributed.is_initialized()
         and distributed.get_world_size() > 1
     )
+
+
+def agree_on_least(number: int, device: torch.device) -> int:
+    """The least number that any process of the group passes; the number itself without a group.
+
+    device: where the processes' tensors are.
+    """
+    if not is_parallel():
+        return number
+    least = torch.tensor(number, device=device)
+    torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN)
+    return int(least)
 
 
 class SeedSource:

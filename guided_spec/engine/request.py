@@ -25,11 +25,12 @@ __all__ = ["Job", "Request", "State"]
 
 
 class State(Enum):
-    """Where a request is: in the queue, reading its prompt, writing, or done."""
+    """Where a request is: in the queue, reading its prompt, writing or scoring, or done."""
 
     WAITING = auto()
     PREFILL = auto()
     DECODE = auto()
+    SCORE = auto()
     FINISHED = auto()
 
 
@@ -67,6 +68,8 @@ class Request:
     report: called with every chunk, from the engine's thread.
     noise_key: see ``guided_spec.ops.noise``; the engine may set another before the first step.
     """
+
+    after_prompt = State.DECODE
 
     def __init__(self, job: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> None:
         self.job = job

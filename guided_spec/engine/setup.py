@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from importlib.resources import files
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
-from guided_spec.engine.memory import slots_that_fit
+from guided_spec.engine.memory import plan_slots
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends import require_grammar_backend
@@ -23,7 +25,7 @@ from guided_spec.proposers.context import ProposerContext
 
 __all__ = ["Options", "Setup", "bundled_asset"]
 
-LARGEST_DEFAULT_CONTEXT = 4096
+BUNDLED_HEADS = ("eagle3", "mtp")
 
 
 def bundled_asset(name: str) -> str:
@@ -37,7 +39,8 @@ class Options:
 
     tokenizer: a hub id, a folder or a loaded tokenizer; None takes the model's own.
     load: keyword arguments of ``guided_spec.models.loading.load_model``: device, dtype, device_map,
-        tp_plan, attn_implementation, revision, trust_remote_code.
+        tp_plan, attn_implementation, quantization_config, revision, trust_remote_code. They are of
+        use for a model that is named, and refused for one that is loaded.
     config: the engine's settings.
     """
 
@@ -50,6 +53,7 @@ class Options:
         "device",
         "device_map",
         "dtype",
+        "quantization_config",
         "revision",
         "tp_plan",
         "trust_remote_code",
@@ -67,7 +71,7 @@ class Options:
                 )
         return cls(
             tokenizer=options.get("tokenizer"),
-            load={name: options[name] for name in cls.LOAD_NAMES if name in options},
+            load={n: options[n] for n in cls.LOAD_NAMES if options.get(n) is not None},
             config=EngineConfig(**{n: v for n, v in options.items() if n in engine_names}),
         )
 
@@ -77,12 +81,12 @@ class Setup:
     """Everything an ``LLM`` is made of."""
 
     model: Any
-    draft: Any
     tokenizer: Any
     config: EngineConfig
     proposer_name: str
     max_model_len: int
     vocabulary: Vocabulary
+    spell: Callable[[str], list[int]]
     encoder: PromptEncoder
     grammars: RequestGrammars
     engine: Engine
@@ -91,59 +95,71 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        if model is None:
-            model = bundled_asset("target")
-            draft = bundled_asset("draft") if draft is None else draft
-        loaded = load_model(model, **options.load) if isinstance(model, str | Path) else model
-        tokenizer = _tokenizer(model, options.tokenizer)
+        proposer = proposer or "chain:grammar_forced+auto"
+        model = bundled_asset("target") if model is None else model
+        loaded = _loaded(model, options.load)
+        if draft is None and loaded.config.name_or_path == bundled_asset("target"):
+            draft = _bundled_draft(proposer)
+        tokenizer = _tokenizer(model, options)
         config = options.config
-        max_model_len = _max_model_len(loaded, config)
-        target = _target(loaded, config, max_model_len)
+        num_slots, max_model_len = plan_slots(loaded, config)
+        kernels = config.kernels
+        target = CausalLM(loaded, num_slots=num_slots, max_length=max_model_len, kernels=kernels)
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
+        spell = _speller(tokenizer)
         context = ProposerContext(
             vocabulary=vocabulary,
-            encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+            encode=spell,
             tokenizer=tokenizer,
             target=loaded,
             config=config,
-            num_slots=target.num_slots,
+            num_slots=num_slots,
             max_model_len=max_model_len,
             device=target.device,
             dtype=target.dtype,
             draft=draft,
         )
-        name = resolve_auto(proposer or "chain:grammar_forced+auto", context)
+        name = resolve_auto(proposer, context)
         return cls(
             model=loaded,
-            draft=draft,
             tokenizer=tokenizer,
             config=config,
             proposer_name=name,
             max_model_len=max_model_len,
             vocabulary=vocabulary,
+            spell=spell,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
             grammars=RequestGrammars.build(config, vocabulary, tokenizer),
             engine=Engine(target, build_proposer(name, context), config),
         )
 
 
-def _target(model: Any, config: EngineConfig, max_length: int) -> CausalLM:
-    num_slots = slots_that_fit(model, config, max_length)
-    return CausalLM(model, num_slots=num_slots, max_length=max_length, kernels=config.kernels)
+def _loaded(model: Any, load: dict[str, Any]) -> Any:
+    if isinstance(model, str | Path):
+        return load_model(model, **load)
+    for name, value in load.items():
+        fix = "the model is loaded already: load it that way, or pass its folder or hub id"
+        raise ConfigError(name, value, fix)
+    return model
 
 
-def _tokenizer(model: Any, tokenizer: Any) -> Any:
-    if tokenizer is None:
-        tokenizer = model if isinstance(model, str | Path) else model.config.name_or_path
-    return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+def _bundled_draft(proposer: str) -> str:
+    """What the bundled target drafts with, by the names in a proposer's spec."""
+    heads = [name for name in re.split("[:+]", proposer) if name in BUNDLED_HEADS]
+    return bundled_asset(heads[0] if heads else "draft")
 
 
-def _max_model_len(model: Any, config: EngineConfig) -> int:
-    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    wanted = config.max_model_len
-    if wanted is None:
-        return min(limit or LARGEST_DEFAULT_CONTEXT, LARGEST_DEFAULT_CONTEXT)
-    if limit is not None and wanted > limit:
-        raise ConfigError("max_model_len", wanted, f"the model's context is {limit}; pass less")
-    return wanted
+def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Text to token ids, without special tokens around it."""
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _tokenizer(model: Any, options: Options) -> Any:
+    tokenizer = options.tokenizer
+    if tokenizer is not None:
+        return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    if not isinstance(model, str | Path):
+        return load_tokenizer(model.config.name_or_path)
+    names = ("revision", "trust_remote_code")  # of the same repository
+    return load_tokenizer(model, **{n: options.load[n] for n in names if n in options.load})

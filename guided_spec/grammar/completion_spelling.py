@@ -51,17 +51,14 @@ class Spelling:
         self.stops = frozenset(vocabulary.stop_token_ids)
         self.stop_token_ids = np.array(vocabulary.stop_token_ids, dtype=np.int64)
         self.single_bytes = frozenset(np.flatnonzero(vocabulary.single_byte_ids >= 0).tolist())
-        self._ids: dict[bytes, tuple[int, ...]] = {}
-        for token_id, data in enumerate(self.token_bytes):
-            if data:
-                self._ids[data] = (*self._ids.get(data, ()), token_id)
+        self._ids = vocabulary.ids_by_bytes
         self._num_tokens: dict[bytes, int] = {b"": 0}
         self._singles: list[int] = vocabulary.single_byte_ids.tolist()
         self._written: dict[bytes, tuple[int, ...]] = {}
         lengths = np.array([len(data) for data in self.token_bytes])
         order = np.argsort(-lengths, kind="stable")
         self.ids: NDArray[np.int64] = order[: int((lengths > 0).sum())].astype(np.int64)
-        self.longest = int(lengths.max(initial=0))
+        self.longest = vocabulary.longest_token
         counts = [int((lengths > at).sum()) for at in range(self.longest)]
         texts = [self.token_bytes[token] for token in self.ids.tolist()]
         self.columns = [

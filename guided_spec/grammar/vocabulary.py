@@ -80,6 +80,20 @@ class Vocabulary:
         return b"".join(self.text_bytes[i] for i in token_ids).decode("utf-8", errors="replace")
 
     @cached_property
+    def ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
+        """By the bytes they spell, tokens in ascending order; not those that spell nothing."""
+        ids: dict[bytes, tuple[int, ...]] = {}
+        for token_id, data in enumerate(self.token_bytes):
+            if data:
+                ids[data] = (*ids.get(data, ()), token_id)
+        return ids
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token."""
+        return max(map(len, self.ids_by_bytes), default=0)
+
+    @cached_property
     def single_byte_ids(self) -> NDArray[np.int64]:
         """[256]: for each byte the lowest id of a token that is this one byte, or -1."""
         ids = np.full(256, -1, dtype=np.int64)

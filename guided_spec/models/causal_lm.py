@@ -20,7 +20,14 @@ from guided_spec.models.slot_trial import SlotTrial
 from guided_spec.models.stock_decoder import StockDecoder
 from guided_spec.models.stock_slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 
-__all__ = ["CausalLM", "SlotInputs", "SlotOutput", "kv_bytes_per_token", "state_bytes_per_slot"]
+__all__ = [
+    "CausalLM",
+    "SlotInputs",
+    "SlotOutput",
+    "kv_bytes_per_token",
+    "largest_context",
+    "state_bytes_per_slot",
+]
 
 PACKED_DEVICES = ("cuda",)  # where "auto" is packed
 
@@ -186,15 +193,33 @@ def state_bytes_per_slot(model: PreTrainedModel) -> int:
     return CausalLM(model, num_slots=1, max_length=1, kernels="stock").state_bytes_per_slot
 
 
+def largest_context(text_config: Any) -> int | None:
+    """Tokens of a text that the model takes over slots at most; None if its config says nothing.
+
+    Less than it was made for where its rotary embedding depends on the longest text of a batch: up
+    to its original context it does not.
+    """
+    own: int | None = getattr(text_config, "max_position_embeddings", None)
+    _, limit = _growing_rope(text_config)
+    return own if limit is None else limit
+
+
 def _check_rope(model_type: str, text_config: Any, max_length: int) -> None:
     """Refuse rotary embeddings whose frequencies depend on the longest text of a batch."""
+    kind, limit = _growing_rope(text_config)
+    if limit is not None and max_length > limit:
+        raise ModelError(
+            f"model_type={model_type!r}, max_length={max_length}: its {kind} rotary embedding "
+            f"depends on the longest text of the batch beyond {limit} tokens; use a max_length of "
+            f"at most {limit}"
+        )
+
+
+def _growing_rope(text_config: Any) -> tuple[str, int | None]:
+    """The kind of such an embedding and up to where it is none; None for other kinds."""
     parameters = getattr(text_config, "rope_parameters", None) or {}
-    if "rope_type" in parameters and parameters["rope_type"] in ("dynamic", "longrope"):
-        limit = parameters.get("original_max_position_embeddings")
-        limit = limit or text_config.max_position_embeddings
-        if max_length > limit:
-            raise ModelError(
-                f"model_type={model_type!r}, max_length={max_length}: its "
-                f"{parameters['rope_type']} rotary embedding depends on the longest text of the "
-                f"batch beyond {limit} tokens; use a max_length of at most {limit}"
-            )
+    kind = parameters.get("rope_type", "")
+    if kind not in ("dynamic", "longrope"):
+        return kind, None
+    original = parameters.get("original_max_position_embeddings")
+    return kind, original or text_config.max_position_embeddings

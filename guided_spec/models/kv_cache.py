@@ -11,9 +11,11 @@ Everything this package relies on of transformers' cache internals is here and i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
@@ -24,6 +26,8 @@ from guided_spec.models.step_plan import StepPlan
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["SlotCache", "copy_positions"]
+
+_ALIGNMENT = 64  # bytes, as of torch's own memory
 
 # What transformers calls the layers of DeepSeek sparse attention: now, and up to 5.17.
 INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
@@ -187,7 +191,7 @@ class SlotLayer(CacheLayerMixin):
     def _allocate(self, states: Tensor) -> Tensor:
         slots, length = self._cache.num_slots, self._cache.max_length
         # Zeros, not garbage: a masked value is multiplied by 0, and 0 * NaN would show.
-        return states.new_zeros(slots, states.shape[1], length + 1, states.shape[3])
+        return _zeros(states, (slots, states.shape[1], length + 1, states.shape[3]))
 
 
 class SlotIndexedLayer(SlotLayer):
@@ -213,6 +217,16 @@ class SlotIndexedLayer(SlotLayer):
         """See ``SlotLayer.buffers``."""
         indexer = [] if self.indexer_keys is None else [self.indexer_keys]
         return super().buffers() + indexer
+
+
+def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """On the CPU memory that the system hands out as it is written to, which torch's own is not."""
+    if type(like) is not Tensor or like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)
 
 
 def copy_positions(

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ModelError
 
 __all__ = ["end_of_text_ids", "load_model", "load_tokenizer"]
 
+ADAPTER_CONFIG = "adapter_config.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
 LARGEST_REASON = 300
 
 
@@ -33,32 +38,37 @@ def load_model(
 ) -> PreTrainedModel:
     """Load a causal LM for inference.
 
-    path: a folder with a config.json, or a hub id such as "org/name".
-    dtype: torch.bfloat16, "bfloat16", ... or "auto" for the checkpoint's own; None is "auto" on
-        CUDA and float32 on the CPU.
-    device: where to put it; None is CUDA where there is one, else the CPU.
+    path: a folder with a config.json, or a hub id such as "org/name"; or a LoRA adapter of peft,
+        whose base model is then loaded and its weights merged.
+    dtype: torch.bfloat16, "bfloat16", ... or "auto" for the checkpoint's own; None is float32 on
+        the CPU and "auto" elsewhere.
+    device: where to put it; None is CUDA where there is one, else the CPU. "auto" tries CUDA, then
+        Apple's MPS, then takes the CPU.
     device_map: spread the layers over devices instead, as accelerate does ("auto").
     tp_plan: split each layer over the processes of torchrun instead ("auto").
     options: further arguments of ``from_pretrained``: attn_implementation, revision,
-        trust_remote_code, quantization_config, ...
+        trust_remote_code, quantization_config, ... Of an adapter, the revision is the adapter's.
 
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """
     if sum(value is not None for value in (device, device_map, tp_plan)) > 1:
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
-    _check_folder("model", path, "config.json")
+    _check_folder("model", path, "config.json", ADAPTER_CONFIG)
     target = _target_device(device)
     arguments = {"dtype": _resolve_dtype(dtype, target), **options}
     if device_map is not None:
-        _require_accelerate(device_map)
+        _require("accelerate", "parallel", f"device_map={device_map!r}")
         arguments["device_map"] = device_map
     if tp_plan is not None:
         arguments["distributed_config"] = _distributed_config(tp_plan)
+    is_placed = device_map is not None or tp_plan is not None
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
-        if device_map is None and tp_plan is None:
-            model = model.to(target)
-    except torch.OutOfMemoryError:
+        adapter = _find_file(path, ADAPTER_CONFIG, options.get("revision"))
+        if adapter is None:
+            model = _load_whole(path, arguments, None if is_placed else target)
+        else:
+            model = _load_merged(path, adapter, arguments, None if is_placed else target)
+    except (ModelError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # transformers raises nearly every class of exception here
         raise ModelError(_explain("model", path, error)) from error
@@ -67,15 +77,60 @@ def load_model(
     return model
 
 
+def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:
+    """target: where to put all of the model; None leaves that to ``arguments``."""
+    if target is not None and _is_quantized(path, arguments):
+        # Its weights may exist on one kind of device only: they are made there, and not moved.
+        _require("accelerate", "parallel", "a quantized model")
+        arguments, target = {**arguments, "device_map": {"": target}}, None
+    model: Any = AutoModelForCausalLM.from_pretrained(str(path), **arguments)
+    return model if target is None else model.to(target)
+
+
+def _is_quantized(path: str | Path, arguments: dict[str, Any]) -> bool:
+    if arguments.get("quantization_config") is not None:
+        return True
+    known = {
+        name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments
+    }
+    config = AutoConfig.from_pretrained(str(path), **known)
+    return getattr(config, "quantization_config", None) is not None
+
+
+def _load_merged(
+    path: str | Path, adapter: str, arguments: dict[str, Any], target: torch.device | None
+) -> Any:
+    """The base model that a LoRA adapter names, with the adapter in its weights."""
+    shown = f"model={str(path)!r} is a LoRA adapter"
+    _require("peft", "lora", shown)
+    settings = json.loads(Path(adapter).read_text(encoding="utf-8"))
+    base = settings.get("base_model_name_or_path")
+    if not base:
+        raise ModelError(f"{shown} whose {ADAPTER_CONFIG} names no base_model_name_or_path: add it")
+    revision = arguments.pop("revision", None)
+    if settings.get("revision") is not None:
+        arguments["revision"] = settings["revision"]
+    if _is_quantized(base, arguments):
+        fix = "merge it into the whole model, save that, and quantize it"
+        raise ModelError(f"{shown}, which would be rounded in a quantized base model: {fix}")
+    from peft import PeftModel  # an extra
+
+    model = _load_whole(base, arguments, target)
+    known = {} if revision is None else {"revision": revision}
+    merged: Any = PeftModel.from_pretrained(model, str(path), **known)
+    return merged.merge_and_unload(safe_merge=True)
+
+
 def load_tokenizer(path: str | Path, **options: Any) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or by a hub id.
+    """Load a tokenizer from a folder or by a hub id; for a LoRA adapter without one, its base's.
 
     options: further arguments of ``from_pretrained``: revision, trust_remote_code, ...
     Raises ModelError, naming the argument and what to do, when it cannot be loaded.
     """
-    _check_folder("tokenizer", path, "tokenizer_config.json")
+    _check_folder("tokenizer", path, TOKENIZER_CONFIG, ADAPTER_CONFIG)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(path), **options)
+        source = _tokenizer_of(path, options)
+        tokenizer = AutoTokenizer.from_pretrained(str(source), **options)
     except Exception as error:  # transformers raises nearly every class of exception here
         raise ModelError(_explain("tokenizer", path, error)) from error
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
@@ -97,32 +152,75 @@ def end_of_text_ids(
     return tuple(sorted(found))
 
 
-def _check_folder(argument: str, path: str | Path, file: str) -> None:
-    """Refuse what is plainly a folder and not there, before a hub is asked for it."""
+def _tokenizer_of(path: str | Path, options: dict[str, Any]) -> str | Path:
+    """Where the tokenizer is: an adapter need not bring it."""
+    revision = options.get("revision")
+    adapter = _find_file(path, ADAPTER_CONFIG, revision)
+    if adapter is None or _find_file(path, TOKENIZER_CONFIG, revision) is not None:
+        return path
+    settings = json.loads(Path(adapter).read_text(encoding="utf-8"))
+    options.pop("revision", None)  # the adapter's
+    if settings.get("revision") is not None:
+        options["revision"] = settings["revision"]
+    base: str = settings.get("base_model_name_or_path") or str(path)
+    return base
+
+
+def _find_file(path: str | Path, name: str, revision: str | None) -> str | None:
+    """Where a file of a folder or a repository of the hub is; None where it has no such."""
+    if Path(path).is_dir():
+        file = Path(path) / name
+        return str(file) if file.is_file() else None
+    found = cached_file(
+        str(path),
+        name,
+        revision=revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if found is None else str(found)
+
+
+def _check_folder(argument: str, path: str | Path, *names: str) -> None:
+    """Refuse what is plainly a folder and not there, before a hub is asked for it.
+
+    names: files of which the folder must have one.
+    """
     looks_local = isinstance(path, Path) or str(path).startswith((".", "/", "~"))
     shown = f"{argument}={str(path)!r}"
     if looks_local and not Path(path).is_dir():
         raise ModelError(f"{shown}: there is no such folder; pass one or a hub id")
-    if Path(path).is_dir() and not (Path(path) / file).is_file():
-        raise ModelError(f"{shown}: the folder has no {file}; pass a {argument} folder")
+    if Path(path).is_dir() and not any((Path(path) / name).is_file() for name in names):
+        raise ModelError(f"{shown}: the folder has no {names[0]}; pass a {argument} folder")
 
 
 def _target_device(device: str | torch.device | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "auto":
+        return _best_device()
     try:
         target = torch.device(device)
     except RuntimeError as error:
-        raise ModelError(f"device={device!r}: pass 'cpu', 'cuda' or 'cuda:<index>'") from error
+        raise ModelError(
+            f"device={device!r}: pass 'auto', 'cpu', 'cuda' or 'cuda:<index>'"
+        ) from error
     if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
         count = torch.cuda.device_count()
         raise ModelError(f"device={str(device)!r}: torch sees {count} CUDA devices; pass another")
     return target
 
 
+def _best_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
 def _resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
     if dtype is None:
-        return "auto" if device.type == "cuda" else torch.float32
+        return torch.float32 if device.type == "cpu" else "auto"
     if isinstance(dtype, torch.dtype) or dtype == "auto":
         return dtype
     found = getattr(torch, dtype, None)
@@ -141,10 +239,9 @@ def _distributed_config(tp_plan: str | dict[str, str]) -> Any:
     return module.DistributedConfig(tp_plan=tp_plan)
 
 
-def _require_accelerate(device_map: object) -> None:
-    if importlib.util.find_spec("accelerate") is None:
-        fix = "it needs accelerate: pip install 'guided-spec[parallel]'"
-        raise ModelError(f"device_map={device_map!r}: {fix}")
+def _require(package: str, extra: str, shown: str) -> None:
+    if importlib.util.find_spec(package) is None:
+        raise ModelError(f"{shown}: it needs {package}: pip install 'guided-spec[{extra}]'")
 
 
 def _explain(argument: str, path: str | Path, error: Exception) -> str:

@@ -55,7 +55,7 @@ class PackedLayer:
         linears += [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
         is_silu = isinstance(getattr(mlp, "act_fn", None), type(ACT2FN["silu"]))
         has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
-        return is_silu and has_size and all(type(one) is nn.Linear for one in linears)
+        return is_silu and has_size and all(map(_is_plain, linears))
 
     def attend(
         self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
@@ -82,6 +82,11 @@ class PackedWeights(NamedTuple):
 
     weight: Tensor
     bias: Tensor | None
+
+
+def _is_plain(linear: Any) -> bool:
+    """A quantized weight may stand in a plain linear layer, as a tensor of its own kind."""
+    return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
 
 
 def _pack(linears: Sequence[nn.Linear]) -> PackedWeights:

@@ -12,7 +12,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.padding import pad_ids
 from guided_spec.proposers.context import ProposerContext
@@ -44,8 +44,8 @@ class DraftModel:
             raise ConfigError("draft", None, fix)
         self._policy = read_policy(context.argument, "mask")
         model = _load(context)
-        limit = getattr(model.config, "max_position_embeddings", None) or context.max_model_len
-        length = min(limit, context.max_model_len)
+        limit = largest_context(model.config.get_text_config(decoder=True))
+        length = min(limit or context.max_model_len, context.max_model_len)
         self._model = CausalLM(
             model,
             num_slots=context.num_slots,

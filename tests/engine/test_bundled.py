@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from guided_spec.bench.validity import is_valid
 from guided_spec.bench.workload import load_workload
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ModelError
 from guided_spec.types import SamplingParams
 
 ITEMS = load_workload(Path(bundled_asset("heldout.jsonl")), 12)
@@ -28,6 +31,21 @@ def test_speculation_changes_the_cost_and_nothing_else() -> None:
     tokens = sum(output.stats.output_tokens for output in found)
     assert forwards < 0.4 * tokens
     assert all(output.stats.forwards_per_token == 1.0 for output in plain)
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "mtp:validate", "chain:grammar_forced+eagle3"])
+def test_the_bundled_heads_are_found_by_their_names(proposer: str) -> None:
+    with LLM(proposer=proposer) as llm:
+        outputs = llm.generate(PROMPTS[:2], PARAMS[:2])
+        assert sum(sum(output.stats.accepted) for output in outputs) > 0
+        with llm.with_proposer("draft_model") as other:
+            found = other.generate(PROMPTS[:2], PARAMS[:2])
+    assert [output.text for output in found] == [output.text for output in outputs]
+
+
+def test_another_draft_is_taken_at_its_word() -> None:
+    with pytest.raises(ModelError, match="draft"):
+        LLM(proposer="eagle3", draft=bundled_asset("draft"))
 
 
 def test_most_answers_are_right() -> None:

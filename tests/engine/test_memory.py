@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine.memory import slots_that_fit
+from guided_spec.engine import memory
+from guided_spec.engine.memory import SlotPlan, plan_slots
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
+from guided_spec.models.kv_cache import _zeros
 from tests.tiny_llm import make_llm, tiny_model
 
 LENGTH = 64
@@ -21,8 +28,15 @@ def slot_bytes(name: str) -> int:
 
 
 def slots(name: str, kv_memory_bytes: int | None, max_batch_size: int = 8) -> int:
+    config = EngineConfig(
+        kv_memory_bytes=kv_memory_bytes, max_batch_size=max_batch_size, max_model_len=LENGTH
+    )
+    return plan_slots(tiny_model(name), config).num_slots
+
+
+def plan(kv_memory_bytes: int, model: Any = None, max_batch_size: int = 4) -> SlotPlan:
     config = EngineConfig(kv_memory_bytes=kv_memory_bytes, max_batch_size=max_batch_size)
-    return slots_that_fit(tiny_model(name), config, LENGTH)
+    return plan_slots(model or tiny_model("llama"), config)
 
 
 def test_bytes_of_a_llama_slot() -> None:
@@ -61,8 +75,71 @@ def test_fewer_slots_than_requests_still_serve_all() -> None:
     assert [len(output.token_ids) for output in outputs] == [LENGTH - 1] * 5
 
 
-def test_the_context_is_the_models_own_unless_told() -> None:
+def test_the_context_is_the_models_own_unless_told(caplog: pytest.LogCaptureFixture) -> None:
     with make_llm("llama", max_model_len=None, max_batch_size=1) as llm:
         assert llm.max_model_len == 512
+        with llm.with_proposer("none") as other:
+            assert other.max_model_len == 512
+    assert not caplog.records
     with pytest.raises(ConfigError, match="max_model_len=513: the model's context is 512"):
         make_llm("llama", max_model_len=513)
+
+
+def test_memory_shortens_the_context_before_it_takes_slots(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(memory, "LEAST_CONTEXT", 100)
+    monkeypatch.setattr(memory, "STEP", 8)
+    token = kv_bytes_per_token(tiny_model("llama"))
+    assert plan(4 * 512 * token) == (4, 512)
+    assert not caplog.records
+    assert plan(4 * 511 * token) == (4, 504)
+    assert plan(4 * 100 * token) == (4, 100)
+    assert plan(4 * 100 * token - 1) == (3, 100)
+    assert plan(100 * token) == (1, 100)
+    with pytest.raises(ConfigError, match="lower max_model_len or raise kv_memory_bytes"):
+        plan(100 * token - 1)
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * 4
+    first = caplog.records[0]
+    assert first.name == "guided_spec.engine.memory"
+    assert (
+        "texts may have 504 tokens, the model's own 512: the KV cache may take"
+        in first.getMessage()
+    )
+
+
+def test_a_context_below_the_least_is_kept_whole(caplog: pytest.LogCaptureFixture) -> None:
+    assert plan(512 * kv_bytes_per_token(tiny_model("llama"))) == (1, 512)
+    assert not caplog.records
+
+
+def test_a_rope_that_grows_with_the_batch_is_kept_to_what_it_was_made_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = copy.copy(tiny_model("llama"))
+    model.config = copy.deepcopy(model.config)
+    model.config.rope_parameters = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "original_max_position_embeddings": 96,
+    }
+    assert plan(2**30, model) == (4, 96)
+    assert "texts may have 96 tokens, the model's own 512: behind that its rotary" in caplog.text
+
+
+def test_slots_take_memory_as_they_are_used() -> None:
+    """A long default context would be dear otherwise, on machines that never need it."""
+    like = torch.ones(2, 3, dtype=torch.bfloat16)
+    found = _zeros(like, (3, 5, 7))
+    assert found.shape == (3, 5, 7)
+    assert found.dtype == torch.bfloat16
+    assert not found.any()
+    assert found.data_ptr() % 64 == 0
+    before = _resident_bytes()
+    large = _zeros(like, (2**28,))
+    assert _resident_bytes() - before < 2**26
+    assert large[-1] == 0
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, QuantoConfig
 
 from guided_spec.errors import ModelError
-from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
+from guided_spec.models.loading import (
+    _target_device,
+    end_of_text_ids,
+    load_model,
+    load_tokenizer,
+)
 from tests.models.tiny import build
 
 
@@ -123,3 +133,137 @@ def test_end_of_text_ids_gather_all_sources(folder: Path) -> None:
     model.config.eos_token_id = 4
     assert end_of_text_ids(model, tokenizer) == (1, 4, 7)
     assert end_of_text_ids(model) == (1, 4, 7)
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "has_mps", "expected"),
+    [(True, True, "cuda"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_auto_is_the_best_device_there_is(
+    monkeypatch: pytest.MonkeyPatch, *, has_cuda: bool, has_mps: bool, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_cuda))
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    assert _target_device("auto") == torch.device(expected)
+    assert _target_device(None) == torch.device("cuda" if has_cuda else "cpu")
+
+
+def test_a_quantized_checkpoint_loads(folder: Path, tmp_path: Path) -> None:
+    """In fp8, which transformers turns back where there is no GPU."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    stored, expected = {}, load_model(folder, device="cpu")
+    for name, weight in load_file(folder / "model.safetensors").items():
+        stored[name] = weight
+        if "_proj." in name:
+            scale = weight.abs().max() / torch.finfo(torch.float8_e4m3fn).max
+            stored[name] = (weight / scale).to(torch.float8_e4m3fn)
+            stored[f"{name}_scale_inv"] = scale.view(1, 1)
+            with torch.no_grad():
+                expected.get_parameter(name).copy_(stored[name].float() * scale)
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    settings = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {**settings, "activation_scheme": "dynamic"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ids = torch.tensor([[1, 2, 3]])
+    found: Any = load_model(tmp_path, device="cpu")
+    whole: Any = expected
+    torch.testing.assert_close(found(ids).logits, whole(ids).logits, rtol=2e-2, atol=2e-2)
+
+
+def test_a_quantized_model_is_made_on_its_device(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[dict[str, Any]] = []
+    load = AutoModelForCausalLM.from_pretrained
+
+    def record(path: str, **arguments: Any) -> Any:
+        seen.append(arguments)
+        return load(path)
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", record)
+    settings = QuantoConfig()
+    load_model(folder, device="cpu", quantization_config=settings)
+    assert seen[0]["quantization_config"] is settings
+    assert seen[0]["device_map"] == {"": torch.device("cpu")}
+    load_model(folder, device="cpu")
+    assert "device_map" not in seen[1]
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"pip install 'guided-spec\[parallel\]'"):
+        load_model(folder, device="cpu", quantization_config=settings)
+
+
+class Adapter(NamedTuple):
+    """A LoRA adapter as peft writes it, and what its model says."""
+
+    path: Path
+    logits: torch.Tensor
+
+
+IDS = torch.tensor([[3, 4, 5, 6]])
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Adapter:
+    path = tmp_path_factory.mktemp("adapter")
+    base: Any = load_model(folder, device="cpu")
+    settings = LoraConfig(
+        r=4,
+        lora_alpha=8,
+        use_rslora=True,
+        target_modules=["q_proj", "down_proj"],
+        init_lora_weights=False,
+    )
+    torch.manual_seed(3)
+    model = get_peft_model(base, settings)
+    model.eval()
+    with torch.no_grad():
+        logits = model(IDS).logits
+    model.save_pretrained(str(path))
+    return Adapter(path, logits)
+
+
+def test_an_adapter_is_merged_into_its_base_model(folder: Path, adapter: Adapter) -> None:
+    assert not (adapter.path / "config.json").exists()
+    model: Any = load_model(adapter.path, device="cpu")
+    torch.testing.assert_close(model(IDS).logits, adapter.logits)
+    assert type(model) is type(load_model(folder, device="cpu"))
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    base: Any = load_model(folder, device="cpu")
+    assert (base(IDS).logits - adapter.logits).abs().max() > 0.1
+    half = load_model(adapter.path, device="cpu", dtype="bfloat16")
+    assert half.dtype == torch.bfloat16
+
+
+def test_an_adapter_has_the_tokenizer_of_its_base_or_its_own(
+    folder: Path, adapter: Adapter, tmp_path: Path
+) -> None:
+    assert load_tokenizer(adapter.path).decode([2, 3]) == "a b"
+    shutil.copytree(adapter.path, tmp_path, dirs_exist_ok=True)
+    tokenizer = load_tokenizer(folder)
+    tokenizer.add_tokens(["new"])
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).convert_tokens_to_ids("new") == 12
+
+
+def test_an_adapter_without_peft_says_what_to_install(
+    adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ModelError, match=r"is a LoRA adapter: it needs peft: pip install 'guided-"):
+        load_model(adapter.path)
+
+
+def test_adapters_that_cannot_be_merged_are_refused(adapter: Adapter, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="would be rounded in a quantized base model"):
+        load_model(adapter.path, quantization_config=QuantoConfig())
+    settings = json.loads((adapter.path / "adapter_config.json").read_text())
+    settings["base_model_name_or_path"] = None
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="names no base_model_name_or_path"):
+        load_model(tmp_path)
+    settings["base_model_name_or_path"] = str(tmp_path / "gone")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match="gone"):
+        load_model(tmp_path)
