@@ -121,10 +121,11 @@ class LLM:
         response_format: OpenAI's; the answer matches it, behind reasoning that the prompt opens.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
-        params: of the sampling.
+        params: of the sampling; None is ``default_params``.
 
         Raises ConfigError, PromptError, and the error of a request that fails.
         """
+        options["params"] = options.get("params") or self.default_params
         request = self._chat.request(messages, tools, options)
         return request.read(self.generate(request.prompt_ids, request.params)[0])
 
@@ -135,6 +136,7 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
+        options["params"] = options.get("params") or self.default_params
         request = self._chat.request(messages, tools, options)
         return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
 
