@@ -22,7 +22,7 @@ __all__ = ["Figure", "draw", "draw_all", "main", "read_figure"]
 
 GREY, TEXT = "#b8c1cc", "#52606d"
 COLOURS = ("#7b8794", "#2f7ed8", "#d64545", "#3a9d5d")
-STYLE = {
+STYLE: Any = {  # matplotlib types its keys as a literal of all of them
     "font.family": ["DejaVu Sans", "sans-serif"],
     "font.size": 10,
     "svg.fonttype": "none",  # text stays text
