@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
 
-from guided_spec.errors import ConfigError, UnsupportedSchemaError
+from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.any_order_ebnf import any_order_notes
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, BackendFactory, find_grammar_backend
 from guided_spec.grammar.guarded import GuardedBackend
@@ -15,13 +16,15 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
-from guided_spec.grammar.size import is_large
+from guided_spec.grammar.size import is_large, measure_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
 
 __all__ = ["AutoBackend", "BackendChoice", "build_backend"]
+
+_MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
 
 _Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
 
@@ -31,9 +34,11 @@ class AutoBackend:
 
     That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
     further keys, no large counts. It is llguidance for those that xgrammar would narrow or not
-    enforce in full, and for large ones, which it compiles far faster. What llguidance refuses too
-    goes to xgrammar, narrowed, or is refused. All other kinds of grammar are xgrammar's. Under
-    ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
+    enforce in full, for large ones, which it compiles far faster, and for strings that are counted
+    beyond 128 characters, where each of xgrammar's rows costs tens of milliseconds. What llguidance
+    refuses too goes to xgrammar, narrowed, or is refused. So it is with regexes that count so far;
+    all other kinds of grammar are xgrammar's. Under ``key_order="any"`` xgrammar gets only what
+    holds no object of more than 8 keys.
 
     The attribute ``backend`` of a compiled grammar names the one that took it.
     """
@@ -50,6 +55,9 @@ class AutoBackend:
         return compile_as_asked(spec, self._compile)
 
     def _compile(self, spec: GrammarSpec) -> _Compiled:
+        if spec.kind == "regex" and measure_grammar(spec).characters > _MOST_CHARACTERS:
+            with suppress(GrammarCompileError):
+                return self._second.compile(spec)
         if spec.kind != "json_schema" or _is_for_xgrammar(spec):
             return self._first.compile(spec)
         try:
@@ -75,7 +83,7 @@ def _is_for_xgrammar(spec: GrammarSpec) -> bool:
         schema = json.loads(spec.source)
     except (ValueError, RecursionError):
         return True
-    if is_large(spec):
+    if is_large(spec) or measure_grammar(spec).characters > _MOST_CHARACTERS:
         return False
     prepared = examine_schema(schema, spec.additional_properties)
     if is_narrowed(prepared.unenforced):

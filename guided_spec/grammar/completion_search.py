@@ -35,6 +35,7 @@ _LEFT_OUT = 3  # values at a way's beginning that a search may leave out
 _PROBES = 24  # tokens without structure that are tested, and if all fit, taken for all
 _TESTED = 96  # where not all fit: how many are tested
 _KINDS = 32  # of other tokens that are tested
+_HEAD = 48  # bytes of a long way that are tried first
 _ALIKE = 3  # tokens of a kind that are tested, and if all fit, taken for the kind
 _WALKS = 12  # tests of one row that may need a search of their own
 _VALUES = (  # that a text may lack before a known way goes on
@@ -168,6 +169,10 @@ class SearchEndings:
 
     def completes(self, matcher: GrammarMatcher, token_ids: Sequence[int], text: bytes) -> bool:
         """Whether these tokens, this text and a stop token complete the text; does not move."""
+        if len(text) > 2 * _HEAD:  # most that do not fit do not begin to, and cost little
+            head = self.spelling.write(text[:_HEAD])
+            if head is None or not _takes(matcher, (*token_ids, *head)):
+                return False
         written = self.spelling.write(text)
         return written is not None and _takes(matcher, (*token_ids, *written, self._stop))
 
@@ -435,7 +440,8 @@ def _ends_of(text: bytes) -> Iterator[bytes]:
 def _takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
     """Whether a matcher accepts some tokens, the last of which ends the text; does not move."""
     if isinstance(matcher, UniqueKeysMatcher):
-        return matcher.is_unique(token_ids) and _takes(matcher.inner, token_ids)
+        # Most ways end at once in the grammar, whose own code is the faster one.
+        return _takes(matcher.inner, token_ids) and matcher.is_unique(token_ids)
     if isinstance(matcher, LLGuidanceMatcher):
         return matcher.count_legal(token_ids) == len(token_ids)
     count = _follow(matcher, token_ids)

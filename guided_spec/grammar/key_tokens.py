@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +24,9 @@ class KeyTokens:
     closers: by the decoded rest of a key, the tokens that write it and the quote behind it.
     whole: by a decoded key, the tokens that hold it with both quotes.
     loaded: tokens that may hold the ends of two keys of one object.
+    texts: by its bytes, the tokens without quotes and backslashes.
+
+    All of it is made at once, where grammars are compiled: a row must not wait for it.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -36,6 +38,20 @@ class KeyTokens:
         self._quoted = self._having(b'"')
         for token in self._quoted.tolist():
             self._add(token, self.data[token])
+        escaped = {*self._quoted.tolist(), *self._having(b"\\").tolist()}
+        self.texts: dict[bytes, list[int]] = {}
+        for token, data in enumerate(self.data):
+            if data and token not in escaped:
+                self.texts.setdefault(data, []).append(token)
+        commas = self._having(b",")
+        both = np.intersect1d(self._quoted, commas)
+        self._turning = {
+            Mode.OUTSIDE: commas,
+            Mode.BEFORE_KEY: self._quoted,
+            Mode.KEY: np.union1d(both, self._having(b"\\")),
+            Mode.STRING: both,
+            Mode.ESCAPE: both,
+        }
 
     def _add(self, token: int, data: bytes) -> None:
         pieces = _pieces(data)
@@ -52,15 +68,6 @@ class KeyTokens:
         ):
             self.loaded.append(token)
 
-    @cached_property
-    def texts(self) -> dict[bytes, list[int]]:
-        """By its bytes: tokens without quotes and backslashes."""
-        found: dict[bytes, list[int]] = {}
-        for token, data in enumerate(self.data):
-            if data and b'"' not in data and b"\\" not in data:
-                found.setdefault(data, []).append(token)
-        return found
-
     def quoted(self, row: NDArray[np.int32]) -> list[int]:
         """Those that hold a quote and are legal in a mask row, int32 [W]."""
         return _legal(self._quoted, row)
@@ -71,18 +78,6 @@ class KeyTokens:
         From a key to one further on, only those with a backslash are among them.
         """
         return _legal(self._turning[mode], row)
-
-    @cached_property
-    def _turning(self) -> dict[Mode, NDArray[np.int64]]:
-        commas = self._having(b",")
-        both = np.intersect1d(self._quoted, commas)
-        return {
-            Mode.OUTSIDE: commas,
-            Mode.BEFORE_KEY: self._quoted,
-            Mode.KEY: np.union1d(both, self._having(b"\\")),
-            Mode.STRING: both,
-            Mode.ESCAPE: both,
-        }
 
     def follow(self, place: Place, token_id: int) -> Place | None:
         """``json_keys.follow`` of one token."""

@@ -53,12 +53,14 @@ class GrammarSize(NamedTuple):
         each other are multiplied.
     alternatives: the most members of one list or object, or the number of ``|`` in one regex or
         grammar, plus 1.
+    characters: the largest of those counts that is about characters, not about items.
     large: whether compiling it may take seconds, or more.
     """
 
     nesting: Extent
     repetitions: Extent
     alternatives: Extent
+    characters: int
     large: bool
 
 
@@ -75,7 +77,7 @@ def measure_grammar(spec: GrammarSpec) -> GrammarSize:
     try:
         value = json.loads(spec.source) if spec.source else None
     except RecursionError:
-        return GrammarSize(Extent(ENDLESS), Extent(), Extent(), large=True)
+        return GrammarSize(Extent(ENDLESS), Extent(), Extent(), 0, large=True)
     except ValueError:
         value = None  # broken JSON is the compiler's to report
     if isinstance(value, dict | list):
@@ -87,9 +89,8 @@ def _measure_text(spec: GrammarSpec) -> GrammarSize:
     found = _Scanner().run(spec.source, _IN_REGEX if spec.kind == "regex" else _IN_GRAMMAR)
     large = len(spec.source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
-    return GrammarSize(
-        Extent(found.nesting), Extent(found.largest), Extent(found.alternatives), large=large
-    )
+    largest, alternatives = Extent(found.largest), Extent(found.alternatives)
+    return GrammarSize(Extent(found.nesting), largest, alternatives, found.largest, large=large)
 
 
 class _Walk:
@@ -100,6 +101,7 @@ class _Walk:
         self.nesting: tuple[int, _Path] = (0, None)
         self.repetitions: tuple[int, _Path] = (0, None)
         self.alternatives: tuple[int, _Path] = (0, None)
+        self.characters = 0
         self.counts: dict[str | int, int] = {}  # of each pattern and each count
         self.repeated = 0
         self.expansion = 0.0  # log2 of how often references can be written out
@@ -151,13 +153,16 @@ class _Walk:
         found = _Scanner().run(pattern, _IN_REGEX)
         self.counts[pattern] = found.repeated  # equal ones are compiled once
         self.repeated += found.repeated
+        self.characters = max(self.characters, found.largest)
         if not is_data:
             self.repetitions = max(self.repetitions, (found.largest, path), key=_value)
             self.alternatives = max(self.alternatives, (found.alternatives, path), key=_value)
             self.nesting = max(self.nesting, (found.nesting, path), key=_value)
 
-    def _count(self, value: int, path: _Path, *, is_data: bool) -> None:
+    def _count(self, value: int, path: tuple[_Path, str], *, is_data: bool) -> None:
         value = max(0, min(value, ENDLESS))
+        if path[1] in ("minLength", "maxLength"):
+            self.characters = max(self.characters, value)
         self.counts[value] = value
         self.repeated += value
         if not is_data and value > self.repetitions[0]:
@@ -177,6 +182,7 @@ class _Walk:
             _extent(self.nesting),
             _extent(self.repetitions),
             _extent(self.alternatives),
+            self.characters,
             large=large,
         )
 

@@ -9,6 +9,7 @@ speculation stays exact.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
@@ -23,6 +24,8 @@ from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_report import Unenforced
 
 __all__ = ["MaybeUnique", "UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
+
+_JUDGED = 4  # long ways of one place that are remembered
 
 
 class _Ahead(NamedTuple):
@@ -90,6 +93,14 @@ def with_unique_keys(
     return UniqueKeysGrammar(grammar, tokens(), grammar.backend, keys.run_out, grammar.notes)
 
 
+class _Judged(NamedTuple):
+    """What was found out about some tokens behind a place."""
+
+    place: Place | None
+    rest: tuple[int, ...]
+    is_unique: bool
+
+
 class UniqueKeysMatcher:
     """A ``GrammarMatcher`` that knows the keys of the objects that are open.
 
@@ -102,6 +113,7 @@ class UniqueKeysMatcher:
         self._inner = inner
         self._places = [START]  # before every token and behind the last one
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
+        self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
     @property
     def inner(self) -> GrammarMatcher:
@@ -153,8 +165,17 @@ class UniqueKeysMatcher:
     def is_unique(self, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice behind these tokens; nothing else is asked of them."""
         place: Place | None = self._places[-1]
-        for token in token_ids:
+        if token_ids:
+            place = self._tokens.follow(self._places[-1], token_ids[0])
+        # Many first tokens leave the place as it is, and the same long way is judged behind each.
+        rest = tuple(token_ids[1:])
+        for judged in self._judged:
+            if judged.place is place and judged.rest == rest:
+                return judged.is_unique
+        began = place
+        for token in rest:
             place = place and self._tokens.follow(place, token)
+        self._judged.append(_Judged(began, rest, place is not None))
         return place is not None
 
     def fork(self) -> UniqueKeysMatcher:

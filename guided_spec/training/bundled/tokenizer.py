@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 END = "<|endoftext|>"
 SPECIAL_TOKENS = [END, "<|im_start|>", "<|im_end|>"]
 # A message that already ends in a task label ("Date:") is the whole prompt; any other text
-# gets the label of the JSON task, as in the training documents. Those hold no tools: calls of tools,
-# which stand before the messages, are right by the grammar alone.
+# gets the label of the JSON task, as in the training documents. Those hold no tools, which stand
+# before the messages: calls are right by the grammar alone.
 CHAT_TEMPLATE = (
     "{%- for tool in tools or [] -%}{{ 'Tool: ' + (tool | tojson) + '\n' }}{%- endfor -%}"
     "{%- for message in messages -%}"
