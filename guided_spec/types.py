@@ -284,7 +284,7 @@ def _require_logprobs(logprobs: object, mode: object) -> None:
 
 
 def _read_grammar(grammar: Any) -> GrammarSpec:
-    from guided_spec.grammar.spec import GrammarSpec  # only here: it imports this module's users
+    from guided_spec.grammar.spec import GrammarSpec  # only here: it stands above
 
     return GrammarSpec.of(grammar)
 

@@ -10,14 +10,15 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends import require_grammar_backend
 from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.start import Start
-from guided_spec.grammar.tools import ToolOptions, tool_tag
+
+if TYPE_CHECKING:
+    from guided_spec.config import GrammarBackendName
 
 __all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Unsupported"]
 
@@ -220,6 +221,8 @@ class GrammarSpec:
 
         Raises ConfigError naming the tool.
         """
+        from guided_spec.grammar.tools import ToolOptions, tool_tag  # only here: it loads xgrammar
+
         tag = tool_tag(tools, tool_choice, ToolOptions(model, parallel, reasoning))
         return cls("structural_tag", _canonical("tools", tag))
 

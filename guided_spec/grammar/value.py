@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -84,5 +83,5 @@ def _repeat_items(schema: dict[str, Any], pointer: str) -> None:
         node = node[int(name)] if isinstance(node, list) else node.get(name)
         if not isinstance(node, dict | list):
             return
-    if isinstance(node, Mapping) and node.get("minItems", 0) < 2:
+    if isinstance(node, dict) and node.get("minItems", 0) < 2:
         del node["uniqueItems"]
