@@ -266,9 +266,12 @@ class LLM:
         """The prompt's token ids, as ``generate`` would see them. Raises PromptError."""
         return self._encoder.encode(prompt)
 
-    def compile(self, grammars: Iterable[GrammarSpec]) -> None:
-        """Compile grammars ahead of the requests that use them; broken ones are left to those."""
-        wait([self._grammars.submit(grammar) for grammar in grammars])
+    def compile(self, grammars: Iterable[GrammarSpec | Any]) -> None:
+        """Compile grammars ahead of the requests that use them; broken ones are left to those.
+
+        grammars: as ``GrammarSpec.of`` takes them.
+        """
+        wait([self._grammars.submit(GrammarSpec.of(grammar)) for grammar in grammars])
 
     def close(self) -> None:
         """Cancel what runs and free the engine's thread."""

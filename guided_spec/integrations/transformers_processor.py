@@ -27,7 +27,7 @@ from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 
 __all__ = ["GrammarLogitsProcessor", "Grammars", "list_grammars"]
 
-Grammars = GrammarSpec | Sequence[GrammarSpec | None]
+Grammars = GrammarSpec | Any | Sequence[GrammarSpec | Any | None]
 """One for all prompts, or one for each, None for free text."""
 
 KEPT_GENERATIONS = 4
@@ -151,16 +151,15 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
 
 def list_grammars(grammar: object) -> list[GrammarSpec | None]:
-    """One grammar or several as a list. Raises ConfigError for anything else."""
-    listed = [grammar] if isinstance(grammar, GrammarSpec) else grammar
-    if not isinstance(listed, list | tuple) or not listed:
+    """One grammar or several, each as ``GrammarSpec.of`` takes it, as a list.
+
+    Raises ConfigError for anything else.
+    """
+    listed = grammar if isinstance(grammar, list | tuple) else [grammar]
+    if not listed or listed == [None]:
         fix = "pass a GrammarSpec, such as GrammarSpec.json_schema(schema), or a list of them"
         raise ConfigError("grammar", grammar, fix)
-    for one in listed:
-        if one is not None and not isinstance(one, GrammarSpec):
-            fix = "each must be a GrammarSpec, such as GrammarSpec.json_schema(schema), or None"
-            raise ConfigError("grammar", one, fix)
-    return list(listed)
+    return [None if one is None else GrammarSpec.of(one) for one in listed]
 
 
 def _end_ids(tokenizer: Any, model: PreTrainedModel | None) -> tuple[int, ...]:

@@ -20,6 +20,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.integrations.transformers import GrammarLogitsProcessor
+from guided_spec.integrations.transformers_processor import list_grammars
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.types import SamplingParams
 from tests.integrations import assisted
@@ -297,9 +298,9 @@ def test_the_tokens_that_end_a_text() -> None:
 @pytest.mark.parametrize(
     ("grammar", "error", "message"),
     [
-        ({"type": "object"}, ConfigError, r"grammar=.*GrammarSpec.json_schema\(schema\)"),
+        (None, ConfigError, r"grammar=None: .*GrammarSpec.json_schema\(schema\)"),
         ([], ConfigError, "grammar=.*a list of them"),
-        ([JSON, SCHEMA], ConfigError, "grammar=.*each must be a GrammarSpec"),
+        ([JSON, 5], ConfigError, "grammar=5: .*pass a GrammarSpec, a type"),
         (GrammarSpec.regex("("), GrammarCompileError, "unterminated subpattern"),
         (
             GrammarSpec.json_schema({"type": "array", "uniqueItems": True}),
@@ -313,6 +314,11 @@ def test_what_is_wrong_is_said_before_the_first_token(
 ) -> None:
     with pytest.raises(error, match=message):
         GrammarLogitsProcessor(grammar, tiny_tokenizer())
+
+
+def test_types_and_schemas_are_grammars() -> None:
+    assert list_grammars(SCHEMA) == list_grammars([JSON]) == [JSON]
+    assert list_grammars([bool, None]) == [GrammarSpec.of(bool), None]
 
 
 def test_what_does_not_fit_is_said() -> None:
