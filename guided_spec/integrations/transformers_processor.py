@@ -156,7 +156,7 @@ def list_grammars(grammar: object) -> list[GrammarSpec | None]:
     Raises ConfigError for anything else.
     """
     listed = grammar if isinstance(grammar, list | tuple) else [grammar]
-    if not listed or listed == [None]:
+    if grammar is None or not listed:
         fix = "pass a GrammarSpec, such as GrammarSpec.json_schema(schema), or a list of them"
         raise ConfigError("grammar", grammar, fix)
     return [None if one is None else GrammarSpec.of(one) for one in listed]
