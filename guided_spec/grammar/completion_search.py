@@ -241,6 +241,8 @@ class _Walk:
 
     def __init__(self, endings: SearchEndings, matcher: GrammarMatcher) -> None:
         self._endings, self._matcher = endings, matcher
+        # Its rows cost far less, and every step is judged by the matcher anyway.
+        self._grammars = matcher.inner if isinstance(matcher, UniqueKeysMatcher) else matcher
         self._tokens = endings.tokens
         self._used = np.zeros(len(self._tokens.steps), dtype=np.int64)
         self._way: list[tuple[int, ...]] = []
@@ -254,7 +256,7 @@ class _Walk:
         for end in ends:
             if self._endings.completes(self._matcher, (), end):
                 return self._text() + end
-        self._row = self._endings.legal_row(self._matcher)
+        self._row = self._endings.legal_row(self._grammars)
         return self._text() if bits_of(self._row, self._tokens.stops).any() else None
 
     def step(self) -> bool:
@@ -285,10 +287,8 @@ class _Walk:
 
     def _look(self) -> Iterator[tuple[int, ...]]:
         assert self._row is not None
-        matcher = self._matcher
-        inner = matcher.inner if isinstance(matcher, UniqueKeysMatcher) else matcher
-        if isinstance(inner, LLGuidanceMatcher):
-            forced = inner.forced_bytes()
+        if isinstance(self._grammars, LLGuidanceMatcher):
+            forced = self._grammars.forced_bytes()
             written = self._endings.spelling.write(forced) if forced else None
             if written:
                 yield written
