@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,36 @@ from typing import Any
 import pytest
 
 import guided_spec
-from guided_spec import EngineConfig, SamplingParams, errors
+from guided_spec import (
+    LLM,
+    ChatCompletion,
+    ChatOutput,
+    ChoiceOutput,
+    Chunk,
+    Completion,
+    EngineConfig,
+    GrammarSpec,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    TokenLogprobs,
+    ToolCall,
+    TopLogprob,
+    errors,
+)
+from guided_spec.engine.chat import ChatOptions
+from guided_spec.engine.setup import Options
+from guided_spec.grammar.limits import GrammarLimits
 from tests.docs.pages import PAGES, ROOT
 
 PACKAGE = ROOT / "guided_spec"
 ENTRY = re.compile(r"^- `[\w/]+\.py`: .*(?:\n  \S.*)*", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
+ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
+RECORDS = (ChatCompletion, ChatOutput, ChoiceOutput, Chunk, Completion, RequestOutput)
+RECORDS += (RequestStats, TokenLogprobs, ToolCall, TopLogprob)
 
 
 def page(name: str) -> str:
@@ -49,6 +74,20 @@ def test_links_lead_somewhere(path: Path) -> None:
     assert not broken
 
 
+def anchors(path: Path) -> set[str]:
+    """Those that GitHub makes of a page's headings."""
+    titles = HEADING.findall(FENCED.sub("", path.read_text()))
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_anchors_lead_somewhere(path: Path) -> None:
+    found = ANCHOR.findall(FENCED.sub("", path.read_text()))
+    places = [(path.parent / name if name else path, anchor) for name, anchor in found]
+    broken = [f"{place.name}#{anchor}" for place, anchor in places if anchor not in anchors(place)]
+    assert not broken
+
+
 def test_every_page_is_reachable() -> None:
     linked = {Path(target).name for target in LINK.findall(page("index.md"))}
     pages = {path.name for path in PAGES if path.parent.name == "docs"} - {"index.md"}
@@ -66,7 +105,42 @@ def test_api_page_draws_the_error_tree() -> None:
     assert tree in page("api.md")
 
 
-@pytest.mark.parametrize("record", [SamplingParams, EngineConfig])
+@pytest.mark.parametrize("record", [SamplingParams, EngineConfig, GrammarLimits])
 def test_api_page_has_every_option_and_its_default(record: Any) -> None:
     rows = [f"| `{f.name}` | `{f.default!r}` |" for f in dataclasses.fields(record)]
     assert [row for row in rows if row not in page("api.md")] == []
+
+
+def signature(name: str, function: Any) -> str:
+    """As the page spells it: without annotations, in double quotes."""
+    found = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    shown = found.replace(
+        parameters=[p for p in parameters if p.name != "self"], return_annotation=found.empty
+    )
+    return f"`{name}{shown}`".replace("'", '"')
+
+
+@pytest.mark.parametrize("kind", [LLM, GrammarSpec])
+def test_api_page_has_every_method_as_it_is_called(kind: type) -> None:
+    methods = inspect.getmembers(kind, inspect.isroutine)
+    shown = [signature(name, method) for name, method in methods if name[0] != "_"]
+    text = page("api.md").replace("`spec.", "`")
+    assert len(shown) > 5
+    assert [one for one in shown if one not in text] == []
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_api_page_has_every_field_and_property_of_what_comes_back(record: Any) -> None:
+    names = {*inspect.get_annotations(record)}
+    names |= {name for name, _ in inspect.getmembers(record, inspect.isdatadescriptor)}
+    results = page("api.md").partition("\n## Results")[2].partition("\n## EngineConfig")[0]
+    results += page("api.md").partition("\n### Choices")[2].partition("\n## ")[0]
+    shown = re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", FENCED.sub("", results))))
+    assert sorted({name for name in names if name[0] != "_"} - {*shown}) == []
+
+
+def test_pages_have_every_option_of_loading_and_of_chat() -> None:
+    assert [name for name in Options.LOAD_NAMES if f"`{name}`" not in page("api.md")] == []
+    chat = page("chat_and_tools.md")
+    assert [n for n in ChatOptions.__annotations__ if not re.search(rf"\b{n}\b", chat)] == []
