@@ -40,8 +40,10 @@ LINK = re.compile(r"\]\((?!https?://|#)([^)#\s]+)(?:#[^)]*)?\)")
 ANCHOR = re.compile(r"\]\((?!https?://)([^)#\s]*)#([^)\s]+)\)")
 FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 HEADING = re.compile(r"^#{1,6} (.*)$", re.MULTILINE)
-RECORDS = (ChatCompletion, ChatOutput, ChoiceOutput, Chunk, Completion, RequestOutput)
-RECORDS += (RequestStats, TokenLogprobs, ToolCall, TopLogprob)
+RECORDS: tuple[Any, ...] = (
+    *(ChatCompletion, ChatOutput, ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats),
+    *(TokenLogprobs, ToolCall, TopLogprob),
+)
 
 
 def page(name: str) -> str:
