@@ -1,22 +1,47 @@
-"""docs/api.md has every public name, every option with its default, and the errors."""
+"""docs/api.md has every public name, option, signature and field, and the errors."""
 
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import re
 from typing import Any
 
 import pytest
 
 import guided_spec
-from guided_spec import EngineConfig, SamplingParams, errors
+from guided_spec import (
+    LLM,
+    ChatCompletion,
+    ChatOutput,
+    ChoiceOutput,
+    Chunk,
+    Completion,
+    EngineConfig,
+    GrammarSpec,
+    RequestOutput,
+    RequestStats,
+    SamplingParams,
+    TokenLogprobs,
+    ToolCall,
+    TopLogprob,
+    errors,
+)
+from guided_spec.engine.chat import ChatOptions
+from guided_spec.engine.setup import Options
+from guided_spec.grammar.limits import GrammarLimits
 from tests.docs.pages import ROOT
 
+FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 PAGE = (ROOT / "docs" / "api.md").read_text()
+RECORDS: tuple[Any, ...] = (
+    *(ChatCompletion, ChatOutput, ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats),
+    *(TokenLogprobs, ToolCall, TopLogprob),
+)
 
 
 def test_it_has_every_public_name() -> None:
-    missing = [name for name in guided_spec.__all__ if not re.search(rf"\b{name}\b", PAGE)]
+    missing = [name for name in guided_spec.__all__ if not re.search(rf"\b{name}\b", text)]
     assert not missing, "not in docs/api.md"
 
 
@@ -25,7 +50,42 @@ def test_it_draws_the_error_tree() -> None:
     assert tree in PAGE
 
 
-@pytest.mark.parametrize("record", [SamplingParams, EngineConfig])
+@pytest.mark.parametrize("record", [SamplingParams, EngineConfig, GrammarLimits])
 def test_it_has_every_option_and_its_default(record: Any) -> None:
     rows = [f"| `{f.name}` | `{f.default!r}` |" for f in dataclasses.fields(record)]
     assert [row for row in rows if row not in PAGE] == []
+
+
+def signature(name: str, function: Any) -> str:
+    """As the page spells it: without annotations, in double quotes."""
+    found = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in found.parameters.values()]
+    shown = found.replace(
+        parameters=[p for p in parameters if p.name != "self"], return_annotation=found.empty
+    )
+    return f"`{name}{shown}`".replace("'", '"')
+
+
+@pytest.mark.parametrize("kind", [LLM, GrammarSpec])
+def test_it_has_every_method_as_it_is_called(kind: type) -> None:
+    methods = inspect.getmembers(kind, inspect.isroutine)
+    shown = [signature(name, method) for name, method in methods if name[0] != "_"]
+    text = PAGE.replace("`spec.", "`")
+    assert len(shown) > 5
+    assert [one for one in shown if one not in text] == []
+
+
+@pytest.mark.parametrize("record", RECORDS)
+def test_it_has_every_field_and_property_of_what_comes_back(record: Any) -> None:
+    names = {*inspect.get_annotations(record)}
+    names |= {name for name, _ in inspect.getmembers(record, inspect.isdatadescriptor)}
+    results = PAGE.partition("\n## Results")[2].partition("\n## EngineConfig")[0]
+    results += PAGE.partition("\n### Choices")[2].partition("\n## ")[0]
+    shown = re.findall(r"\w+", " ".join(re.findall(r"`([^`\n]+)`", FENCED.sub("", results))))
+    assert sorted({name for name in names if name[0] != "_"} - {*shown}) == []
+
+
+def test_pages_have_every_option_of_loading_and_of_chat() -> None:
+    assert [name for name in Options.LOAD_NAMES if f"`{name}`" not in PAGE] == []
+    chat = (ROOT / "docs" / "chat_and_tools.md").read_text()
+    assert [n for n in ChatOptions.__annotations__ if not re.search(rf"\b{n}\b", chat)] == []
