@@ -66,12 +66,12 @@ def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | Non
         reason = "an annotation, which the backend does not check here"
         report.note(pointer, "format", reason, "use pattern to have it enforced")
     elif pattern is not None:
-        fix = "leave one of the two out, or install llguidance"
+        fix = "leave one of the two out, or leave the backend to 'auto'"
         report.error(pointer, "format", "the backend does not check it beside pattern", fix)
     else:
         pattern = format_within(name, int(words.get("minLength", 0)), words.get("maxLength"))
         if pattern is None:
-            fix = "leave out minLength and maxLength, or install llguidance"
+            fix = "leave out minLength and maxLength, or leave the backend to 'auto'"
             report.error(pointer, "format", "the backend cannot keep it to this length", fix)
         elif pattern != FORMATS[name]:
             report.note(pointer, "format", "only short strings of the format", "drop maxLength")

@@ -269,9 +269,8 @@ class GrammarSpec:
     def with_backend(self, backend: GrammarBackendName | None) -> GrammarSpec:
         """The same constraint, compiled by "xgrammar", "llguidance", "auto" or a registered one.
 
-        None is the engine's ``grammar_backend``. Requests of one batch may differ in it. Where the
-        package is not installed, the request fails with a ConfigError. Raises ConfigError for a
-        name that is not registered.
+        None is the engine's ``grammar_backend``. Requests of one batch may differ in it. Raises
+        ConfigError for a name that is not registered.
         """
         if backend is not None:
             require_grammar_backend("backend", backend)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ __all__ = ["end_of_text_ids", "load_model", "load_tokenizer"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+_LOG = logging.getLogger(__name__)
+
 LARGEST_REASON = 300
 
 
@@ -62,6 +66,7 @@ def load_model(
     if tp_plan is not None:
         arguments["distributed_config"] = _distributed_config(tp_plan)
     is_placed = device_map is not None or tp_plan is not None
+    began = time.perf_counter()
     try:
         adapter = _find_file(path, ADAPTER_CONFIG, options.get("revision"))
         if adapter is None:
@@ -74,6 +79,8 @@ def load_model(
         raise ModelError(_explain("model", path, error)) from error
     model.eval()
     assert isinstance(model, PreTrainedModel)
+    seconds = time.perf_counter() - began
+    _LOG.info("loaded %s on %s as %s in %.1f s", path, model.device, model.dtype, seconds)
     return model
 
 

@@ -41,7 +41,7 @@ RECORDS: tuple[Any, ...] = (
 
 
 def test_it_has_every_public_name() -> None:
-    missing = [name for name in guided_spec.__all__ if not re.search(rf"\b{name}\b", text)]
+    missing = [name for name in guided_spec.__all__ if not re.search(rf"\b{name}\b", PAGE)]
     assert not missing, "not in docs/api.md"
 
 
