@@ -40,7 +40,9 @@ def split_prompts(prompts: Prompts) -> list[Prompt]:
     listed: Any = list(prompts)
     if listed and all(isinstance(part, int | np.integer | Mapping) for part in listed):
         is_encoded = all(isinstance(part, Mapping) and "input_ids" in part for part in listed)
-        return [row for part in listed for row in _unpadded(part)] if is_encoded else [listed]
+        if is_encoded:
+            return [row for part in listed for row in _unpadded(part)]
+        return [prompts if isinstance(prompts, Sequence) else listed]
     return list(listed)
 
 

@@ -66,7 +66,10 @@ def test_a_request_may_ask_for_any_grammar() -> None:
         ('{"prompt": "a"}\n{"prompt": ', ":2': is not JSON"),
         ("\n[1, 2]\n", ":2': must be a JSON object"),
         ('{"schema": {}}', ":1': has neither prompt nor messages"),
-        ('{"prompt": "a", "grammar": "b"}', ":1': grammar='b': is unknown; the keys are after, .*"),
+        (
+            '{"prompt": "a", "grammar": "b"}',
+            ":1': grammar='b': is unknown; the keys are additional_properties, after, .*",
+        ),
         ('{"prompt": "a", "reasoning_budget": 3}', ":1': after=None: needs a grammar"),
         ('{"prompt": "a", "choice": []}', "must be a non-empty list"),
         ('{"prompt": "a", "regex": 5}', "must be a str"),

@@ -93,7 +93,7 @@ def test_the_judge(llm: LLM) -> None:
     error = RequestCancelledError("the request was cancelled")
     bad: list[tuple[Any, str]] = [
         (good._replace(text='["dog"]'), "does not match"),
-        (good._replace(finish_reason="length"), "it ended by length"),
+        (good._replace(finish_reason="length", is_complete=False), "it ended by length"),
         (good._replace(logprobs=None), "logprobs are missing"),
         (good._replace(token_ids=good.token_ids * 60), "of at most 60"),
         (good._replace(token_ids=good.token_ids[:-1]), "in the statistics"),
