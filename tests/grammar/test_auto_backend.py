@@ -78,6 +78,26 @@ def test_auto_prefers_what_rejects_less() -> None:
         assert accepts(grammar, text)
 
 
+@pytest.mark.parametrize(
+    ("spec", "taken"),
+    [
+        (GrammarSpec.json_schema({"type": "string", "maxLength": 128}), "xgrammar"),
+        (GrammarSpec.json_schema({"type": "string", "maxLength": 129}), "llguidance"),
+        (GrammarSpec.json_schema({"type": "string", "minLength": 129}), "llguidance"),
+        (GrammarSpec.json_schema({"type": "string", "pattern": "^.{0,129}$"}), "llguidance"),
+        (GrammarSpec.json_schema({"type": "array", "maxItems": 200}), "xgrammar"),
+        (GrammarSpec.regex("[a-z]{1,128}"), "xgrammar"),
+        (GrammarSpec.regex("[a-z]{1,129}"), "llguidance"),
+        (GrammarSpec.regex("([a-z]{1,9} ){1,99}"), "xgrammar"),
+        (GrammarSpec.ebnf('root ::= "a"{1,129}'), "xgrammar"),
+    ],
+    ids=str,
+)
+def test_long_counts_of_characters_are_not_xgrammars(spec: GrammarSpec, taken: str) -> None:
+    """Each of its rows would look at the whole vocabulary."""
+    assert AutoBackend(BYTES).compile(spec).backend == taken
+
+
 def test_what_llguidance_refuses_is_narrowed() -> None:
     schema = {"type": "object", "properties": {"a": {"const": "\x01"}}}
     grammar = AutoBackend(BYTES).compile(GrammarSpec.json_schema(schema))
