@@ -100,8 +100,10 @@ def check(llm: LLM, completion: Completion, spec: GrammarSpec) -> None:
         completion = shortest(llm, completion.error, spec)
     assert completion.error is None, spec
     if completion.finish_reason == "stop":
-        assert satisfies(completion.text, spec), (spec, completion.text)
+        assert completion.is_complete
         assert completion.token_ids[-1] in llm.vocabulary.stop_token_ids
+    if completion.is_complete:
+        assert satisfies(completion.text, spec), (spec, completion.text)
     else:
         assert completion.finish_reason == "length"
         assert is_prefix(llm, completion, spec), (spec, completion.text)
@@ -117,7 +119,7 @@ def test_every_output_satisfies_its_grammar(llm: LLM, drawn: list[GrammarSpec], 
         for temperature in (0.0, 1.0)
     ]
     prompts = ["a cat "[: 1 + i % 6] for i in range(len(requests))]
-    outputs = llm.generate(prompts, [params for _, params in requests])
+    outputs = llm.generate(prompts, [params for _, params in requests], on_error="return")
     for (spec, _), output in zip(requests, outputs, strict=True):
         check(llm, output.completions[0], spec)
 
@@ -140,4 +142,4 @@ def test_most_of_the_judged_texts_are_whole(llm: LLM) -> None:
     sources = ["[a-z]{2,6}", "x+y?", "(?:ab|cd){1,3}", r"\d\d", "[^a]b", ".{3}"]
     params = [SamplingParams(max_tokens=32, grammar=GrammarSpec.regex(s)) for s in sources]
     outputs = llm.generate(["A"] * len(params), params)
-    assert sum(output.finish_reason == "stop" for output in outputs) >= len(sources) - 1
+    assert sum(output.is_complete for output in outputs) >= len(sources) - 1
