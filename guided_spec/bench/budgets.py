@@ -87,14 +87,9 @@ def main(  # noqa: PLR0913 - the options of a command
             for document in documents:
                 endings.of(document.compiled)  # where grammars are compiled
             for tokens in map(int, spare.split(",")):
-                spent, found = Times(), Counter[Outcome]()
+                spent = Times()
                 with frozen_heap():
-                    for document in documents:
-                        budget = len(document.token_ids) + tokens
-                        outcome = follow(document, endings, budget, spent, is_required=complete)
-                        found[outcome] += 1
-                        if outcome != "whole":
-                            stderr().print(f"{document.name}: {outcome}")
+                    found = _count(documents, endings, tokens, spent, is_required=complete)
                 label = Path(name).name
                 counts = (str(found[outcome]) for outcome in get_args(Outcome))
                 outcomes.add_row(label, str(tokens), str(len(documents)), *counts)
@@ -157,6 +152,24 @@ def follow(
             return "other row"
     is_kept = isinstance(matcher, CompletingMatcher) and not matcher.has_lost_end
     return "whole" if is_kept else "lost"
+
+
+def _count(
+    documents: Sequence[Document],
+    endings: EndingsCache,
+    spare: int,
+    times: Times,
+    *,
+    is_required: bool,
+) -> Counter[Outcome]:
+    found = Counter[Outcome]()
+    for document in documents:
+        budget = len(document.token_ids) + spare
+        outcome = follow(document, endings, budget, times, is_required=is_required)
+        found[outcome] += 1
+        if outcome != "whole":
+            stderr().print(f"{document.name}: {outcome}")
+    return found
 
 
 def _takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
