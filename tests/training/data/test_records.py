@@ -79,7 +79,10 @@ def test_shapes(record: dict[str, Any], expected: Example) -> None:
         ({"prompt": "a", "schema": {}, "regex": "b"}, "at most one"),
         ({"prompt": "a", "schema": {}, "any_whitespace": 1}, "must be True or False"),
         ({"messages": [USER], "tools": [{}]}, "tools=.*system message"),
-        ({"prompt": "a", "schemas": {}}, "schemas={}: is unknown; the keys are answer, .* text"),
+        (
+            {"prompt": "a", "schemas": {}},
+            "schemas={}: is unknown; the keys are additional_properties, answer, .* text",
+        ),
         ({"conversations": [], "system": "Be kind"}, "system='Be kind': is unknown"),
         ({"prompt": "a", "regex": "b", "root": "c"}, "root='c': goes with ebnf only"),
         ({"prompt": "a", "regex": "b", "after": "x"}, "after='x': is not followed"),
