@@ -90,7 +90,7 @@ def _measure_text(spec: GrammarSpec) -> GrammarSize:
     large = len(spec.source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
     largest, alternatives = Extent(found.largest), Extent(found.alternatives)
-    return GrammarSize(Extent(found.nesting), largest, alternatives, found.count, large=large)
+    return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, large=large)
 
 
 class _Walk:
@@ -153,7 +153,7 @@ class _Walk:
         found = _Scanner().run(pattern, _IN_REGEX)
         self.counts[pattern] = found.repeated  # equal ones are compiled once
         self.repeated += found.repeated
-        self.characters = max(self.characters, found.count)
+        self.characters = max(self.characters, found.longest)
         if not is_data:
             self.repetitions = max(self.repetitions, (found.largest, path), key=_value)
             self.alternatives = max(self.alternatives, (found.alternatives, path), key=_value)
@@ -203,14 +203,14 @@ def _extent(found: tuple[int, _Path]) -> Extent:
 class _Scan(NamedTuple):
     """Of one regex or grammar. repeated: its character classes, each as often as it is repeated.
 
-    largest, count: of the counts, with those inside each other multiplied, and each by itself.
+    largest, longest: of the counts, with those inside each other multiplied, and each by itself.
     """
 
     nesting: int
     largest: int
     repeated: int
     alternatives: int
-    count: int
+    longest: int
 
 
 class _Scanner:
@@ -220,7 +220,7 @@ class _Scanner:
         self.groups = [0]  # what each open group repeats
         self.closed = -1  # where the last class or group ended
         self.inner = 0  # what that one repeats
-        self.nesting = self.largest = self.count = 0
+        self.nesting = self.largest = self.longest = 0
         self.alternatives = 1
 
     def run(self, text: str, tokens: re.Pattern[str]) -> _Scan:
@@ -242,7 +242,7 @@ class _Scanner:
             elif token[0] == "{":
                 self._repeat(match)
         repeated = sum(self.groups)
-        return _Scan(self.nesting, self.largest, repeated, self.alternatives, self.count)
+        return _Scan(self.nesting, self.largest, repeated, self.alternatives, self.longest)
 
     def _close(self, end: int, inner: int) -> None:
         self.closed, self.inner = end, inner
@@ -255,4 +255,4 @@ class _Scanner:
         count = min(upper * max(before, 1), ENDLESS)
         self.groups[-1] = min(self.groups[-1] - before + count, ENDLESS)
         self.largest = max(self.largest, count)
-        self.count = max(self.count, upper)
+        self.longest = max(self.longest, upper)
