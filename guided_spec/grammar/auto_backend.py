@@ -16,7 +16,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
-from guided_spec.grammar.size import is_large, measure_grammar
+from guided_spec.grammar.size import measure_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -83,7 +83,8 @@ def _is_for_xgrammar(spec: GrammarSpec) -> bool:
         schema = json.loads(spec.source)
     except (ValueError, RecursionError):
         return True
-    if is_large(spec) or measure_grammar(spec).characters > _MOST_CHARACTERS:
+    size = measure_grammar(spec)
+    if size.large or size.characters > _MOST_CHARACTERS:
         return False
     prepared = examine_schema(schema, spec.additional_properties)
     if is_narrowed(prepared.unenforced):

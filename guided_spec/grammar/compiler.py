@@ -90,7 +90,8 @@ class GrammarCompileQueue:
         Equal specs share one future while it is unfinished or successful, so it is not to be
         cancelled. A failure is remembered too. Raises GrammarError once the queue is closed.
         """
-        spec = replace(spec, value_type=None)  # else it would be kept, and sent to a process
+        if spec.value_type is not None:  # else it would be kept, and sent to a process
+            spec = replace(spec, value_type=None)
         with self._lock:
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")
