@@ -33,7 +33,7 @@ __all__ = [
 LogprobsMode = Literal["raw", "masked", "processed"]
 Verifier = Literal["rejection", "coupled"]
 
-DraftPolicy = Literal["mask", "topk_walk", "validate"]
+DraftPolicy = Literal["mask", "validate"]
 DRAFT_POLICIES: tuple[str, ...] = get_args(DraftPolicy)
 
 MAX_SEED = 2**63 - 1
@@ -147,9 +147,9 @@ class SamplingParams:
         and multiplies the negative ones, in [0.01, 100]; 1 changes nothing.
     frequency_penalty: what a token's logit loses for each time it stands in the output, in [-2, 2].
     presence_penalty: what it loses for standing there at all, in [-2, 2].
-    draft_policy: how a drafter with a model keeps to the grammar: "mask", "topk_walk" or
-        "validate" (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It
-        changes the speed, never the text's distribution.
+    draft_policy: how a drafter with a model keeps to the grammar: "mask" or "validate"
+        (see ``guided_spec.proposers.draft_loop``); None leaves it to the proposer. It changes the
+        speed, never the text's distribution.
     logprobs: report each token's log-probability and those of that many likeliest tokens, 0 to 20;
         None reports nothing.
     logprobs_mode: of which distribution: "raw" is the model's own, "masked" the one that the

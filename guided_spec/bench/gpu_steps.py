@@ -32,7 +32,7 @@ from guided_spec.types import SamplingParams
 
 __all__ = ["STEP_PROPOSERS", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
 
-STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:topk_walk", "eagle3:validate")
+STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:validate")
 FILLER_DOCUMENTS = 32
 FEWEST_ITEMS = 100  # some 2,500 tokens at least, more than any run writes before it is stopped
 

@@ -18,8 +18,6 @@ VARIABLE = "GUIDED_SPEC_VLLM"
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 FEATURES = {
     "drafts": "guided_spec.integrations.vllm_drafts",
-    "drafts:mask": "guided_spec.integrations.vllm_drafts",
-    "drafts:topk_walk": "guided_spec.integrations.vllm_drafts",
     "exact": "guided_spec.integrations.vllm_exact",
     "schemas": "guided_spec.integrations.vllm_schemas",
 }
@@ -28,14 +26,12 @@ FEATURES = {
 def requested() -> list[str]:
     """The features that the variable names, separated by commas.
 
-    Raises ConfigError for an unknown name and for two policies of ``drafts``.
+    Raises ConfigError for an unknown name.
     """
     value = os.environ.get(VARIABLE, "")
     names = [name.strip() for name in value.split(",") if name.strip()]
     if any(name not in FEATURES for name in names):
         raise ConfigError(VARIABLE, value, f"name some of {','.join(FEATURES)}, or unset it")
-    if sum(":" in name for name in names) > 1:
-        raise ConfigError(VARIABLE, value, "name one policy of drafts")
     return names
 
 

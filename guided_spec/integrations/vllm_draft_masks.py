@@ -1,4 +1,4 @@
-"""The policy ``mask``: every draft token of a vLLM drafter is drawn from the legal ones.
+"""The masks of a vLLM drafter: every draft token is drawn from the legal ones.
 
 Before each position the host looks at what was drafted, leads the forks on, and sends up the next
 masks: one download and one upload a position. What is masked are the logits that the drafter
@@ -38,8 +38,6 @@ class DraftMasks:
         device; the drafter's logits are over the target's vocabulary all the same, as vLLM has
         them. None where the drafter knows every token.
     """
-
-    name = "mask"
 
     def __init__(
         self,
@@ -107,9 +105,8 @@ class DraftMasks:
         self._position += 1
         self._is_ready = False
 
-    def finish(self, draft: Tensor, num_draft: int) -> None:
-        """The draft [B, >= num_draft] is there. Nothing is left to be done to it."""
-        del draft, num_draft
+    def finish(self) -> None:
+        """The draft is there."""
         self._lookahead = None
 
     def clear(self) -> None:

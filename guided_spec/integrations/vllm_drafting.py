@@ -1,4 +1,4 @@
-"""One drafter of vLLM at work: its requests, its policy, and the step that is being drafted.
+"""One drafter of vLLM at work: its requests, its masks, and the step that is being drafted.
 
 vLLM has two model runners with a drafter each, one loop in Python and one around CUDA graphs. What
 they share stands here: a step begins with the tokens that were just sampled, the drafter's
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,14 +18,12 @@ from torch import Tensor
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.integrations.vllm import requested
 from guided_spec.integrations.vllm_draft_masks import DraftMasks
-from guided_spec.integrations.vllm_draft_walk import DraftWalk
 from guided_spec.integrations.vllm_patches import log
 from guided_spec.integrations.vllm_requests import GrammarRequests
 from guided_spec.ops.bitmask import num_mask_words
 
-__all__ = ["FEATURE", "DraftPolicy", "Drafting", "asked_policy", "drafting_of", "is_covered"]
+__all__ = ["FEATURE", "Drafting", "drafting_of", "is_covered"]
 
 FEATURE = "drafts"
 
@@ -35,44 +33,22 @@ _LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependent
 _OTHER_WAYS = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
 
 
-class DraftPolicy(Protocol):
-    """How drafts become legal; see ``DraftMasks`` and ``DraftWalk``."""
-
-    name: str
-
-    def start(self, constraints: Sequence[Constraint | None], num_draft: int) -> None: ...
-    def turn(self) -> None: ...
-    def see(self, logits: Tensor) -> Tensor: ...
-    def drawn(self) -> None: ...
-    def finish(self, draft: Tensor, num_draft: int) -> None: ...
-    def clear(self) -> None: ...
-
-
 class Drafting:
     """The drafts of one drafter under the grammars of its requests; hangs on the drafter.
 
     drafter: vLLM's proposer or speculator, with its model loaded.
     num_draft: K, its draft tokens.
     drafted: gives the tokens [B] drafted last, for the number of those before them and B.
-    position: gives the position being drawn, int64 [] on the device, for the number of those before
-        it.
 
     Raises ModelError for a tokenizer that cannot be read, and ConfigError for a drafter with more
     tokens than the target has.
     """
 
-    def __init__(
-        self,
-        drafter: Any,
-        num_draft: int,
-        drafted: Callable[[int, int], Tensor],
-        position: Callable[[int], Tensor],
-    ) -> None:
+    def __init__(self, drafter: Any, num_draft: int, drafted: Callable[[int, int], Tensor]) -> None:
         config = drafter.vllm_config
         self.requests = GrammarRequests(config)
         self.num_draft = num_draft
         self.is_capturing = False
-        self._name = type(drafter).__name__
         size = config.scheduler_config.max_num_seqs
         vocab_size = self.requests.vocab_size
         width = drafter.draft_model_config.get_vocab_size()
@@ -83,26 +59,15 @@ class Drafting:
         with torch.inference_mode(mode=False):
             rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
             self._masks = DraftMasks(rows, vocab_size, drafted, target_ids_of(drafter.model))
-            self._walk = DraftWalk(rows, position)
-        self._policy: DraftPolicy = self._masks
         self._is_running = False
         self._was_running = False
         self._watch(drafter.model)
         setattr(drafter, _PLACE, self)
-
-    @property
-    def policy(self) -> str:
-        """The name of the policy in force."""
-        return self._policy.name
-
-    def use(self, policy: str, reason: str) -> None:
-        """Draft by the policy of this name from here on; the reason goes into the log."""
-        self._policy = self._walk if policy == self._walk.name else self._masks
-        log(f"{self._name} drafts under grammars, policy {policy}: {reason}")
+        log(f"{type(drafter).__name__} drafts under grammars")
 
     @contextmanager
-    def step(self, names: Sequence[str], num_draft: int) -> Iterator[Callable[[Tensor], None]]:
-        """One batch's drafts; gives what to call with the finished draft [B, K], which it changes.
+    def step(self, names: Sequence[str], num_draft: int) -> Iterator[None]:
+        """Inside, one batch is drafted for.
 
         What was sampled has been noted, see ``GrammarRequests.note``.
         """
@@ -110,16 +75,17 @@ class Drafting:
         if num_draft > 0 and self.requests.any_grammar(names):
             constraints = self.requests.commit(names)
         if not any(constraints):
-            self._policy.clear()
-            yield _keep
+            self._masks.clear()
+            yield
             return
-        self._policy.start(constraints, num_draft)
+        self._masks.start(constraints, num_draft)
         self._report(constraints, num_draft)
         self._is_running = True
         try:
-            yield functools.partial(self._policy.finish, num_draft=num_draft)
+            yield
         finally:
             self._is_running = False
+            self._masks.finish()
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -134,9 +100,9 @@ class Drafting:
         """Replay a graph that holds the sampling of a position."""
         if not self._is_running:
             return run(*args)
-        self._policy.turn()
+        self._masks.turn()
         result = run(*args)
-        self._policy.drawn()
+        self._masks.drawn()
         return result
 
     def _watch(self, model: Any) -> None:
@@ -151,12 +117,12 @@ class Drafting:
 
     def _see(self, logits: Tensor) -> Tensor:
         if self.is_capturing:
-            return self._policy.see(logits)
+            return self._masks.see(logits)
         if not self._is_running:
             return logits
-        self._policy.turn()  # beside the drafter's forward, which was launched before
-        seen = self._policy.see(logits)
-        self._policy.drawn()
+        self._masks.turn()  # beside the drafter's forward, which was launched before
+        seen = self._masks.see(logits)
+        self._masks.drawn()
         return seen
 
     def _report(self, constraints: Sequence[Constraint | None], num_draft: int) -> None:
@@ -164,7 +130,7 @@ class Drafting:
             self._was_running = True
             count = sum(constraint is not None for constraint in constraints)
             text = f"{count} of {len(constraints)} requests, {num_draft} draft tokens"
-            log(f"first drafts under a grammar, policy {self.policy}: {text}")
+            log(f"first drafts under a grammar: {text}")
 
 
 def drafting_of(drafter: Any) -> Drafting | None:
@@ -188,20 +154,6 @@ def is_covered(drafter: Any) -> bool:
     return False
 
 
-def asked_policy(*, is_sampled: bool) -> str | None:
-    """The policy that was asked for by name.
-
-    Raises ConfigError for a walk over sampled drafts: a token that was exchanged was not drawn from
-    the distribution that vLLM verifies it with.
-    """
-    policies = [name.partition(":")[2] for name in requested() if name.startswith(f"{FEATURE}:")]
-    policy = policies[0] if policies else None
-    if policy == "topk_walk" and is_sampled:
-        fix = "drafts:topk_walk needs greedy drafts; ask for drafts:mask"
-        raise ConfigError("draft_sample_method", "probabilistic", fix)
-    return policy
-
-
 def target_ids_of(model: Any) -> Tensor | None:
     """int64 [D]: the target's token for each token of a drafter's own vocabulary, None without one.
 
@@ -212,8 +164,3 @@ def target_ids_of(model: Any) -> Tensor | None:
         return None
     offsets = offsets.detach().to(torch.int64)
     return torch.arange(len(offsets), device=offsets.device) + offsets
-
-
-def _keep(draft: Tensor) -> None:
-    """The draft stays as it is."""
-    del draft

@@ -1,10 +1,7 @@
 """vLLM's own drafters, EAGLE-3, EAGLE, MTP and draft models, under the grammars of their requests.
 
 vLLM drafts without a grammar, and cuts what its grammar then refuses. Here the drafter's tokens are
-legal from the start, by one of two policies: ``vllm_draft_masks`` and ``vllm_draft_walk``. With the
-feature ``drafts`` it is the masks; where vLLM captures all positions of a draft in one CUDA graph,
-which leaves the host no turn in between, it is the walk. ``drafts:mask`` and ``drafts:topk_walk``
-ask for one of them.
+legal from the start, by masks on its logits: see ``vllm_draft_masks``.
 
 The functions are wrapped where vLLM makes its workers: no other process needs them.
 """

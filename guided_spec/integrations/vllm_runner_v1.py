@@ -1,8 +1,8 @@
 """Drafts under grammars in vLLM's older model runner, whose draft loop is Python.
 
 Only the drafter's forward is captured in CUDA graphs there, piece by piece, and what is drawn from
-its logits is not. So the graphs stay as they are with either policy, and the masks of a position
-are made while its forward runs.
+its logits is not. So the graphs stay as they are, and the masks of a position are made while its
+forward runs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from guided_spec.integrations.vllm_drafting import Drafting, asked_policy, drafting_of, is_covered
+from guided_spec.integrations.vllm_drafting import Drafting, drafting_of, is_covered
 from guided_spec.integrations.vllm_patches import VERSIONS, Patch, around_drafting
 from guided_spec.integrations.vllm_requests import GrammarRequests
 
@@ -28,15 +28,11 @@ def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
         result = original(self, target_model)
         if is_covered(self):
             # The token that was drafted last is what the drafter reads next.
-            positions = self.arange[: self.num_speculative_tokens].long()
-            drafting = Drafting(
+            Drafting(
                 self,
                 self.num_speculative_tokens,
                 lambda before, count: self.input_ids[:count],  # noqa: ARG005
-                lambda before: positions[before],
             )
-            policy = asked_policy(is_sampled=self._enable_probabilistic_draft_probs)
-            drafting.use(policy or "mask", "its loop is on the host")
         return result
 
     return load_model
@@ -75,10 +71,8 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
         if drafting is None:
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         num_draft = scheduler_output.num_spec_tokens_to_schedule
-        with drafting.step(self.input_batch.req_ids, num_draft) as finish:
-            draft = original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
-            finish(draft)
-        return draft
+        with drafting.step(self.input_batch.req_ids, num_draft):
+            return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
 
     return propose_draft_token_ids
 

@@ -1,9 +1,8 @@
 """Drafts under grammars in vLLM's new model runner, whose draft loop is made of CUDA graphs.
 
 The sampling is in the graphs. It finds its masks at one address, where the host writes them between
-two replays; so ``mask`` keeps a graph for each position. vLLM 0.33.0 may also capture all positions
-but the first in one graph: that is kept for ``topk_walk``, and ``mask`` makes vLLM go by its other
-way, a graph for each position.
+two replays; so there has to be a graph for each position. vLLM 0.33.0 may also capture all those
+behind the first in one graph: here it goes by its other way.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from guided_spec.integrations.vllm_drafting import Drafting, asked_policy, drafting_of, is_covered
+from guided_spec.integrations.vllm_drafting import Drafting, drafting_of, is_covered
 from guided_spec.integrations.vllm_patches import VERSIONS, Patch, Wrapper
 
 __all__ = [
     "PATCHES",
-    "choose_graphs",
     "guide_speculator",
     "note_requests",
     "note_sampled",
     "propose_legal",
+    "split_graphs",
 ]
 
 
@@ -32,23 +31,20 @@ def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(self: Any, target_model: Any) -> Any:
         result = original(self, target_model)
         if is_covered(self):
-            asked_policy(is_sampled=self.draft_logits is not None)
             Drafting(
                 self,
                 self.num_speculative_steps,
                 lambda before, count: self.draft_tokens[:count, before],
-                lambda before: self.current_draft_step,  # noqa: ARG005
             )
         return result
 
     return load_model
 
 
-def choose_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around a speculator's ``init_cudagraph_manager``: a policy that the graphs allow for.
+def split_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around a speculator's ``init_cudagraph_manager``: a graph for each position.
 
-    One graph for all positions is kept for ``topk_walk``. For ``mask`` vLLM falls back to a graph
-    for each position, its own way where an attention backend needs it.
+    That is vLLM's own way where an attention backend needs it.
     """
 
     @functools.wraps(original)
@@ -56,17 +52,9 @@ def choose_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
         drafting = drafting_of(self)
         if drafting is None:
             return original(self, cudagraph_mode)
-        is_sampled = self.draft_logits is not None
-        asked = asked_policy(is_sampled=is_sampled)
         is_full = cudagraph_mode.decode_mode().name == "FULL" and self.num_speculative_steps > 1
-        is_fused = is_full and getattr(self, "supports_decode_metadata_update", False)
-        policy = asked or ("topk_walk" if is_fused and not is_sampled else "mask")
-        if is_fused and policy == "mask":
+        if is_full and getattr(self, "supports_decode_metadata_update", False):
             self.supports_decode_metadata_update = False
-        graphs = "one graph a draft" if is_fused else "one graph a position"
-        kept = policy == "topk_walk" or not is_fused
-        reason = f"{graphs}, {'kept' if kept else 'split'}" if is_full else "no full graphs"
-        drafting.use(policy, reason)
         result = original(self, cudagraph_mode)
         _follow_graphs(self, drafting)
         return result
@@ -84,10 +72,8 @@ def propose_legal(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, input_batch, *args, **kwargs)
         num_draft = kwargs.get("num_speculative_tokens")
         num_draft = drafting.num_draft if num_draft is None else num_draft
-        with drafting.step(input_batch.req_ids, num_draft) as finish:
-            draft = original(self, input_batch, *args, **kwargs)
-            finish(draft)
-        return draft
+        with drafting.step(input_batch.req_ids, num_draft):
+            return original(self, input_batch, *args, **kwargs)
 
     return propose
 
@@ -162,8 +148,8 @@ PATCHES = (
         "target_model",
         guide_speculator,
     ),
-    _patch(f"{_OLD_LOOP}.init_cudagraph_manager", "cudagraph_mode", choose_graphs, _OLD),
-    _patch(f"{_NEW_LOOP}.init_cudagraph_manager", "cudagraph_mode", choose_graphs, _NEW),
+    _patch(f"{_OLD_LOOP}.init_cudagraph_manager", "cudagraph_mode", split_graphs, _OLD),
+    _patch(f"{_NEW_LOOP}.init_cudagraph_manager", "cudagraph_mode", split_graphs, _NEW),
     _patch(
         f"{_OLD_LOOP}.propose", f"{_INPUTS} num_tokens_across_dp {_OPTIONS}", propose_legal, _OLD
     ),

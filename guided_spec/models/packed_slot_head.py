@@ -14,7 +14,7 @@ from guided_spec.models.kv_cache import copy_positions
 from guided_spec.models.packed_eagle3 import PackedEagle3
 from guided_spec.models.packed_lm import WIDEST_GRAPH
 from guided_spec.models.padding import pack_places, pad_ids, pad_rows, pad_states, pad_to
-from guided_spec.models.picker import BestTokens, GreedyWalk, Picker
+from guided_spec.models.picker import Picker
 from guided_spec.models.slot_head import SlotRoom
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -165,14 +165,14 @@ class PackedSlotHead:
             self._depths[slot] += 1
 
     @torch.inference_mode()
-    def walk_greedily(self, slots: Sequence[int], count: int) -> GreedyWalk:
-        """Draft ``count`` tokens, each the best behind the ones before: one graph for all.
+    def walk_greedily(self, slots: Sequence[int], count: int) -> Tensor:
+        """int64 [R, count] target ids, each the best behind the ones before: one graph for all.
 
         All but the last are appended. On CUDA the next such draft overwrites the result.
         """
         body = partial(self._draft_best, count)
-        walk = self._run_draft("best", count, (slots, self._ends(slots)), body)
-        return GreedyWalk(*(part[: len(slots)] for part in walk))
+        best: Tensor = self._run_draft("best", count, (slots, self._ends(slots)), body)
+        return best[: len(slots)]
 
     @torch.inference_mode()
     def walk_by(self, picker: Picker, slots: Sequence[int], count: int) -> None:
@@ -260,10 +260,16 @@ class PackedSlotHead:
             self._depths[slot] += count - 1
         return found
 
-    def _draft_best(self, count: int, inputs: Inputs) -> tuple[GreedyWalk, Scored]:
-        best = BestTokens(self._packed.head.vocabulary)
-        last = self._draft(inputs, count, best.pick)
-        return best.walk, last
+    def _draft_best(self, count: int, inputs: Inputs) -> tuple[Tensor, Scored]:
+        vocabulary, picked = self._packed.head.vocabulary, list[Tensor]()
+
+        def pick(_: int, logits: Tensor) -> Tensor:
+            best = logits.argmax(-1)
+            picked.append(best if vocabulary is None else vocabulary.to_target(best))
+            return picked[-1]
+
+        last = self._draft(inputs, count, pick)
+        return torch.stack(picked, 1), last
 
     def _draft_by(self, picker: Picker, count: int, inputs: Inputs) -> tuple[None, Scored]:
         ticket = inputs["places"][2, :1]

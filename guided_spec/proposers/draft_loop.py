@@ -1,23 +1,20 @@
-"""The loop that drafts with a model, for every proposer that has one, under three policies.
+"""The loop that drafts with a model, for every proposer that has one, under two policies.
 
 - ``mask``: at each depth the grammar's mask goes to the device, and what was drawn under it comes
   back. Every draft token is legal; each depth waits for the host once.
 - ``validate``: the model drafts freely. The host walks the draft afterwards, in one download; the
   first illegal token stays in it, and the verifier refuses it exactly.
-- ``topk_walk``: the model drafts freely and greedily, and the ``TOP`` best tokens of each depth
-  come back in one download. The host takes the best legal one of each.
 
 Under each, the drafter's logits are adjusted like the target's (``guided_spec.ops.adjust``).
 
 Which one a request gets changes how much is accepted, never the distribution of the text: a draft
-sampled under a mask is verified with its masked probabilities, one sampled freely with those, and
-one chosen by a walk is deterministic.
+sampled under a mask is verified with its masked probabilities, and one sampled freely with those.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -26,11 +23,9 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, PendingDraft
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.models.picker import GreedyWalk
 from guided_spec.ops.download import Download
 from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.host_integers import host_integers
-from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_policy import used_policies
@@ -39,8 +34,6 @@ from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.types import Draft, DraftPolicy
 
 __all__ = ["DraftLoop", "draft_autoregressively"]
-
-TOP = 8  # tokens of a depth that a walk may choose from
 
 
 def draft_autoregressively(
@@ -61,9 +54,9 @@ def draft_autoregressively(
     policy: of the requests that do not ask for one.
     vocabulary: what the logits score; None: the target's own V tokens.
 
-    Greedy requests draft the largest logit, others sample from the warped draft distribution (not
-    under ``topk_walk``). Where no legal token is in the draft vocabulary, the only legal token is
-    drafted if there is just one, and the request's draft ends otherwise.
+    Greedy requests draft the largest logit, others sample from the warped draft distribution.
+    Where no legal token is in the draft vocabulary, the only legal token is drafted if there is
+    just one, and the request's draft ends otherwise.
     """
     loop = DraftLoop(batch, lookahead, policy, vocabulary)
     loop.run(first_logits, forward)
@@ -75,7 +68,6 @@ class _Place(NamedTuple):
 
     tokens: int64 [B] target ids, -1 where there is none. readable: the same with 0 there.
     probs: float32 [B, D]; None when nothing is sampled.
-    top: int64 [B, TOP] target ids, the best first; None when no request walks.
     rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
         without a reduced vocabulary.
     """
@@ -83,7 +75,6 @@ class _Place(NamedTuple):
     tokens: Tensor
     readable: Tensor
     probs: Tensor | None
-    top: Tensor | None
     rescued: Tensor | None
 
 
@@ -107,8 +98,7 @@ class DraftLoop:
         target_ids = None if vocabulary is None else vocabulary.target_ids
         self._chooser = chooser or DraftChooser(target_ids)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
-        policies = used_policies(batch, policy)
-        masked = [one == "mask" for one in policies]
+        masked = [one == "mask" for one in used_policies(batch, policy)]
         # Free requests go with the masked ones where there are any: their download comes anyway.
         is_waiting = any(
             one and constraint is not None
@@ -117,18 +107,13 @@ class DraftLoop:
         self._starts = [len(drafted) for drafted in lookahead.drafted]
         self._was_open = lookahead.is_open
         self._is_later = [not (is_waiting and one) for one in masked]
-        self._walks = [
-            one == "topk_walk" and constraint is not None
-            for one, constraint in zip(policies, batch.constraints, strict=True)
-        ]
         self._rooms = [
             limit - start if is_open and later else 0
             for limit, start, is_open, later in zip(
                 batch.limits, self._starts, self._was_open, self._is_later, strict=True
             )
         ]
-        self._is_walking = self._upload(self._walks) if any(self._walks) else None
-        self._sampling = self._with_greedy_walks(batch.sampling)
+        self._sampling = batch.sampling
         self._noise = None if self._sampling.all_greedy else self._keys()
         self._places: list[_Place] = []
         self._drawn: Download | None = None
@@ -148,12 +133,9 @@ class DraftLoop:
                     break
                 logits = forward(self._places[-1].readable)
 
-    def take(self, walk: GreedyWalk) -> None:
-        """Every request's best tokens, all positions at once."""
-        top = self._top(walk.logits)
-        for depth, tokens in enumerate(walk.tokens.unbind(1)):
-            best = None if top is None else top[:, depth]
-            self._places.append(_Place(tokens, tokens, None, best, None))
+    def take(self, best: Tensor) -> None:
+        """Every request's best tokens, int64 [B, K] target ids."""
+        self._places += [_Place(tokens, tokens, None, None) for tokens in best.unbind(1)]
 
     def take_masked(self, walk: MaskedWalk, slots: Sequence[int]) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``."""
@@ -163,7 +145,7 @@ class DraftLoop:
         self._running.walk(self._lookahead, 1)
         for depth in range(self._batch.num_draft_tokens):
             ids, probs, rescued = self._running.room.at(depth)
-            self._places.append(_Place(ids, ids, probs, None, rescued))
+            self._places.append(_Place(ids, ids, probs, rescued))
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -172,8 +154,8 @@ class DraftLoop:
         return self._with_probs(draft)
 
     def pending(self) -> PendingDraft:
-        """The draft as the target may read it at once; finished where a walk picks its tokens."""
-        if not self._places or any(self._walks):
+        """The draft as the target may read it at once."""
+        if not self._places:
             draft = self.finish()
             return PendingDraft(draft, lambda: draft)
         ids = torch.stack([place.readable for place in self._places], 1)
@@ -199,8 +181,8 @@ class DraftLoop:
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, self._noise)
-        tokens, readable, top = chosen.tokens, chosen.readable, self._top(logits)
-        self._places.append(_Place(tokens, readable, chosen.probs, top, chosen.rescued))
+        place = _Place(chosen.tokens, chosen.readable, chosen.probs, chosen.rescued)
+        self._places.append(place)
         self._adjustments.append(chosen.tokens)
         if not all(self._is_later):
             self._drawn = Download(chosen.report[:2])
@@ -217,61 +199,40 @@ class DraftLoop:
 
     def _download(self) -> Download | None:
         """What the host has to see of the tokens that it walks later."""
-        return Download(self._columns()) if any(self._rooms) and self._places else None
+        if not any(self._rooms) or not self._places:
+            return None
+        return Download(torch.stack([place.tokens for place in self._places], 1))
 
     def _walk(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
         with self._lookahead.holding(self._is_later):
             self._settle()
         if later is not None:
-            self._lookahead.extend_best(self._options(later.wait().tolist()))
+            self._lookahead.extend(self._own(later.wait().tolist()))
         drafted, refused = self._lookahead.drafted, self._lookahead.refused
         rows = []
         for request, start in enumerate(self._starts):
             row = drafted[request][start:]
             found = refused[request] if self._was_open[request] else None
             # Dropping an illegal token that was sampled would bias the text: the verifier has to
-            # refuse it. One that a walk ended at was never drawn.
-            rows.append(row if found is None or self._walks[request] else [*row, found])
+            # refuse it.
+            rows.append(row if found is None else [*row, found])
         return rows
-
-    def _with_greedy_walks(self, sampling: Sampling) -> Sampling:
-        """The drafts' own parameters: a request that walks drafts its best token."""
-        if sampling.all_greedy or self._is_walking is None:
-            return sampling
-        temperature = sampling.temperature.masked_fill(self._is_walking, 0.0)
-        return replace(sampling, temperature=temperature, all_greedy=all(self._walks))
 
     def _keys(self) -> DraftNoise:
         """Which noise the first token is drawn with."""
         pairs = zip(self._batch.contexts, self._starts, strict=True)
         positions = [len(context) + start for context, start in pairs]
-        return self._batch.draft_keys(self._upload(positions))
+        return self._batch.draft_keys(
+            torch.tensor(positions).to(self._batch.device, non_blocking=True)
+        )
 
-    def _upload(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values).to(self._batch.device, non_blocking=True)
-
-    def _columns(self) -> Tensor:
-        """int64 [B, K, 1 or 1 + TOP]: each position's token, and the best there if any walks."""
-        columns = [
-            place.tokens.unsqueeze(1)
-            if place.top is None
-            else torch.cat([place.tokens.unsqueeze(1), place.top], 1)
-            for place in self._places
+    def _own(self, rows: list[list[int]]) -> list[list[int]]:
+        """[B] lists: the tokens of the requests that are walked now, as far as there are any."""
+        return [
+            list(takewhile(lambda token: token >= 0, row)) if room else []
+            for row, room in zip(rows, self._rooms, strict=True)
         ]
-        return torch.stack(columns, 1)
-
-    def _options(self, columns: list[list[list[int]]]) -> list[list[list[int]]]:
-        """[B] lists of what each position offers to the requests that are walked now."""
-        options: list[list[list[int]]] = []
-        for request, positions in enumerate(columns):
-            walks, found = self._walks[request], []
-            for first, *top in positions if self._rooms[request] else ():
-                if first < 0:
-                    break
-                found.append(top if walks else [first])
-            options.append(found)
-        return options
 
     def _with_probs(self, draft: Draft) -> Draft:
         """The draft and what its tokens were drawn from; as it is where all are certain."""
@@ -283,17 +244,7 @@ class DraftLoop:
             columns = self._vocabulary.columns
             rescued = [place.rescued for place in self._places if place.rescued is not None]
             is_certain = torch.stack(rescued, 1) >= 0
-        if self._is_walking is not None:
-            walking = self._is_walking.unsqueeze(1).expand(-1, len(drawn_from))
-            is_certain = walking if is_certain is None else is_certain | walking
         whole = draft._replace(
             probs=torch.stack(drawn_from, 1), columns=columns, is_certain=is_certain
         )
         return whole.cut(draft.token_ids.shape[1])
-
-    def _top(self, logits: Tensor) -> Tensor | None:
-        """The best tokens of logits [B, ..., D], where some request walks."""
-        if not any(self._walks):
-            return None
-        top = logits.topk(min(TOP, logits.shape[-1])).indices
-        return top if self._vocabulary is None else self._vocabulary.to_target(top)

@@ -33,13 +33,11 @@ def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """
     if batch.adjustments is not None:
         return False
-    for used, constraint in zip(used_policies(batch, policy), batch.constraints, strict=True):
-        is_walking = used == "topk_walk" and constraint is not None
-        if (used == "mask" and constraint is not None) or not (
-            is_walking or batch.sampling.all_greedy
-        ):
-            return False
-    return True
+    masked = [used == "mask" for used in used_policies(batch, policy)]
+    waits = zip(masked, batch.constraints, strict=True)
+    return batch.sampling.all_greedy and not any(
+        is_masked and constraint is not None for is_masked, constraint in waits
+    )
 
 
 def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:

@@ -102,7 +102,7 @@ def test_hidden_states_at_the_layers_of_the_head(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("proposer", ["eagle3", "eagle3:topk_walk"])
+@pytest.mark.parametrize("proposer", ["eagle3", "eagle3:validate"])
 def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float) -> None:
     grammar = GrammarSpec.regex("[a-z ]{30,40}")
     params = SamplingParams(max_tokens=24, temperature=temperature, seed=5, ignore_eos=True)

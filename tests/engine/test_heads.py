@@ -84,7 +84,7 @@ def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
-@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("policy", ["mask", "validate"])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_decoding(
     taught: Any, method: str, policy: str, *, is_guided: bool, size: tuple[int, int]
@@ -111,7 +111,7 @@ def test_in_a_chain(taught: Any, method: str) -> None:
 
 
 @pytest.mark.parametrize("batch_size", [1, 5])
-@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("policy", ["mask", "validate"])
 def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int) -> None:
     """Target and head in packed form, alone and behind another proposer; some requests free."""
     known = taught("eagle3")
@@ -302,7 +302,7 @@ def test_samples_share_a_prompt(taught: Any) -> None:
 
 def test_a_request_may_choose_its_policy(taught: Any) -> None:
     known = taught("eagle")
-    policies: list[DraftPolicy | None] = ["mask", "topk_walk", "validate", None] * 2
+    policies: list[DraftPolicy | None] = ["mask", "validate", None] * 3
     params = [
         replace(one, draft_policy=policy) for one, policy in zip(PARAMS, policies, strict=False)
     ]

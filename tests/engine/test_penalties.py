@@ -104,7 +104,6 @@ def test_each_setting_changes_the_text() -> None:
         ("llama", "none"),
         ("llama", "ngram"),
         ("llama", "draft_model"),
-        ("llama", "draft_model:topk_walk"),
         ("llama", "draft_model:validate"),
         ("llama", "chain:grammar_forced+ngram+draft_model"),
         ("qwen3_5", "chain:ngram+draft_model"),
@@ -125,7 +124,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
     return write_head(tmp_path_factory.mktemp("head"), "eagle3", VOCAB_SIZE)
 
 
-@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("policy", ["mask", "validate"])
 def test_a_head_changes_nothing(headed: HeadedTarget, policy: str) -> None:
     known = Requests(headed.target)
     for batch_size in (1, 5):

@@ -34,7 +34,6 @@ LENGTH = 32
 PROPOSERS = (
     "ngram",
     "draft_model:validate",
-    "draft_model:topk_walk",
     "chain:grammar_forced+ngram",
     "chain:grammar_forced+draft_model",
 )

@@ -42,7 +42,7 @@ def generate(headed: HeadedTarget, proposer: str, temperature: float) -> list[Re
 def test_greedy_equals_plain(tmp_path: Path, method: str) -> None:
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     plain = generate(headed, "none", 0.0)
-    proposers = [f"{method}:{policy}" for policy in ("mask", "topk_walk", "validate")]
+    proposers = [f"{method}:{policy}" for policy in ("mask", "validate")]
     for proposer in (*proposers, f"chain:grammar_forced+{method}"):
         found = generate(headed, proposer, 0.0)
         assert [output.error for output in found] == [None] * len(PROMPTS)
@@ -52,7 +52,7 @@ def test_greedy_equals_plain(tmp_path: Path, method: str) -> None:
     assert all(parameter.is_cuda for parameter in head.parameters())
 
 
-@pytest.mark.parametrize("policy", ["mask", "topk_walk", "validate"])
+@pytest.mark.parametrize("policy", ["mask", "validate"])
 @pytest.mark.parametrize("method", TARGETS)
 def test_sampled_in_bfloat16(tmp_path: Path, method: str, policy: str) -> None:
     headed = on_cuda(tmp_path / "head", method, torch.bfloat16)

@@ -87,7 +87,6 @@ def check_texts(outputs: Sequence[RequestOutput]) -> None:
         ("chain:grammar_forced+ngram", None),
         ("draft_model", "mask"),
         ("draft_model", "validate"),
-        ("draft_model", "topk_walk"),
         ("chain:grammar_forced+draft_model", "mask"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Drafts of vLLM's own drafters under grammars, policy ``mask``, in the loops of both runners."""
+"""Drafts of vLLM's own drafters under grammars, in the loops of both runners."""
 
 from __future__ import annotations
 

@@ -32,13 +32,12 @@ def run(folder: Path, features: str) -> dict[str, Any]:
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
-    assert ("drafts under grammars, policy" in done.stdout + done.stderr) == bool(features)
+    assert ("drafts under grammars" in done.stdout + done.stderr) == bool(features)
     return found
 
 
 def test_texts_stay_and_more_drafts_are_accepted(tmp_path: Path) -> None:
     plain = run(tmp_path, "")
     masked = run(tmp_path, "drafts,exact,schemas")
-    walked = run(tmp_path, "drafts:topk_walk")
-    assert masked["texts"] == plain["texts"] == walked["texts"]
-    assert masked["accepted"] > walked["accepted"] > plain["accepted"]
+    assert masked["texts"] == plain["texts"]
+    assert masked["accepted"] > plain["accepted"]

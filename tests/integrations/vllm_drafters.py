@@ -259,7 +259,7 @@ class V2(Drafter):
         start: Any = functools.partial(make_graphs, graphs)
         if guided:
             vllm_runner_v2.guide_speculator(_load_nothing)(own, None)
-            start = vllm_runner_v2.choose_graphs(start)
+            start = vllm_runner_v2.split_graphs(start)
         start(own, mode.NONE if graphs == "none" else mode.FULL_AND_PIECEWISE)
         self._slots: dict[str, int] = {}
         self.seed = 0

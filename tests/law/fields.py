@@ -61,20 +61,16 @@ class Fields:
         del starved
         self._append(torch.tensor(token_ids))
 
-    def extend_best(self, offered: Tensor, is_drawn: Tensor) -> None:
-        """The first legal one of tokens [B, T], where anything was drawn at all."""
-        legal = tables().legal[self._forks].gather(1, offered)
-        best = legal.int().argmax(1, keepdim=True)  # the first one where none is legal
-        self._append(torch.where(is_drawn, offered.gather(1, best).squeeze(1), -1))
+    def extend(self, token_ids: Tensor) -> None:
+        """One more token of each row, int64 [B]; -1 where there is none."""
+        self._append(token_ids)
 
-    def taken(self, *, with_refused: bool) -> tuple[Tensor, Tensor]:
-        """The draft's ids [B, K] and lengths [B], an illegal token at its end included or not."""
-        ids, lengths = self._tokens, self._lengths
-        if with_refused:
-            is_bad = self._refused >= 0
-            at = lengths.clamp_max(ids.shape[1] - 1).unsqueeze(1)
-            bad = torch.where(is_bad, self._refused, ids.gather(1, at).squeeze(1))
-            ids, lengths = ids.scatter(1, at, bad.unsqueeze(1)), lengths + is_bad
+    def taken(self) -> tuple[Tensor, Tensor]:
+        """The draft's ids [B, K] and lengths [B], an illegal token at its end included."""
+        ids, is_bad = self._tokens, self._refused >= 0
+        at = self._lengths.clamp_max(ids.shape[1] - 1).unsqueeze(1)
+        bad = torch.where(is_bad, self._refused, ids.gather(1, at).squeeze(1))
+        ids, lengths = ids.scatter(1, at, bad.unsqueeze(1)), self._lengths + is_bad
         width = int(lengths.max())
         return ids[:, :width].clamp_min(0), lengths
 
@@ -106,16 +102,12 @@ class WideLoop(DraftLoop):
 
     def finish(self) -> Draft:
         fields: Any = self._lookahead
-        is_walk = all(self._walks)
         with fields.holding(self._is_later):
             self._settle()
         if any(self._rooms):
             for place in self._places:
-                offered = place.top if is_walk else place.tokens.unsqueeze(1)
-                assert offered is not None
-                fields.extend_best(offered, place.tokens >= 0)
-        draft = Draft(*fields.taken(with_refused=not is_walk))
-        return draft if is_walk else self._with_probs(draft)
+                fields.extend(place.tokens)
+        return self._with_probs(Draft(*fields.taken()))
 
     def _may_go_on(self, depth: int) -> bool:
         """Reads no lists either: a forward too many does no harm."""

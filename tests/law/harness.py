@@ -37,7 +37,7 @@ from tests.law.world import (
 from tests.toys import CPU, chi_square_p_value
 
 POLICIES: dict[str, DraftPolicy] = {
-    "one_hot": "topk_walk",
+    "one_hot": "mask",
     "sampled": "mask",
     "unmasked": "validate",
     "shorter": "mask",
@@ -61,7 +61,14 @@ class Case:
         return (seeds + nodes) % (K + 1) if self.kind == "shorter" else full
 
     def draft(self, batch: DecodeBatch, fields: Fields, nodes: Tensor) -> Draft:
-        """By the package's draft loop, with the world's draft table for a model."""
+        """By the package's draft loop, with the world's draft table for a model.
+
+        A "one_hot" draft is made without randomness, as that of n-grams is.
+        """
+        if self.kind == "one_hot":
+            greedy = torch.zeros_like(batch.sampling.temperature)
+            sampling = replace(batch.sampling, temperature=greedy, all_greedy=True)
+            batch = replace(batch, sampling=sampling)
         vocabulary = REDUCED if self.kind == "starved" else None
         loop = WideLoop(batch, cast("Lookahead", fields), POLICIES[self.kind], vocabulary)
 

@@ -90,7 +90,7 @@ LATE = (1, 0, 2)
 COMPANIES = {
     "chain": Company(),
     "joining": Company("chain:grammar_forced+ngram+toy", joins=LATE),
-    "policies": Company(key=own, policies=("mask", "validate", "topk_walk")),
+    "policies": Company(key=own, policies=("mask", "validate", "mask")),
     "adaptive": Company(key=own, joins=LATE, changes=True),
 }
 

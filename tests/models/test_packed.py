@@ -271,10 +271,9 @@ def test_a_greedy_walk_is_one_step_after_another(
     walk = packed.walk_greedily(slots, 4)
     for depth in range(4):
         logits = one_by_one.logits(slots)
-        torch.testing.assert_close(walk.logits[:, depth], logits, rtol=1e-5, atol=1e-5)
         best = logits.argmax(-1)
         best = best if found.vocabulary is None else found.vocabulary.to_target(best)
-        assert torch.equal(walk.tokens[:, depth], best)
+        assert torch.equal(walk[:, depth], best)
         if depth < 3:
             one_by_one.walk(slots, best)
     assert one_by_one.depth(0) == packed.depth(0) == 3

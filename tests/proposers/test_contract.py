@@ -49,7 +49,7 @@ CHAINS = [
     "chain:grammar_forced+draft_model",
     "chain:grammar_forced+eagle3:validate",
     "chain:grammar_forced+ngram+deepseek_mtp",
-    "chain:auto+draft_model:topk_walk",
+    "chain:auto+draft_model:validate",
     "chain:none+none",
 ]
 POLICIES = [f"{name}:{policy}" for name in ("draft_model", "eagle3") for policy in DRAFT_POLICIES]

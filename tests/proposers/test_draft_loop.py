@@ -33,7 +33,7 @@ from tests.toys import (
     toy_batch,
 )
 
-POLICIES: tuple[DraftPolicy, ...] = ("mask", "topk_walk", "validate")
+POLICIES: tuple[DraftPolicy, ...] = ("mask", "validate")
 SMALL = DraftVocabulary(torch.tensor([0, 2, 3, 5, 6, EOS]), VOCAB_SIZE)
 TARGET = ToyTarget(3)
 
@@ -170,16 +170,6 @@ def test_validate_keeps_the_first_illegal_token_for_the_verifier() -> None:
     assert lookahead.refused == [None, 2, 1, 2]
 
 
-def test_a_walk_takes_the_best_legal_token() -> None:
-    drafter = TableDrafter("topk_walk")
-    drafter.table = -torch.arange(VOCAB_SIZE).float().expand(VOCAB_SIZE, -1)
-    rules = [text_rule([b"cab"]), text_rule([b"a,"])]  # "," is beyond the eight best
-    batch = toy_batch([[0]] * 2, [Constraint(ToyCompiled(rule)) for rule in rules], k=3)
-    draft, _ = propose(batch, drafter)
-    assert lists(draft) == [[2, 0, 1], [0]]
-    assert draft.probs is None
-
-
 def test_a_starved_row_drafts_the_only_legal_token_or_nothing() -> None:
     rules = [text_rule([b"a:a"]), text_rule([b"ab", b"a:"]), text_rule([b"a1"])]
     batch = toy_batch(
@@ -207,7 +197,7 @@ def test_free_drafts_wait_for_the_host_once(monkeypatch: pytest.MonkeyPatch) -> 
         return next_mask(lookahead)
 
     monkeypatch.setattr(Lookahead, "next_mask", counting)
-    for policy, masks in zip(POLICIES, (3, 0, 0), strict=True):
+    for policy, masks in zip(POLICIES, (3, 0), strict=True):
         asked.clear()
         propose(toy_batch([[0]], [Constraint(ToyCompiled(hashed_rule(1)))]), TableDrafter(policy))
         assert len(asked) == masks
@@ -227,17 +217,17 @@ def test_each_request_has_its_own_policy(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(MaskRows, "fill", counting)
     rule = hashed_rule(2)
     alone: list[list[int]] = []
-    policies: list[DraftPolicy | None] = ["mask", "topk_walk", "validate", None]
+    policies: list[DraftPolicy | None] = ["mask", "validate", None]
     for policy in policies:
         batch = toy_batch([[0]], [Constraint(ToyCompiled(rule))], k=4)
         batch.policies = (policy,)
         alone += lists(propose(batch, TableDrafter("validate"))[0])
-    batch = toy_batch([[0]] * 4, [Constraint(ToyCompiled(rule)) for _ in policies], k=4)
+    batch = toy_batch([[0]] * 3, [Constraint(ToyCompiled(rule)) for _ in policies], k=4)
     batch.policies = tuple(policies)
     fills.clear()
     draft, lookahead = propose(batch, TableDrafter("validate"))
     assert lists(draft) == alone
-    assert lists(draft)[2] == lists(draft)[3]
+    assert lists(draft)[1] == lists(draft)[2]
     assert {request for request, _ in fills} == {0}  # only the masked one needs its masks now
     lookahead.start(draft)
     lookahead.finish(draft.token_ids.shape[1])
@@ -257,11 +247,11 @@ def test_greedy_text(policy: DraftPolicy, vocabulary: DraftVocabulary | None, k:
 def test_policies_by_name() -> None:
     assert set(POLICIES) == set(DRAFT_POLICIES)
     assert read_policy("", "validate") == "validate"
-    assert read_policy("topk_walk", "mask") == "topk_walk"
-    with pytest.raises(ConfigError, match="draft policy='walk': must be one of mask, topk_walk"):
-        read_policy("walk", "mask")
-    with pytest.raises(ConfigError, match="draft_policy='walk'"):
-        SamplingParams(draft_policy="walk")  # type: ignore[arg-type]
+    assert read_policy("mask", "validate") == "mask"
+    with pytest.raises(ConfigError, match="draft policy='topk_walk': must be one of mask, val"):
+        read_policy("topk_walk", "mask")
+    with pytest.raises(ConfigError, match="draft_policy='topk_walk'"):
+        SamplingParams(draft_policy="topk_walk")  # type: ignore[arg-type]
 
 
 ROWS = 20_000

@@ -1,4 +1,4 @@
-"""The policy ``topk_walk``, sampled drafts, and which policy vLLM's drafters get."""
+"""Sampled drafts of vLLM's drafters, which of them are covered, and how graphs are split."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.vllm_draft_walk import CANDIDATES
 from guided_spec.integrations.vllm_patches import installed_version
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -54,57 +53,11 @@ def started(drafter: Any, **requests: Any) -> Any:
     return drafter
 
 
-def walked(table: Table, legal: list[set[int]], token: int) -> list[int]:
-    """What a walk makes of a greedy draft behind ``token``, from the table alone."""
-    draft: list[int] = []
-    options: list[list[int]] = []
-    for _ in range(NUM_DRAFT):
-        logits = table.logits(draft[-1] if draft else token)
-        options.append(logits.topk(CANDIDATES).indices.tolist())
-        draft.append(int(logits.argmax()))
-    for at, allowed in enumerate(legal):
-        best = [candidate for candidate in options[at] if candidate in allowed]
-        if not best:
-            break
-        draft[at] = best[0]
-    return draft
-
-
-@pytest.mark.parametrize("make", [V1, V2, pytest.param("fused", marks=fuses)])
-def test_the_walk_takes_the_best_legal_candidates(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = config_of()
-    a, b, c, d = map(letter, "abcd")
-    table = Table(21)
-    # At one position the second choice is the legal one, at the next none of the candidates is.
-    table.head[d] += 6 * table.embedding[a]
-    table.head[b] += 5 * table.embedding[a]
-    table.head[c] += 5 * table.embedding[d]
-    if make == "fused":
-        drafter = V2(config, table, graphs="fused")
-    else:
-        monkeypatch.setenv(VARIABLE, "drafts:topk_walk")
-        drafter = make(config, table)
-    assert drafter.drafting.policy == "topk_walk"
-    started(drafter, bound=sampling_params(config, regex="ab[cx]q+"), free=sampling_params(config))
-    found = drafter.step({"free": [11], "bound": [a]})
-    assert found["free"] == walked(table, [], 11)
-    assert walked(table, [], a)[:2] == [d, c]
-    assert found["bound"] == walked(table, [{b}, {c, letter("x")}, {letter("q")}], a)
-    assert found["bound"][:2] == [b, c]
-    assert letter("q") not in found["bound"]  # none of the candidates: the draft's own tokens stay
-    plain = V2(config, table, guided=False)
-    plain.add("free", sampling_params(config))
-    assert drafter.step({"free": [13]}) == plain.step({"free": [13]})
-
-
 @pytest.mark.parametrize("graphs", ["none", "step", pytest.param("fused", marks=fuses)])
 def test_sampled_drafts_are_verified_with_what_they_were_drawn_from(graphs: str) -> None:
     config = config_of(draft_sample_method="probabilistic")
     table = Table(23)
     drafter = V2(config, table, graphs=graphs)
-    assert drafter.drafting.policy == "mask"
     assert not drafter.drafter.supports_decode_metadata_update
     started(
         drafter,
@@ -174,21 +127,12 @@ def test_the_law_of_a_step_is_the_targets() -> None:
     assert shares == pytest.approx([0.5, 0.3, 0.2], abs=0.1)
 
 
-def test_a_walk_is_refused_for_sampled_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(draft_sample_method="probabilistic")
-    monkeypatch.setenv(VARIABLE, "drafts:topk_walk")
-    for make in (V1, V2):
-        with pytest.raises(ConfigError, match="greedy drafts; ask for drafts:mask"):
-            make(config, Table(29))
-
-
 @fuses
-def test_masks_split_the_graph_of_a_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_split_the_graph_of_a_draft() -> None:
     config = config_of()
-    assert V2(config, Table(31), graphs="fused").drafter.supports_decode_metadata_update
-    monkeypatch.setenv(VARIABLE, "drafts:mask")
+    plain = V2(config, Table(31), graphs="fused", guided=False)
+    assert plain.drafter.supports_decode_metadata_update
     drafter = V2(config, Table(31), graphs="fused")
-    assert drafter.drafting.policy == "mask"
     assert not drafter.drafter.supports_decode_metadata_update
 
 
@@ -235,4 +179,4 @@ def test_a_drafter_with_more_tokens_than_the_target_is_refused() -> None:
     drafter = V1(config_of(), Table(35), guided=False).drafter
     drafter.draft_model_config = SimpleNamespace(get_vocab_size=lambda: 5000)
     with pytest.raises(ConfigError, match="the target has 4096 tokens"):
-        vllm_drafting.Drafting(drafter, NUM_DRAFT, torch.empty, torch.empty)
+        vllm_drafting.Drafting(drafter, NUM_DRAFT, torch.empty)
