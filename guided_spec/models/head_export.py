@@ -1,13 +1,13 @@
-"""Draft heads written as checkpoints, which ``load_head`` reads, in the layouts of others.
+"""Draft heads written as checkpoints, which ``load_head`` reads, in the layouts that engines load.
 
-=================  ======================================================================
+=================  =================================================================
 kind of head       layouts, and whose loader was run on what is written here
-=================  ======================================================================
+=================  =================================================================
 ``EagleHead``      "safeailab": none
 ``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
 ``MtpHead``        "deepseek": transformers, once it is added to its target
-``QwenMtpHead``    "qwen": none; "speculators": speculators 0.9
-=================  ======================================================================
+``QwenMtpHead``    "qwen": none
+=================  =================================================================
 
 vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
 ``bench``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
@@ -34,7 +34,7 @@ from guided_spec.models.head_export_eagle import (
     eagle3_speculators,
     eagle_safeailab,
 )
-from guided_spec.models.head_export_mtp import mtp_deepseek, mtp_qwen, mtp_speculators
+from guided_spec.models.head_export_mtp import mtp_deepseek, mtp_qwen
 from guided_spec.models.head_files import HeadFiles, SaveKeywords, SaveOptions
 from guided_spec.models.head_loading import forget_head
 from guided_spec.models.head_weights import check_tensors
@@ -50,7 +50,7 @@ LAYOUTS: dict[type[nn.Module], dict[str, Describe]] = {
     EagleHead: {"safeailab": eagle_safeailab},
     Eagle3Head: {"speculators": eagle3_speculators, "safeailab": eagle3_safeailab},
     MtpHead: {"deepseek": mtp_deepseek},
-    QwenMtpHead: {"qwen": mtp_qwen, "speculators": mtp_speculators},
+    QwenMtpHead: {"qwen": mtp_qwen},
 }
 
 

@@ -125,7 +125,7 @@ def eagle3_speculators(
     config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        **speculators_config("eagle3", target, options),
+        **speculators_config(target, options),
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": None,
         LAYER_IDS: [*layout.aux_hidden_layers],

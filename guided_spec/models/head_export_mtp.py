@@ -1,7 +1,8 @@
 """Multi-token prediction modules in the layouts that are published: the inverse of reading them.
 
 "deepseek" and "qwen" have the target's own config.json, with the number of modules in it, and only
-the tensors of the modules: as a folder of its own, or to be added to the target's.
+the tensors of the modules: as a folder of its own, or to be added to the target's. speculators' own
+layout is not written: no engine loads it before its modules are put back into the target.
 """
 
 from __future__ import annotations
@@ -20,18 +21,15 @@ from guided_spec.models.head_files import (
     architectures_of,
     dtype_name,
     rope_fields,
-    speculators_config,
 )
 from guided_spec.models.mtp import OWN_NAMES, MtpHead
-from guided_spec.models.qwen_mtp import SPECULATORS_NAMES, QwenMtpHead
+from guided_spec.models.qwen_mtp import QwenMtpHead
 from guided_spec.models.target_ends import TargetEnds
 from guided_spec.models.target_layers import TargetLayers
 
-__all__ = ["mtp_deepseek", "mtp_qwen", "mtp_speculators"]
+__all__ = ["mtp_deepseek", "mtp_qwen"]
 
 Tensors = Mapping[str, Tensor]
-
-SPECULATORS_KINDS = ("qwen3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 # Of a whole model as it was loaded; a head is none of that.
 DROPPED = ("_name_or_path", "quantization_config", "transformers_version")
@@ -77,47 +75,6 @@ def mtp_qwen(
         named["model.embed_tokens.weight"] = ends["embed_tokens.weight"]
         named["lm_head.weight"] = ends["lm_head.weight"]
     config = _target_config(target, options, "mtp_num_hidden_layers", head.num_modules)
-    return HeadFiles(config, named, frozenset(TargetLayers(target).exact))
-
-
-def mtp_speculators(
-    head: QwenMtpHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
-) -> HeadFiles:
-    """``mtp_layers.0.*``, experts fused, as ``MTPDraftModel`` of speculators has them.
-
-    It takes embedding and output head from the verifier. Raises ModelError for several modules, and
-    for a target whose layers it does not know.
-    """
-    text_config: Any = target.config.get_text_config(decoder=True)
-    if text_config.model_type not in SPECULATORS_KINDS:
-        raise ModelError(
-            f"layout='speculators': it needs a target of type {', '.join(SPECULATORS_KINDS)}, "
-            f"found {text_config.model_type}; save it as 'qwen'"
-        )
-    if head.num_modules != 1:
-        raise ModelError(
-            f"layout='speculators': it needs a head of one module, found {head.num_modules}; "
-            "save it as 'qwen'"
-        )
-    if options.embedding == "copy":
-        raise ModelError(
-            "embedding='copy': speculators takes embedding and output head from the verifier; pass "
-            "embedding='omit'"
-        )
-    prefixes = {inner: outer for outer, inner in SPECULATORS_NAMES.items()}
-    named = {}
-    for name, tensor in tensors.items():
-        inner = next(prefix for prefix in prefixes if name.startswith(prefix))
-        named[prefixes[inner] + name.removeprefix(inner)] = tensor
-    config = {
-        "architectures": ["MTPDraftModel"],
-        "speculators_model_type": "mtp",
-        **speculators_config("mtp", target, options),
-        "num_nextn_predict_layers": 1,
-        "tie_word_embeddings": False,
-        "dtype": dtype_name(options.dtype),
-        "transformer_layer_config": _plain(text_config),
-    }
     return HeadFiles(config, named, frozenset(TargetLayers(target).exact))
 
 

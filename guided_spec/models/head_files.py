@@ -100,9 +100,7 @@ def rope_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def speculators_config(
-    algorithm: str, target: PreTrainedModel, options: SaveOptions
-) -> dict[str, Any]:
+def speculators_config(target: PreTrainedModel, options: SaveOptions) -> dict[str, Any]:
     """The two keys by which speculators and vLLM know how to draft, and for which target.
 
     Raises ConfigError for a target that was not loaded from a folder or the hub.
@@ -123,7 +121,7 @@ def speculators_config(
     return {
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": algorithm,
+            "algorithm": "eagle3",
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"name_or_path": str(path), "architectures": architectures_of(target)},

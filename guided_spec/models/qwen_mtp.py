@@ -22,7 +22,7 @@ from guided_spec.models.head_weights import check_quantization, fill_head, read_
 from guided_spec.models.target_ends import TargetEnds
 from guided_spec.models.target_layers import TargetLayers, cut_config
 
-__all__ = ["SPECULATORS_NAMES", "QwenMtpHead"]
+__all__ = ["QwenMtpHead"]
 
 # Prefixes of names, and what they are here: the first that fits counts.
 PUBLISHED_NAMES = {"mtp.": ""}

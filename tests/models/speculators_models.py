@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.models.equations import Text
 
-__all__ = ["eagle3_logits", "mtp_logits"]
+__all__ = ["eagle3_logits"]
 
 
 def eagle3_logits(folder: Path, text: Text, steps: int) -> list[Tensor]:
@@ -30,16 +30,4 @@ def eagle3_logits(folder: Path, text: Text, steps: int) -> list[Tensor]:
             document_ids=torch.zeros(1, length, dtype=torch.int64),
             ttt_steps=steps,
         )
-    return scores
-
-
-def mtp_logits(folder: Path, tokens: Tensor, hidden: Tensor) -> list[Tensor]:
-    """[1, P, V] for each step its config.json names: true tokens, and no keys of earlier steps.
-
-    tokens: int64 [1, T]. hidden: [1, T, H], of the target's last layer.
-    """
-    mtp: Any = importlib.import_module("speculators.models.mtp")
-    model = mtp.MTPDraftModel.from_pretrained(folder, dtype=torch.float32)
-    with torch.no_grad():
-        scores: list[Tensor] = model.eval()(input_ids=tokens, hidden_states=hidden)[0]
     return scores

@@ -12,9 +12,7 @@ from guided_spec.models.head_config import HeadShape
 from guided_spec.models.head_export import save_head
 from tests.models.equations import cached_logits, draw_texts
 from tests.models.fresh import fresh_head, spread
-from tests.models.head_steps import HeadSteps
-from tests.models.mtp_checkpoints import TEXTS
-from tests.models.speculators_models import eagle3_logits, mtp_logits
+from tests.models.speculators_models import eagle3_logits
 from tests.models.tiny import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of speculators' own dependencies
@@ -47,27 +45,6 @@ def test_eagle3(tmp_path: Path, name: str, options: dict[str, Any]) -> None:
         for step in range(min(STEPS, 7 - position)):
             ours, theirs = logits[position + step], wanted[step][position]
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["qwen3", "qwen3_next", "qwen3_5", "qwen3_5_moe"])
-@torch.no_grad()
-def test_mtp(tmp_path: Path, name: str) -> None:
-    pytest.importorskip("speculators")
-    target: Any = build(name)
-    head = fresh_head("qwen_mtp", target)
-    spread(head)
-    save_target(target, tmp_path / "target")
-    arguments: Any = {"dtype": torch.float32, "speculative_tokens": STEPS}
-    save_head(head, tmp_path, layout="speculators", target=target, **arguments)
-    text = torch.tensor([TEXTS[0]])
-    hidden = target.model(text).last_hidden_state
-    expected = mtp_logits(tmp_path, text, hidden)
-    assert len(expected) == STEPS
-    length = text.shape[1] - STEPS - 1
-    for step, scores in enumerate(expected):
-        ids = text[:, step + 1 : step + 1 + length]
-        hidden = HeadSteps(head, slots=[0]).forward(ids, hidden[:, :length], [0], [length])
-        torch.testing.assert_close(head.logits(hidden), scores, atol=1e-5, rtol=1e-5)
 
 
 def save_target(target: Any, folder: Path) -> None:
