@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
+import numpy as np
+
 __all__ = ["StepCost", "Timing"]
 
 MEMORY = 32  # measurements of a cell
@@ -20,8 +22,6 @@ FORGET = 1.0 / 256  # of the line, a measurement
 RIDGE = 1e-4
 LEAST = 0.2  # share of a measured time that is left whatever the line says
 REFIT = 8  # measurements after which the line is drawn anew
-
-Vector = tuple[float, float, float]
 
 
 class Timing(NamedTuple):
@@ -125,18 +125,15 @@ class _Line:
     """``a + b * K + c * B * (width + 1)`` by least squares, older measurements counting less."""
 
     def __init__(self) -> None:
-        self._products = [[0.0] * 3 for _ in range(3)]
-        self._targets = [0.0] * 3
+        self._products = np.zeros((3, 3))
+        self._targets = np.zeros(3)
         self._count = 0
-        self._factors: Vector = (0.0, 0.0, 0.0)
+        self._factors = [0.0, 0.0, 0.0]
 
     def add(self, timing: Timing) -> None:
-        point = (1.0, float(timing.length), float(timing.batch * (timing.width + 1)))
-        for row, left in enumerate(point):
-            self._targets[row] += left * timing.seconds - FORGET * self._targets[row]
-            for column, right in enumerate(point):
-                old = self._products[row][column]
-                self._products[row][column] += left * right - FORGET * old
+        point = np.array([1.0, timing.length, timing.batch * (timing.width + 1)])
+        self._targets += point * timing.seconds - FORGET * self._targets
+        self._products += np.outer(point, point) - FORGET * self._products
         self._count += 1
         if self._count % REFIT == 0 or self._count < 2 * REFIT:
             self._factors = self._fit()
@@ -149,26 +146,15 @@ class _Line:
         """Seconds of one more column of the verify forward."""
         return self._factors[2] * batch
 
-    def _fit(self) -> Vector:
+    def _fit(self) -> list[float]:
         """Nothing costs less than nothing: a negative factor is left out of the line."""
         used = [0, 1, 2]
         while True:
-            found = self._solve(used)
-            if min(found) >= 0.0:
-                return found
-            used.remove(min(used, key=lambda index: found[index]))
-
-    def _solve(self, used: list[int]) -> Vector:
-        """The normal equations over the factors in ``used``, by elimination; 0.0 for the others."""
-        rows = [[*(self._products[i][j] for j in used), self._targets[i]] for i in used]
-        for index, row in enumerate(rows):
-            row[index] += RIDGE * row[index] + 1e-12
-        for index, pivot in enumerate(rows):
-            for other in rows:
-                if other is not pivot:
-                    factor = other[index] / pivot[index]
-                    other[:] = [x - factor * y for x, y in zip(other, pivot, strict=True)]
-        found = [0.0, 0.0, 0.0]
-        for index, (place, row) in enumerate(zip(used, rows, strict=True)):
-            found[place] = row[-1] / row[index]
-        return (found[0], found[1], found[2])
+            products = self._products[np.ix_(used, used)]
+            ridge = np.diag(RIDGE * products.diagonal() + 1e-12)
+            found = np.zeros(3)
+            found[used] = np.linalg.solve(products + ridge, self._targets[used])
+            if found.min() >= 0.0:
+                factors: list[float] = found.tolist()
+                return factors
+            used.remove(int(found.argmin()))
