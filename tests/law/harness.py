@@ -60,15 +60,17 @@ class Case:
         full = torch.full_like(nodes, K)
         return (seeds + nodes) % (K + 1) if self.kind == "shorter" else full
 
-    def draft(self, batch: DecodeBatch, fields: Fields, nodes: Tensor) -> Draft:
-        """By the package's draft loop, with the world's draft table for a model.
+    def drafting(self, batch: DecodeBatch) -> DecodeBatch:
+        """As the drafter has it: "one_hot" drafts without randomness, as n-grams do."""
+        if self.kind != "one_hot":
+            return batch
+        greedy = torch.zeros_like(batch.sampling.temperature)
+        sampling = replace(batch.sampling, temperature=greedy, all_greedy=True)
+        return replace(batch, sampling=sampling)
 
-        A "one_hot" draft is made without randomness, as that of n-grams is.
-        """
-        if self.kind == "one_hot":
-            greedy = torch.zeros_like(batch.sampling.temperature)
-            sampling = replace(batch.sampling, temperature=greedy, all_greedy=True)
-            batch = replace(batch, sampling=sampling)
+    def draft(self, batch: DecodeBatch, fields: Fields, nodes: Tensor) -> Draft:
+        """By the package's draft loop, with the world's draft table for a model."""
+        batch = self.drafting(batch)
         vocabulary = REDUCED if self.kind == "starved" else None
         loop = WideLoop(batch, cast("Lookahead", fields), POLICIES[self.kind], vocabulary)
 

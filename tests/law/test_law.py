@@ -134,6 +134,7 @@ class Tables:
         return TargetOutput(verify(nodes_of(batch), draft))
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        batch = self.case.drafting(batch)
         vocabulary = REDUCED if self.case.kind == "starved" else None
         texts = [nodes_of(batch)]
 

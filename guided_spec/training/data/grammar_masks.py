@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -64,12 +64,7 @@ class GrammarMasks:
             return None
         if self._pid != os.getpid():
             self._forget()
-        if grammar not in self._compiled:
-            self._compiled[grammar] = self._compile(grammar)
-            if len(self._compiled) > self._cache_size:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
-        return self._compiled[grammar]
+        return self._known(grammar)
 
     def rows(
         self, input_ids: Sequence[int] | NDArray[np.int64], answer_start: int, grammar: str
@@ -111,7 +106,7 @@ class GrammarMasks:
     def _forget(self) -> None:
         self._pid = os.getpid()
         self._backend: GrammarBackend | None = None
-        self._compiled: OrderedDict[str, CompiledGrammar | None] = OrderedDict()
+        self._known = lru_cache(maxsize=self._cache_size)(self._compile)
         self.rejected = 0
         self.failed = 0
 
