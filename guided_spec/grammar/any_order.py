@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.any_order_object import Objects, Spelling
 from guided_spec.grammar.any_order_parts import PREFIX, SchemaParts
-from guided_spec.grammar.schema_report import Report, Unenforced
+from guided_spec.grammar.schema_report import Report, Unenforced, unescape
 
 __all__ = ["AnyOrder", "any_order_grammar"]
 
@@ -172,8 +172,7 @@ class _Writer:
         schema: dict[str, Any] = {**node, "x-guidance": self._options}
         if inside:
             schema["$defs"] = {
-                name.removeprefix(PREFIX).replace("~1", "/").replace("~0", "~"): part
-                for name, part in inside.items()
+                unescape(name.removeprefix(PREFIX)): part for name, part in inside.items()
             }
         return f"%json {json.dumps(schema)}"
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guided_spec.grammar.schema_merge import keep_valid, merge
+from guided_spec.grammar.schema_report import escape
 from guided_spec.grammar.schema_values import constant
 
 __all__ = ["PREFIX", "SchemaParts", "matches"]
@@ -29,8 +30,7 @@ class SchemaParts:
     def __init__(self, schema: dict[str, Any]) -> None:
         self.root: Any = {key: value for key, value in schema.items() if key != "$defs"}
         self.definitions: dict[str, Any] = {
-            PREFIX + name.replace("~", "~0").replace("/", "~1"): part
-            for name, part in schema.get("$defs", {}).items()
+            PREFIX + escape(name): part for name, part in schema.get("$defs", {}).items()
         }
         self.definitions["#"] = self.root
         self._ordered: set[str] = set()

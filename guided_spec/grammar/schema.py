@@ -15,14 +15,13 @@ admits no text that the original does not; it may admit fewer, and then says so 
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import unquote
 
 from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_finite import has_finite_value
 from guided_spec.grammar.schema_join import any_of
 from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_merge import keep_valid, merge
-from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
+from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, find, join
 from guided_spec.grammar.schema_types import rewrite_typed
 from guided_spec.grammar.schema_values import constant
 
@@ -130,8 +129,7 @@ class _Walk:
             return {}
         if reference not in self.names:
             self.names[reference] = f"r{len(self.names)}"
-            path = unquote(reference[1:])
-            self.definitions[self.names[reference]] = self.rewrite(target[0], path, 0)
+            self.definitions[self.names[reference]] = self.rewrite(target, reference[1:], 0)
         if self.definitions.get(self.names[reference]) is False:
             return False
         return {"$ref": f"#/$defs/{self.names[reference]}"}
@@ -184,23 +182,15 @@ class _Walk:
             target = self._resolve(schema["$ref"])
             if target is None:
                 break
-            schema = target[0]
+            schema = target
         return schema
 
-    def _resolve(self, reference: str) -> list[Any] | None:
-        """The target in a list (it may be any JSON value), or None."""
-        if reference != "#" and not reference.startswith("#/"):
+    def _resolve(self, reference: str) -> Any:
+        """The target of a reference as ``lower`` writes them; None where there is none."""
+        try:
+            return find(self.root, reference)
+        except LookupError:
             return None
-        target = self.root
-        for token in unquote(reference).split("/")[1:]:
-            token = token.replace("~1", "/").replace("~0", "~")
-            if isinstance(target, dict) and token in target:
-                target = target[token]
-            elif isinstance(target, list) and token.isdecimal() and int(token) < len(target):
-                target = target[int(token)]
-            else:
-                return None
-        return [target]
 
 
 def _is_inexact(value: Any) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
-from guided_spec.grammar.schema_report import escape
+from guided_spec.grammar.schema_report import escape, unescape
 
 __all__ = ["AdditionalProperties", "ClosedSchema", "close_objects"]
 
@@ -205,7 +205,7 @@ class _Closing:
         return f"#/$defs/{escape(name)}"
 
     def _name(self, reference: str, form: _Form) -> str:
-        own = _unescape(reference.rpartition("/")[2]) if reference != "#" else "root"
+        own = unescape(reference.rpartition("/")[2]) if reference != "#" else "root"
         if form == "value":
             return own
         name = f"{own}.{form}"  # of a form that is rare
@@ -216,7 +216,7 @@ class _Closing:
     def _resolve(self, reference: str) -> Any:
         if reference == "#":
             return {key: value for key, value in self._root.items() if key != "$defs"}
-        return self._old.get(_unescape(reference.removeprefix("#/$defs/")))
+        return self._old.get(unescape(reference.removeprefix("#/$defs/")))
 
     def _always(self, node: Any, depth: int = 0) -> _Declared:
         """What ``node`` declares along with all that holds wherever it does."""
@@ -267,7 +267,3 @@ def _may_be_object(node: dict[str, Any]) -> bool:
 
 def _is_scalar(node: Any) -> bool:
     return not isinstance(node, dict) or _HOLDS_PARTS.isdisjoint(node)
-
-
-def _unescape(name: str) -> str:
-    return name.replace("~1", "/").replace("~0", "~")

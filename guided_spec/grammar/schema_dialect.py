@@ -8,6 +8,8 @@ from urllib.parse import unquote, urldefrag, urljoin
 
 import jsonschema
 
+from guided_spec.grammar.schema_report import find
+
 __all__ = ["Document", "Target", "draft_of", "spell"]
 
 _DRAFTS: dict[Any, int] = {
@@ -134,15 +136,10 @@ class Document:
         return self.resolve(node, "$dynamicRef")
 
     def _at(self, schema: Any, reference: str) -> Target | None:
-        for token in unquote(reference).split("/")[1:]:
-            token = token.replace("~1", "/").replace("~0", "~")
-            if isinstance(schema, dict) and token in schema:
-                schema = schema[token]
-            elif isinstance(schema, list) and token.isdecimal() and int(token) < len(schema):
-                schema = schema[int(token)]
-            else:
-                return None
-        return Target(schema, unquote(reference))
+        try:
+            return Target(find(schema, unquote(reference)), unquote(reference))
+        except LookupError:
+            return None
 
     def _base_of(self, node: dict[str, Any]) -> str:
         self._index()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.schema import find_unenforced
 from guided_spec.grammar.schema_lower import lower
-from guided_spec.grammar.schema_report import Unenforced, describe
+from guided_spec.grammar.schema_report import Unenforced, describe, unescape
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["compile_as_asked", "loosen", "narrow"]
@@ -93,7 +93,7 @@ def _without(schema: Any, entry: Unenforced) -> Any:
     """``schema`` changed in place: the keyword is gone, or all of the subschema that holds it."""
     node, parent, key = schema, None, ""
     for token in entry.pointer.split("/")[1:]:
-        token = token.replace("~1", "/").replace("~0", "~")
+        token = unescape(token)
         parent, key = node, token
         if isinstance(node, list) and token.isdecimal() and int(token) < len(node):
             node = node[int(token)]

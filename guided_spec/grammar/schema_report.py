@@ -11,9 +11,11 @@ __all__ = [
     "Unenforced",
     "describe",
     "escape",
+    "find",
     "is_narrowed",
     "join",
     "narrowing",
+    "unescape",
 ]
 
 _SHOWN = 5
@@ -75,6 +77,24 @@ def narrowing(entries: Iterable[Unenforced]) -> list[Unenforced]:
 def escape(name: str) -> str:
     """A property name as one token of a JSON pointer."""
     return name.replace("~", "~0").replace("/", "~1")
+
+
+def unescape(token: str) -> str:
+    """The property name that one token of a JSON pointer stands for."""
+    return token.replace("~1", "/").replace("~0", "~")
+
+
+def find(value: Any, pointer: str) -> Any:
+    """What stands at a JSON pointer. Raises LookupError where nothing does."""
+    for token in pointer.split("/")[1:]:
+        name = unescape(token)
+        if isinstance(value, dict):
+            value = value[name]
+        elif isinstance(value, list) and name.isdecimal():
+            value = value[int(name)]
+        else:
+            raise LookupError(pointer)
+    return value
 
 
 def join(pointer: str, path: str) -> str:

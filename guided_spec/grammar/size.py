@@ -7,6 +7,7 @@ import math
 import re
 from typing import Any, NamedTuple
 
+from guided_spec.grammar.schema_report import escape
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["Extent", "GrammarSize", "is_large", "measure_grammar"]
@@ -196,7 +197,7 @@ def _extent(found: tuple[int, _Path]) -> Extent:
     tokens: list[str] = []
     while path is not None:
         path, key = path
-        tokens.append(str(key).replace("~", "~0").replace("/", "~1"))
+        tokens.append(escape(str(key)))
     return Extent(value, "".join(f"/{token}" for token in reversed(tokens)))
 
 

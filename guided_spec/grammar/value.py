@@ -9,6 +9,7 @@ from typing import Any
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema import find_unenforced
+from guided_spec.grammar.schema_report import find
 
 __all__ = ["parse_partial", "parse_value", "regex_of", "schema_of"]
 
@@ -77,11 +78,9 @@ def _adapter(value_type: Any) -> Any:
 
 def _repeat_items(schema: dict[str, Any], pointer: str) -> None:
     """Allow repeated items where fewer than two are asked for: less remains, never too little."""
-    node: Any = schema
-    for token in pointer.split("/")[1:]:
-        name = token.replace("~1", "/").replace("~0", "~")
-        node = node[int(name)] if isinstance(node, list) else node.get(name)
-        if not isinstance(node, dict | list):
-            return
+    try:
+        node = find(schema, pointer)
+    except LookupError:
+        return
     if isinstance(node, dict) and node.get("minItems", 0) < 2:
         del node["uniqueItems"]
