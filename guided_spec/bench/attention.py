@@ -8,8 +8,6 @@ CUDA all of them are one graph. The bytes are those of the keys and values that 
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable
 from typing import Annotated, NamedTuple
 
@@ -19,6 +17,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from guided_spec.bench.device_time import graph_seconds
 from guided_spec.cli.console import stdout
 from guided_spec.models.attention_kernels import shape_free_kernels
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
@@ -27,7 +26,6 @@ __all__ = ["main"]
 
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 6)
-REPEATS = 20
 SPREAD = 37  # the rows' lengths differ by up to so many tokens
 COLD_BYTES = 2**28  # several times the caches of a large device
 MAX_LAYERS = 64
@@ -121,26 +119,7 @@ def _time(case: Case, attend: Callable[[Case, KeyValues], Tensor]) -> float:
         for buffers in case.layers:
             attend(case, buffers)
 
-    run()
-    device = case.query.device
-    if device.type != "cuda":
-        return _median(run, lambda: None)
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        run()
-    return _median(graph.replay, torch.cuda.synchronize)
-
-
-def _median(run: Callable[[], object], wait: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        wait()
-        began = time.perf_counter()
-        run()
-        wait()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds)
+    return graph_seconds(run, case.query.device)
 
 
 if __name__ == "__main__":

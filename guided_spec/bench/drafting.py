@@ -1,14 +1,11 @@
 """What a draft's token choice costs: ``python -m guided_spec.bench.drafting``.
 
-Times one choice for a batch, in torch and as it is dispatched (on CUDA: the kernels), called one
-by one and in a CUDA graph, beside the time that its bytes alone would take.
+Times one choice for a batch, in torch and as it is dispatched (on CUDA: the kernels), on CUDA in a
+graph; beside it the time that reading its bytes alone would take.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, NamedTuple
 
@@ -17,6 +14,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
+from guided_spec.bench.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.ops.draft_choice import DraftNoise, choose_draft, choose_draft_reference
@@ -26,9 +24,7 @@ from guided_spec.types import SamplingParams
 
 __all__ = ["main"]
 
-REPEATS = 30
 CALLS = 20  # in one graph, so that launching it weighs little
-COPIED = 2**28  # bytes, to measure the bandwidth with
 SHARE = 0.98  # of the tokens that a mask allows
 
 
@@ -59,9 +55,8 @@ def main(
 ) -> None:
     """Median microseconds of one choice, by batch size, temperature and mask."""
     sizes = Sizes(vocab_size, draft_vocab_size, torch.device(device))
-    bandwidth = _bandwidth(sizes.device)
-    titles = ["torch us", "chosen us", "torch in a graph us", "chosen in a graph us", "bytes us"]
-    table = Table("requests", "temperature", "mask", *titles)
+    bandwidth = read_bandwidth(sizes.device)
+    table = Table("requests", "temperature", "mask", "torch us", "chosen us", "bytes us")
     for size in map(int, batch_sizes.split(",")):
         for heat in (0.0, temperature):
             for has_mask in (False, True):
@@ -99,48 +94,9 @@ def _num_bytes(case: Case) -> int:
 
 @torch.inference_mode()
 def _time(case: Case) -> list[float]:
-    """Microseconds of torch and of what is dispatched, one by one, and then in a graph."""
-    device = case.logits.device
+    """Microseconds of torch and of what is dispatched."""
     calls = [partial(choose, *case) for choose in (choose_draft_reference, choose_draft)]
-    eager = [_median(call, device) for call in calls]
-    if device.type != "cuda":
-        return [*eager, float("nan"), float("nan")]
-    return [*eager, *(_median(_captured(call), device) / CALLS for call in calls)]
-
-
-def _captured(call: Callable[[], object]) -> Callable[[], None]:
-    call()  # compiles
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(CALLS):
-            call()
-    return graph.replay
-
-
-def _bandwidth(device: torch.device) -> float:
-    """Bytes a second that a copy reads and writes."""
-    source = torch.zeros(COPIED, dtype=torch.uint8, device=device)
-    target = torch.empty_like(source)
-    return 2 * COPIED / (_median(lambda: target.copy_(source), device) * 1e-6)
-
-
-def _median(run: Callable[[], object], device: torch.device) -> float:
-    """Microseconds until the device has done it; the first run does not count."""
-    run()
-    seconds = []
-    for _ in range(REPEATS):
-        _wait(device)
-        began = time.perf_counter()
-        run()
-        _wait(device)
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) * 1e6
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+    return [graph_seconds(call, case.logits.device, CALLS) * 1e6 for call in calls]
 
 
 if __name__ == "__main__":

@@ -7,9 +7,6 @@ others to help where the rows are many; see ``RowFiller``.)
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +15,7 @@ import torch
 import typer
 from rich.table import Table
 
+from guided_spec.bench.device_time import host_seconds
 from guided_spec.bench.row_filling import RowFilling, Text
 from guided_spec.bench.workload import load_workload
 from guided_spec.cli.console import failures_as_messages, stdout
@@ -31,7 +29,6 @@ from guided_spec.models.loading import end_of_text_ids, load_model, load_tokeniz
 __all__ = ["main"]
 
 CONTEXT = 128
-REPEATS = 40
 
 
 class _Step:
@@ -105,17 +102,7 @@ def _time(step: _Step) -> list[float]:
         step.end()
 
     with ThreadPoolExecutor(1) as pool:
-        return [_median(step, run) for run in (step.fill, behind, beside)]
-
-
-def _median(step: _Step, run: Callable[[], None]) -> float:
-    seconds = []
-    for _ in range(REPEATS):
-        step.prepare()
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) * 1e3
+        return [host_seconds(run, step.prepare) * 1e3 for run in (step.fill, behind, beside)]
 
 
 if __name__ == "__main__":

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,6 +11,7 @@ import xgrammar
 from rich.table import Table
 from torch import Tensor
 
+from guided_spec.bench.device_time import host_seconds
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -23,7 +22,6 @@ __all__ = ["RowFilling", "Text", "fill_table"]
 
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
 THREADS = (1, 2, 4, 6, 8)
-REPEATS = 15
 
 
 class Text(NamedTuple):
@@ -75,19 +73,14 @@ class RowFilling:
 
     def seconds(self, threads: int | None) -> float:
         """The time of the fills of one step."""
-        self.prepare()
-        began = time.perf_counter()
-        self.fill(threads)
-        return time.perf_counter() - began
+        return host_seconds(lambda: self.fill(threads), self.prepare)
 
     def native_seconds(self, threads: int) -> float:
         """The time that xgrammar's own threads take for one row of each request."""
         batch = xgrammar.BatchGrammarMatcher(threads)
         matchers: list[Any] = [constraint.fork().matcher for constraint in self._constraints]
         bitmask = np.zeros((len(matchers), len(self._rows.words(0, 0))), dtype=np.int32)
-        began = time.perf_counter()
-        batch.batch_fill_next_token_bitmask(matchers, bitmask)
-        return time.perf_counter() - began
+        return host_seconds(lambda: batch.batch_fill_next_token_bitmask(matchers, bitmask))
 
 
 def fill_table(texts: Sequence[Text], vocab_size: int, num_draft: int) -> Table:
@@ -101,14 +94,9 @@ def fill_table(texts: Sequence[Text], vocab_size: int, num_draft: int) -> Table:
             rows = MaskRows(requests, depths, vocab_size, torch.device("cpu"))
             case = RowFilling(texts, requests, depths, rows)
             ways = [n for n in counts if n <= requests]
-            columns = [_median([case.seconds(n) for _ in range(REPEATS)]) for n in ways]
+            columns = [f"{case.seconds(n) * 1e3:.3f}" for n in ways]
             columns += [""] * (len(counts) - len(ways))
-            columns.append(_median([case.seconds(None) for _ in range(REPEATS)]))
-            seconds = [case.native_seconds(counts[-1]) for _ in range(REPEATS)]
-            columns.append(_median(seconds) if depths == 1 else "")
+            columns.append(f"{case.seconds(None) * 1e3:.3f}")
+            columns.append(f"{case.native_seconds(counts[-1]) * 1e3:.3f}" if depths == 1 else "")
             table.add_row(str(depths), str(requests), str(requests * depths), *columns)
     return table
-
-
-def _median(seconds: Sequence[float]) -> str:
-    return f"{statistics.median(seconds) * 1e3:.3f}"

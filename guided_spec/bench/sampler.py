@@ -1,15 +1,11 @@
 """What the verify decision costs from logits on: ``python -m guided_spec.bench.sampler``.
 
-Times ``verify`` with its kernels and as the reference composes it, beside the time that one reading
-of the logits takes at the device's bandwidth. On CUDA also as a CUDA graph, many of them one behind
-the other: that leaves out what the host takes to launch it.
+Times ``verify`` with its kernels, on CUDA in a graph, and as the reference composes it, launch by
+launch; beside it the time that one reading of the logits takes at the device's bandwidth.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable
 from typing import Annotated, NamedTuple, get_args
 
 import torch
@@ -17,7 +13,7 @@ import typer
 from rich.table import Table
 from torch import Tensor
 
-from guided_spec.bench.device_time import event_seconds, read_bandwidth
+from guided_spec.bench.device_time import eager_seconds, graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
@@ -26,8 +22,7 @@ from guided_spec.types import Accepted, Draft, SamplingParams, Verifier
 
 __all__ = ["main"]
 
-REPEATS = 20
-IN_A_ROW = 20  # replays of a graph: one by itself would begin on an idle device
+CALLS = 20  # in one graph
 SETTINGS = {
     "greedy": SamplingParams(),
     "T 0.8": SamplingParams(temperature=0.8),
@@ -65,7 +60,7 @@ def main(
     """Median microseconds of one decision over bfloat16 logits."""
     where = torch.device(device)
     columns = ("requests", "logits", "verifier", "sampling", "masks")
-    table = Table(*columns, "one reading", "kernels", "in a graph", "reference")
+    table = Table(*columns, "one reading", "kernels", "reference")
     bandwidth = read_bandwidth(where)
     for size in map(int, batch_sizes.split(",")):
         for shape in EXPONENTS:
@@ -77,7 +72,7 @@ def main(
                         case = _case(logits, params, share, verifier)
                         labels = (str(size), shape, verifier, setting, mask)
                         numbers = (floor, *_times(case))
-                        table.add_row(*labels, *("-" if x is None else f"{x:.1f}" for x in numbers))
+                        table.add_row(*labels, *(f"{x:.1f}" for x in numbers))
     stdout().print(table)
 
 
@@ -108,38 +103,11 @@ def _case(logits: Tensor, params: SamplingParams, share: float, verifier: Verifi
 
 
 @torch.inference_mode()
-def _times(case: Case) -> tuple[float, float | None, float]:
-    """Microseconds of the kernels, of their graph, and of the reference."""
-    if not case.logits.is_cuda:
-        return _median(case.kernels, case), None, _median(case.reference, case)
-    case.kernels()  # compiles
-    eager = _median(case.kernels, case)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        case.kernels()
-    return eager, _in_a_row(graph.replay), _median(case.reference, case)
-
-
-def _in_a_row(replay: Callable[[], object]) -> float:
-    def run() -> None:
-        for _ in range(IN_A_ROW):
-            replay()
-
-    run()
-    return statistics.median(event_seconds(run) for _ in range(REPEATS)) / IN_A_ROW * 1e6
-
-
-def _median(run: Callable[[], object], case: Case) -> float:
-    """Of single runs, each from an idle device to an idle device; on CUDA by events."""
-    run()
-    if case.logits.is_cuda:
-        return statistics.median(event_seconds(run) for _ in range(REPEATS)) * 1e6
-    seconds = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        run()
-        seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds) * 1e6
+def _times(case: Case) -> tuple[float, float]:
+    """Microseconds of the kernels and of the reference."""
+    device = case.logits.device
+    kernels = graph_seconds(case.kernels, device, CALLS)
+    return kernels * 1e6, eager_seconds(case.reference, device) * 1e6
 
 
 if __name__ == "__main__":
