@@ -17,13 +17,14 @@ from torch import Tensor
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.dependents_triton import following
-from guided_spec.ops.verify import NoiseKeys, VerifyRows
+from guided_spec.ops.noise import NoiseKeys
 from guided_spec.ops.verify_decide_triton import Filters, assemble_kernel, decide_kernel
 from guided_spec.ops.verify_draw_triton import race_kernel
 from guided_spec.ops.verify_filter_triton import bracket_kernel, collect_kernel
 from guided_spec.ops.verify_resolve_triton import threshold_kernel
 from guided_spec.ops.verify_stats_triton import ban_kernel, stats_kernel
 from guided_spec.ops.verify_tiles_triton import Rules, Step, Work
+from guided_spec.ops.warp import VerifyRows
 from guided_spec.types import Accepted, Draft
 
 __all__ = ["verify"]

@@ -19,9 +19,10 @@ from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
 from guided_spec.ops.draft_probs import dense_probs, draft_at
+from guided_spec.ops.noise import NoiseKeys
 from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.verify import draw_noise, verify
+from guided_spec.ops.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 
 CPU = torch.device("cpu")
