@@ -231,10 +231,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 def main(max_examples: int) -> None:
     """Hold the kernels against the reference; print how many cases and close calls there were."""
+    from guided_spec.ops import verify_filter_triton as filters
     from guided_spec.ops import verify_triton
 
     seen = {"cases": 0, "close": 0}
-    capacity, sampled = verify_triton.CAPACITY, verify_triton.SAMPLED
+    capacity, sampled = verify_triton.CAPACITY, filters.SAMPLED
 
     @settings(
         max_examples=max_examples,
@@ -253,9 +254,9 @@ def main(max_examples: int) -> None:
     )
     def compare(case: Case, size: int, sureness: float, *, is_short: bool, is_wide: bool) -> None:
         verify_triton.CAPACITY = 16 if is_short else capacity
-        verify_triton.MANY_PROGRAMS = 8192 if is_wide else 0
-        verify_triton.FEW = 3 if is_short else 128
-        verify_triton.SAMPLED, verify_triton.SURENESS = size, sureness
+        filters.MANY_PROGRAMS = 8192 if is_wide else 0
+        filters.FEW = 3 if is_short else 128
+        filters.SAMPLED, filters.SURENESS = size, sureness
         found = verify_triton.verify(case.logits, case.bitmask, case.draft, case.rows)
         close, wrong = unexplained(case, found)
         assert not wrong, (wrong, found, case.reference(), case)
