@@ -15,13 +15,12 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.download import Download
-from guided_spec.ops.draft_choice import DraftNoise
 from guided_spec.ops.host_integers import host_integers
 from guided_spec.ops.logprobs import LogprobsPlan
-from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
 from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise
-from guided_spec.ops.warp import Sampling
+from guided_spec.ops.verify import draw_noise
+from guided_spec.ops.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
 __all__ = [

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from guided_spec.models.graph_pool import GraphPool
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.draft_choice import DraftChoice, DraftNoise, choose_draft
-from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.draft_choice import choose_draft
+from guided_spec.ops.draft_probs import DraftChoice
+from guided_spec.ops.noise import DraftNoise, Stream, exponential_noise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.types import SamplingParams

@@ -17,8 +17,8 @@ from torch import Tensor
 from guided_spec.bench.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.draft_choice import DraftNoise, choose_draft, choose_draft_reference
-from guided_spec.ops.noise import Stream
+from guided_spec.ops.draft_choice import choose_draft, choose_draft_reference
+from guided_spec.ops.noise import DraftNoise, Stream
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import SamplingParams
 

@@ -16,8 +16,9 @@ from torch import Tensor
 from guided_spec.bench.device_time import eager_seconds, graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
-from guided_spec.ops.warp import Sampling
+from guided_spec.ops.noise import NoiseKeys
+from guided_spec.ops.verify import draw_noise, verify
+from guided_spec.ops.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, SamplingParams, Verifier
 
 __all__ = ["main"]

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from guided_spec.ops.verify import VERIFIERS, NoiseKeys, VerifyRows, draw_noise, verify
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.noise import NoiseKeys
+from guided_spec.ops.verify import VERIFIERS, draw_noise, verify
+from guided_spec.ops.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft
 
 __all__ = ["RejectionSampler", "Sampled", "request_sampling"]

@@ -21,8 +21,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 
 from guided_spec.models.packed_layer import PackedLayer
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
-from guided_spec.ops.rotary import Rotation
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 __all__ = [
     "STATIC_ROPE",

@@ -17,8 +17,15 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from guided_spec.ops.pointwise import silu_mul_packed
-from guided_spec.ops.rotary import HeadNorms, HeadShape, Rotation, rotate_and_store
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.rotary import rotate_and_store
+from guided_spec.ops.slot_attention import (
+    HeadNorms,
+    HeadShape,
+    KeyValues,
+    Rotation,
+    SlotPlaces,
+    slot_attention,
+)
 
 __all__ = ["PackedLayer"]
 

@@ -9,49 +9,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
-from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.draft_probs import DraftChoice
+from guided_spec.ops.noise import DraftNoise, exponential_noise
 from guided_spec.ops.warp import Sampling, warp
 
-__all__ = ["DraftChoice", "DraftNoise", "choose_draft", "choose_draft_reference"]
+__all__ = ["choose_draft", "choose_draft_reference"]
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class DraftNoise(NamedTuple):
-    """Which noise to draw with: the arguments of ``exponential_noise``, before any of it is made.
-
-    seeds, positions: int64 [B], on the device of the logits. columns: V, the target's tokens.
-    """
-
-    seeds: Tensor
-    positions: Tensor
-    stream: Stream
-    columns: int
-
-
-class DraftChoice(NamedTuple):
-    """One drafted token for each request, on the device of the logits.
-
-    tokens: int64 [B] target ids, -1 where none was drawn.
-    probs: float32 [B, D] what the tokens were drawn from, zeros where nothing could be; None when
-        every request is greedy.
-    starved: bool [B], where no legal token is in the draft vocabulary though the drafter has
-        logits; None with the target's own vocabulary.
-    rescued: int64 [B] the only legal token of a starved row, which is its token then; -1 in every
-        other row. None with the target's own vocabulary.
-    """
-
-    tokens: Tensor
-    probs: Tensor | None
-    starved: Tensor | None
-    rescued: Tensor | None
 
 
 _Choose = Callable[

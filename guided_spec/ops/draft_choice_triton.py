@@ -13,8 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.draft_choice import DraftChoice, DraftNoise
-from guided_spec.ops.noise import Stream
+from guided_spec.ops.draft_probs import DraftChoice
+from guided_spec.ops.noise import DraftNoise, Stream
 from guided_spec.ops.warp import Sampling
 
 __all__ = ["choose_draft"]

@@ -6,12 +6,32 @@ The wide tensor would be the largest of a step, and a verifier reads one row of 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from guided_spec.types import Draft
 
-__all__ = ["dense_probs", "draft_at", "proposed_probs"]
+__all__ = ["DraftChoice", "dense_probs", "draft_at", "proposed_probs"]
+
+
+class DraftChoice(NamedTuple):
+    """One drafted token for each request, on the device of the logits.
+
+    tokens: int64 [B] target ids, -1 where none was drawn.
+    probs: float32 [B, D] what the tokens were drawn from, zeros where nothing could be; None when
+        every request is greedy.
+    starved: bool [B], where no legal token is in the draft vocabulary though the drafter has
+        logits; None with the target's own vocabulary.
+    rescued: int64 [B] the only legal token of a starved row, which is its token then; -1 in every
+        other row. None with the target's own vocabulary.
+    """
+
+    tokens: Tensor
+    probs: Tensor | None
+    starved: Tensor | None
+    rescued: Tensor | None
 
 
 def proposed_probs(draft: Draft) -> Tensor:

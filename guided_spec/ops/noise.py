@@ -14,7 +14,7 @@ from enum import IntEnum
 from functools import cache
 from hashlib import blake2b
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -23,7 +23,15 @@ from torch import Tensor
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["Stream", "exponential_noise", "noise_key", "philox", "uniform_noise"]
+__all__ = [
+    "DraftNoise",
+    "NoiseKeys",
+    "Stream",
+    "exponential_noise",
+    "noise_key",
+    "philox",
+    "uniform_noise",
+]
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
@@ -57,6 +65,25 @@ class Stream(IntEnum):
     ACCEPT = 0
     SAMPLE = 1
     DRAFT = 2
+
+
+class NoiseKeys(NamedTuple):
+    """What noise is drawn from: ``seeds`` int64 [B], ``positions`` int64 [B] of the next tokens."""
+
+    seeds: Tensor
+    positions: Tensor
+
+
+class DraftNoise(NamedTuple):
+    """Which noise to draw with: the arguments of ``exponential_noise``, before any of it is made.
+
+    seeds, positions: int64 [B], on the device of the logits. columns: V, the target's tokens.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    stream: Stream
+    columns: int
 
 
 def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Tensor:

@@ -6,48 +6,19 @@ form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a hea
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
+from guided_spec.ops.slot_attention import (
+    HeadNorms,
+    HeadShape,
+    KeyValues,
+    Rotation,
+    SlotPlaces,
+    store_keys_values,
+)
 
-__all__ = ["HeadNorms", "HeadShape", "Rotation", "rotate_and_store"]
-
-
-class HeadShape(NamedTuple):
-    """How the heads lie in a packed projection: queries, then keys, then values.
-
-    queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
-    """
-
-    queries: int
-    keys: int
-    size: int
-
-    @property
-    def width(self) -> int:
-        """Columns of the packed projection."""
-        return (self.queries + 2 * self.keys) * self.size
-
-
-class HeadNorms(NamedTuple):
-    """RMS norms over single heads, before they are rotated, as of Qwen3: weights [D] each."""
-
-    query: Tensor
-    key: Tensor
-    eps: float
-
-
-class Rotation(NamedTuple):
-    """The rotary embedding of positions 0 to P - 1: [P, D] each, both halves of a row equal.
-
-    Rows contiguous; in the dtype of the model. Positions beyond are embedded like the last one.
-    """
-
-    cos: Tensor
-    sin: Tensor
+__all__ = ["rotate_and_store"]
 
 
 def rotate_and_store(

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.dependents_triton import follow, following
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
-
-if TYPE_CHECKING:
-    from guided_spec.ops.rotary import HeadNorms, HeadShape, Rotation
+from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 
 __all__ = ["rotate_and_store"]
 

@@ -20,7 +20,15 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["KeyValues", "SlotPlaces", "slot_attention", "store_keys_values"]
+__all__ = [
+    "HeadNorms",
+    "HeadShape",
+    "KeyValues",
+    "Rotation",
+    "SlotPlaces",
+    "slot_attention",
+    "store_keys_values",
+]
 
 # Written out, because not every supported version of torch infers it from postponed annotations.
 SCHEMA = (
@@ -54,6 +62,40 @@ class SlotPlaces(NamedTuple):
     slots: Tensor
     starts: Tensor
     view: int | None = None
+
+
+class HeadShape(NamedTuple):
+    """How the heads lie in a packed projection: queries, then keys, then values.
+
+    queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
+    """
+
+    queries: int
+    keys: int
+    size: int
+
+    @property
+    def width(self) -> int:
+        """Columns of the packed projection."""
+        return (self.queries + 2 * self.keys) * self.size
+
+
+class HeadNorms(NamedTuple):
+    """RMS norms over single heads, before they are rotated, as of Qwen3: weights [D] each."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
+class Rotation(NamedTuple):
+    """The rotary embedding of positions 0 to P - 1: [P, D] each, both halves of a row equal.
+
+    Rows contiguous; in the dtype of the model. Positions beyond are embedded like the last one.
+    """
+
+    cos: Tensor
+    sin: Tensor
 
 
 def slot_attention(

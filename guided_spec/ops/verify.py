@@ -9,43 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.coupled import coupled_sample
-from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
+from guided_spec.ops.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.rejection import rejection_sample
-from guided_spec.ops.warp import Sampling, warp
-from guided_spec.types import Accepted, Draft, Noise, Verifier
+from guided_spec.ops.warp import VerifyRows, warp
+from guided_spec.types import Accepted, Draft, Noise
 
-__all__ = ["VERIFIERS", "NoiseKeys", "VerifyRows", "draw_noise", "verify"]
+__all__ = ["VERIFIERS", "draw_noise", "verify"]
 
 VERIFIERS = {"rejection": rejection_sample, "coupled": coupled_sample}
-
-
-class NoiseKeys(NamedTuple):
-    """What noise is drawn from: ``seeds`` int64 [B], ``positions`` int64 [B] of the next tokens."""
-
-    seeds: Tensor
-    positions: Tensor
-
-
-class VerifyRows(NamedTuple):
-    """How B requests decide.
-
-    sampling: their parameters. adjustments: biases, bans and penalties; None when nobody has any.
-    verifier: which of ``VERIFIERS``.
-    noise: given as it is, or by its keys.
-    """
-
-    sampling: Sampling
-    noise: Noise | NoiseKeys
-    verifier: Verifier = "rejection"
-    adjustments: Adjustments | None = None
 
 
 def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:

@@ -8,11 +8,26 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.noise import NoiseKeys
+from guided_spec.ops.warp import VerifyRows
+from guided_spec.types import Draft
 
 __all__ = [
+    "ACCEPTED",
+    "DRAW",
+    "FILTERED",
+    "NO_TOKEN",
+    "OPEN",
+    "Filters",
     "Rules",
+    "Shape",
     "Step",
     "Work",
     "depth_of",
@@ -20,10 +35,21 @@ __all__ = [
     "load_groups",
     "load_points",
     "load_tile",
+    "make_rules",
+    "make_step",
+    "make_work",
     "philox_points",
     "philox_tile",
     "tile_tokens",
 ]
+
+AT_ONCE = 1024  # programs of eight warps that a large device runs at once
+
+# The bits of a row's state.
+ACCEPTED = tl.constexpr(1)  # its draft token stays
+DRAW = tl.constexpr(2)  # a token has to be drawn from it
+OPEN = tl.constexpr(4)  # its draft token is decided with the exact threshold
+FILTERED = tl.constexpr(8)
 
 NO_TOKEN = tl.constexpr(2**31 - 1)  # above every token
 
@@ -113,6 +139,120 @@ class Work(NamedTuple):
     sure_number: Any
     race_value: Any
     race_token: Any
+
+
+class Filters(NamedTuple):
+    """Which filters any request uses; ``tl.constexpr`` bools."""
+
+    top_k: Any
+    top_p: Any
+    min_p: Any
+
+
+class Shape(NamedTuple):
+    """What the grids depend on."""
+
+    batch: int
+    rows: int
+    num_chunks: int
+    words: int
+    capacity: int
+
+    @property
+    def num_warps(self) -> int:
+        """Of programs that go over one chunk of a request each.
+
+        The sooner each is done where all run at once, the more run at once where they take turns.
+        """
+        return 8 if self.batch * self.num_chunks <= AT_ONCE else 4
+
+
+def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Step:
+    """Copied only where a kernel could not address them."""
+    assert isinstance(rows.noise, NoiseKeys)
+    num_words = num_mask_words(logits.shape[-1])
+    if logits.stride(-1) != 1:
+        logits = logits.contiguous()
+    probs, certain = draft.probs, draft.is_certain
+    if probs is not None and probs.stride(-1) != 1:
+        probs = probs.contiguous()
+    has_probs = probs is not None and probs.numel() > 0
+    sampling = rows.sampling
+    return Step(
+        logits=logits,
+        batch_stride=logits.stride(0),
+        row_stride=logits.stride(1),
+        mask=None if bitmask is None else bitmask[..., :num_words].contiguous(),
+        # An empty draft has no memory to point at; nothing of it is read.
+        drafted=(draft.token_ids if draft.token_ids.numel() else draft.num_tokens).contiguous(),
+        lengths=draft.num_tokens.contiguous(),
+        probs=probs if has_probs else None,
+        probs_batch_stride=probs.stride(0) if probs is not None else 0,
+        probs_row_stride=probs.stride(1) if probs is not None else 0,
+        columns=draft.columns.contiguous() if has_probs and draft.columns is not None else None,
+        is_certain=certain.contiguous() if has_probs and certain is not None else None,
+        temperature=sampling.temperature.contiguous(),
+        top_k=sampling.top_k.contiguous(),
+        top_p=sampling.top_p.contiguous(),
+        min_p=sampling.min_p.contiguous(),
+        seeds=rows.noise.seeds.contiguous(),
+        first=rows.noise.positions.contiguous(),
+        vocab_size=logits.shape[-1],
+        num_draft=logits.shape[1] - 1,
+    )
+
+
+def make_rules(adjustments: Adjustments) -> Rules:
+    """All but the bans, which ``Step.mask`` has to hold."""
+    table, counts = adjustments.table, adjustments.counts
+    rule_of = torch.full((table.batch_size,), -1, dtype=torch.int32, device=table.device)
+    order = torch.arange(len(table.rules), dtype=torch.int32, device=table.device)
+    rules = Rules(rule_of.index_copy_(0, table.index, order))
+    if table.bias is not None:
+        rules = rules._replace(bias=table.bias.contiguous())
+    if counts is None or adjustments.in_prompt is None or table.penalties is None:
+        return rules
+    repetition, frequency, presence = (one.flatten().contiguous() for one in table.penalties)
+    return rules._replace(
+        counts=counts.contiguous(),
+        in_prompt=adjustments.in_prompt.contiguous().view(torch.uint8),
+        repetition=repetition,
+        frequency=frequency,
+        presence=presence,
+    )
+
+
+def make_work(shape: Shape, device: torch.device, races: int, *, filtered: bool) -> Work:
+    """Memory of a launch's own. races: how many each row has."""
+    total, chunks = shape.batch * shape.rows, shape.num_chunks
+    is_listed = filtered and races > 0
+
+    def numbers(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.float32, device=device)
+
+    def integers(*size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=device)
+
+    return Work(
+        chunk_max=numbers(total, chunks),
+        chunk_sum=numbers(total, chunks),
+        row_max=numbers(total),
+        total=numbers(total),
+        cut=numbers(total) if is_listed else None,
+        low=numbers(total) if is_listed else None,
+        high=numbers(total) if is_listed else None,
+        depth=numbers(total) if is_listed else None,
+        test=numbers(total) if is_listed else None,
+        state=integers(total),
+        token=integers(total),
+        num_listed=integers(total) if is_listed else None,
+        listed_depths=numbers(total, shape.capacity) if is_listed else None,
+        listed_counts=integers(total, shape.capacity) if is_listed else None,
+        sure_mass=numbers(total, chunks) if is_listed else None,
+        sure_number=integers(total, chunks) if is_listed else None,
+        race_value=numbers(races, total, chunks) if races else None,
+        race_token=integers(races, total, chunks) if races else None,
+    )
 
 
 # Triton reads annotations as its own, so the arguments have none.

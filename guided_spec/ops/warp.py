@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.types import SamplingParams
+from guided_spec.ops.adjust import Adjustments
+from guided_spec.ops.noise import NoiseKeys
+from guided_spec.types import Noise, SamplingParams, Verifier
 
-__all__ = ["Sampling", "warp"]
+__all__ = ["Sampling", "VerifyRows", "warp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,20 @@ class Sampling:
         """The rows of ``requests`` int64 [R]; the flags stay those of the whole batch."""
         names = ("temperature", "top_k", "top_p", "min_p", "seeds")
         return replace(self, **{name: getattr(self, name)[requests] for name in names})
+
+
+class VerifyRows(NamedTuple):
+    """How B requests decide.
+
+    sampling: their parameters. adjustments: biases, bans and penalties; None when nobody has any.
+    verifier: which of ``guided_spec.ops.verify.VERIFIERS``.
+    noise: given as it is, or by its keys.
+    """
+
+    sampling: Sampling
+    noise: Noise | NoiseKeys
+    verifier: Verifier = "rejection"
+    adjustments: Adjustments | None = None
 
 
 def warp(logits: Tensor, sampling: Sampling) -> Tensor:

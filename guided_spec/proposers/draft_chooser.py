@@ -10,7 +10,8 @@ from torch import Tensor
 
 from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.padding import pad_rows
-from guided_spec.ops.draft_choice import DraftNoise, choose_draft
+from guided_spec.ops.draft_choice import choose_draft
+from guided_spec.ops.noise import DraftNoise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from guided_spec.models.graph_pool import Inputs
-from guided_spec.ops.draft_choice import DraftNoise
+from guided_spec.ops.noise import DraftNoise
 from guided_spec.ops.warp import Sampling
 
 __all__ = ["GraphSampling", "read_sampling", "sampling_key"]

@@ -19,8 +19,9 @@ from guided_spec.models.graph_pool import Inputs, bucket
 from guided_spec.models.packed_slot_head import PackedSlotHead
 from guided_spec.models.padding import pad_rows
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.ops.draft_choice import DraftNoise, choose_draft
+from guided_spec.ops.draft_choice import choose_draft
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
+from guided_spec.ops.noise import DraftNoise
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key

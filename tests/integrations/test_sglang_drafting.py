@@ -19,7 +19,7 @@ import torch
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations import sglang as plugin
-from guided_spec.integrations.sglang_algorithm import ALGORITHM, NUM_NODES, worker_class
+from guided_spec.integrations.sglang import ALGORITHM, NUM_NODES, worker_class
 from tests.integrations.sglang_engine import TARGET
 from tests.integrations.sglang_parts import (
     END,

@@ -15,8 +15,7 @@ from torch import Tensor
 from guided_spec import proposers
 from guided_spec.core import DecodeBatch
 from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.draft_choice import DraftNoise
-from guided_spec.ops.noise import Stream, noise_key
+from guided_spec.ops.noise import DraftNoise, Stream, noise_key
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.chain import Chain, Lead
 from guided_spec.proposers.drafting import concatenate

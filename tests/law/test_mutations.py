@@ -15,8 +15,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch
 from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.draft_choice import DraftNoise
-from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.noise import DraftNoise, Stream, exponential_noise
 from guided_spec.ops.rejection import rejection_sample
 from guided_spec.ops.warp import Sampling, warp
 from guided_spec.step import VERIFIERS

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.draft_choice import DraftNoise, choose_draft, choose_draft_reference
-from guided_spec.ops.noise import Stream, exponential_noise
+from guided_spec.ops.draft_choice import choose_draft, choose_draft_reference
+from guided_spec.ops.noise import DraftNoise, Stream, exponential_noise
 from guided_spec.ops.warp import Sampling
 from guided_spec.types import SamplingParams
 from tests.draft_choices import make_case

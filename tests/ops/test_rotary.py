@@ -7,8 +7,8 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from guided_spec.ops.rotary import HeadNorms, HeadShape, Rotation, rotate_and_store
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.rotary import rotate_and_store
+from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
 
 SHAPES = [HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)]
@@ -16,7 +16,8 @@ SLOTS, LENGTH = 4, 9
 
 COMPARE = """
 import torch
-from guided_spec.ops.rotary import HeadNorms, rotate_and_store
+from guided_spec.ops.slot_attention import HeadNorms
+from guided_spec.ops.rotary import rotate_and_store
 from guided_spec.ops.rotary_triton import rotate_and_store as kernel
 from tests.ops.test_rotary import SHAPES, empty, make
 

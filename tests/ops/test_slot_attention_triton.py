@@ -10,8 +10,7 @@ COMPARE = """
 import torch
 from hypothesis import given, settings, strategies as st
 from guided_spec.ops.slot_attention import _reference
-from guided_spec.ops.slot_attention_triton import slot_attention
-from guided_spec.ops.slot_tiling import Tiling, choose_tiling
+from guided_spec.ops.slot_attention_triton import Tiling, choose_tiling, slot_attention
 
 TILINGS = [None, Tiling(16, 16, 1, 4, 1), Tiling(16, 16, 2, 4, 1), Tiling(16, 16, 8, 4, 1)]
 TOLERANCE = {torch.float32: (1e-5, 1e-5), torch.float16: (2e-3, 2e-3)}

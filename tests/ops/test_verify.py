@@ -11,11 +11,11 @@ from hypothesis import given
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
 from guided_spec.ops.coupled import coupled_sample
-from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
+from guided_spec.ops.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.rejection import rejection_sample
 from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.verify import draw_noise, verify
+from guided_spec.ops.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 from tests.ops.verify_cases import CPU, Case, cases, unexplained
 

@@ -19,9 +19,10 @@ from guided_spec.ops import verify as decision
 from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
 from guided_spec.ops.draft_probs import dense_probs, draft_at
+from guided_spec.ops.noise import NoiseKeys
 from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import NoiseKeys, VerifyRows, draw_noise, verify
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.verify import draw_noise, verify
+from guided_spec.ops.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 
 CPU = torch.device("cpu")
@@ -230,10 +231,11 @@ def cases(draw: st.DrawFn) -> Case:
 
 def main(max_examples: int) -> None:
     """Hold the kernels against the reference; print how many cases and close calls there were."""
+    from guided_spec.ops import verify_filter_triton as filters
     from guided_spec.ops import verify_triton
 
     seen = {"cases": 0, "close": 0}
-    capacity, sampled = verify_triton.CAPACITY, verify_triton.SAMPLED
+    capacity, sampled = verify_triton.CAPACITY, filters.SAMPLED
 
     @settings(
         max_examples=max_examples,
@@ -252,9 +254,9 @@ def main(max_examples: int) -> None:
     )
     def compare(case: Case, size: int, sureness: float, *, is_short: bool, is_wide: bool) -> None:
         verify_triton.CAPACITY = 16 if is_short else capacity
-        verify_triton.MANY_PROGRAMS = 8192 if is_wide else 0
-        verify_triton.FEW = 3 if is_short else 128
-        verify_triton.SAMPLED, verify_triton.SURENESS = size, sureness
+        filters.MANY_PROGRAMS = 8192 if is_wide else 0
+        filters.FEW = 3 if is_short else 128
+        filters.SAMPLED, filters.SURENESS = size, sureness
         found = verify_triton.verify(case.logits, case.bitmask, case.draft, case.rows)
         close, wrong = unexplained(case, found)
         assert not wrong, (wrong, found, case.reference(), case)
