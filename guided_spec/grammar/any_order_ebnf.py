@@ -12,9 +12,8 @@ import json
 import re
 from typing import Any, NamedTuple
 
-import xgrammar
-
 from guided_spec.grammar.any_order import AnyOrder
+from guided_spec.grammar.schema_ebnf import schema_ebnf
 from guided_spec.grammar.schema_report import Report, Unenforced, escape
 
 __all__ = ["any_order_ebnf", "any_order_notes"]
@@ -59,12 +58,10 @@ def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrde
     document: dict[str, Any] = {"type": "array", "items": False, "minItems": len(plan.pieces)}
     document |= {"prefixItems": plan.pieces, "$defs": definitions}
     try:
-        converted = xgrammar.Grammar.from_json_schema(
-            json.dumps(document), any_whitespace=any_whitespace, strict_mode=False
-        )
+        converted = schema_ebnf(document, any_whitespace=any_whitespace)
     except RuntimeError:  # which the schema itself raises too
         return AnyOrder(None, notes)
-    lines = str(converted).splitlines()
+    lines = converted.splitlines()
     sequence = next((line for line in lines if line.startswith("root ::= ")), "")
     names = _NAME.findall(_TERMINAL.sub(" ", sequence.removeprefix("root ::= ")))
     if len(names) != len(plan.pieces):

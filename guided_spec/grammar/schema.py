@@ -5,8 +5,8 @@ schema is lowered (see ``schema_lower``) and rewritten, where that is surely rig
 that it enforces in full, and every keyword that stays outside is reported. The rewritten schema
 admits no text that the original does not; it may admit fewer, and then says so in a note:
 
-- an object that lists ``properties`` or ``patternProperties`` gets no further keys, also where it
-  asks for them;
+- an object that lists ``properties`` or ``patternProperties`` gets no further keys, unless it asks
+  for them, has no patterns and no ``maxProperties``: then they come last, see ``other_keys``;
 - an array that lists ``prefixItems`` gets no further items, unless ``minItems`` asks for some;
 - a ``pattern`` covers the whole string, one of keys the whole key;
 - constraints without a ``type`` mean the type that they constrain.

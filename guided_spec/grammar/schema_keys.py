@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from guided_spec.grammar.other_keys import other_keys
 from guided_spec.grammar.schema_finite import has_finite_value
 
 __all__ = ["FreeKeys", "free_keys"]
@@ -79,7 +80,10 @@ def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
     if patterns and node.get("additionalProperties", True) is not False:
         # Any key but those that can have no value; some are under a pattern, others are not.
         return not all(_is_loose(_parse(key)) for key in patterns if is_void[key])
-    return not all(_is_endless(_parse(key)) for key in patterns if not is_void[key])
+    found = [key for key in patterns if not is_void[key]]
+    if found and found == [other_keys(node.get("properties", ()))]:
+        return False
+    return not all(_is_endless(_parse(key)) for key in found)
 
 
 def _parse(pattern: str) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.other_keys import other_keys
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_report import Report, escape
 from guided_spec.grammar.schema_scalar import is_anchored
@@ -26,9 +27,14 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
         if name not in declared and not any(re.search(p, name) for p in patterns):
             declared[name] = extra
     _check_patterns(declared, patterns, required, pointer, report)
+    others: Any = False
     if extra is not False and (declared or patterns):
         # An extra key could spell a declared one with an escape, such as "\u0061" for "a".
+        is_open = "additionalProperties" in words and not patterns
+        others = rewrite(extra, "additionalProperties") if is_open else False
         reason = "no keys are generated besides those listed"
+        if others is not False:
+            reason = "further keys come last, without escapes, and unlike long lists of keys"
         report.note(pointer, "additionalProperties", reason, "list the keys under properties")
         extra = False
     properties = {
@@ -43,6 +49,8 @@ def rewrite_object(words: dict[str, Any], pointer: str, report: Report, rewrite:
     if required:
         schema["required"] = required
     keys = _rewrite_patterns(patterns, pointer, report, rewrite)
+    if others is not False:
+        keys = {other_keys(declared): others}
     if keys:
         schema["patternProperties"] = keys
     schema["additionalProperties"] = (

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
-
-import xgrammar
 
 from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema_ebnf import schema_ebnf
 from guided_spec.grammar.schema_prepare import prepare_schema
 
 __all__ = ["bound_whitespace", "prepare_tag"]
@@ -52,10 +50,7 @@ def bound_whitespace(tag: Any) -> Any:
     is_plain = tag.get("style", "json") == "json" and tag.keys() <= _PLAIN
     if not is_plain:
         return {"max_whitespace_cnt": 1, **tag}
-    grammar = xgrammar.Grammar.from_json_schema(
-        json.dumps(tag["json_schema"]), any_whitespace=False, strict_mode=False
-    )
-    return {"type": "grammar", "grammar": str(grammar)}
+    return {"type": "grammar", "grammar": schema_ebnf(tag["json_schema"], any_whitespace=False)}
 
 
 def _check_options(content: dict[str, Any]) -> None:
