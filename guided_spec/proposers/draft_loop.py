@@ -26,7 +26,6 @@ from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops.download import Download
 from guided_spec.ops.host_integers import host_integers
 from guided_spec.ops.noise import DraftNoise
-from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.draft_adjustments import DraftAdjustments
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_policy import used_policies
