@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -25,7 +26,7 @@ def printed(table: Table) -> str:
 
 
 def test_steps() -> None:
-    figures = {"median_ms": 1234.56, "p90_ms": 2345.67, "mean_ms": 1345.78}
+    figures: dict[str, Any] = {"median_ms": 1234.56, "p90_ms": 2345.67, "mean_ms": 1345.78}
     off = StepTime(NAME, 5, 256, 0.7, grammar=False, **figures, tokens=5.43, drafted=12.34)
     on = StepTime(NAME, 5, 256, 0.7, grammar=True, median_ms=1300.01, problem="a long story " * 10)
     text = printed(step_table([off, on]))
