@@ -11,6 +11,7 @@ _CHATML = (
     "{% for call in m.tool_calls or [] %}%CALL%{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_CALLS = "{% for call in m.tool_calls or [] %}%CALL%{% endfor %}"
 _HERMES = (
     '\n<tool_call>\n{"name": "{{ call.function.name }}", "arguments": '
     "{{ call.function.arguments | tojson }}}\n</tool_call>"
@@ -33,6 +34,14 @@ _CODER = (
         _ARGUMENTS.replace("%ONE%", f"<parameter={{{{ key }}}}>\n{_VALUE}\n</parameter>\n"),
     )
 )
+_MINIMAX = '<invoke name="{{ call.function.name }}">\n%ARGS%</invoke>\n'.replace(
+    "%ARGS%",
+    _ARGUMENTS.replace("%ONE%", f'<parameter name="{{{{ key }}}}">{_VALUE}</parameter>\n'),
+)
+_MIMO = "<tool_call><function={{ call.function.name }}>%ARGS%</function></tool_call>".replace(
+    "%ARGS%", _ARGUMENTS.replace("%ONE%", f"<parameter={{{{ key }}}}>{_VALUE}</parameter>")
+)
+_EXAONE = _HERMES.replace("\n", "")
 _MISTRAL = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}"
     "{% if tools and loop.last %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]"
@@ -56,6 +65,12 @@ _DEEPSEEK = (
     "{% endif %}{% endif %}{% endfor %}{% if add_generation_prompt %}<｜Assistant｜>{% endif %}"
 )
 
+
+def _block(begin: str, call: str, end: str) -> str:
+    calls = f"{{% for call in m.tool_calls %}}{call}{{% endfor %}}"
+    return f"{{% if m.tool_calls %}}{begin}{calls}{end}{{% endif %}}"
+
+
 PLAIN = _CHATML.replace("%CALL%", "")
 """Renders tools, and says nothing of how a call looks."""
 
@@ -71,6 +86,30 @@ TEMPLATES = {
     "qwen3_coder": _CHATML.replace("%CALL%", _CODER),
     "glm_4_5": _CHATML.replace("%CALL%", _GLM_45),
     "glm_4_7": _CHATML.replace("%CALL%", _GLM_47),
+    "mimo": _CHATML.replace("%CALL%", _MIMO),
+    "exaone4": _CHATML.replace("%CALL%", _EXAONE) + "{# [|assistant|] #}",
+    "kimi_k2": _CHATML.replace(
+        _CALLS,
+        _block(
+            "<|tool_calls_section_begin|>",
+            "<|tool_call_begin|>{{ call.id }}<|tool_call_argument_begin|>"
+            "{{ call.function.arguments | tojson }}<|tool_call_end|>",
+            "<|tool_calls_section_end|>",
+        ),
+    ),
+    "minimax_m2": _CHATML.replace(
+        _CALLS, _block("<minimax:tool_call>\n", _MINIMAX, "</minimax:tool_call>")
+    ),
+    "command_a": _CHATML.replace(
+        _CALLS,
+        _block(
+            "<|START_ACTION|>[",
+            '{{ "" if loop.first else "," }}\n    {"tool_call_id": "{{ loop.index0 }}", '
+            '"tool_name": "{{ call.function.name }}", '
+            '"parameters": {{ call.function.arguments | tojson }}}',
+            "\n]<|END_ACTION|>",
+        ),
+    ),
     "llama3": (
         "{{ bos_token }}{% if tools %}<|start_header_id|>system<|end_header_id|>\n\n"
         'Answer with {"name": a name, "parameters": a dict}. {{ tools | tojson }}<|eot_id|>'

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from rich.box import SIMPLE
 from rich.table import Column, Table
 
 from guided_spec.bench.gpu_end_to_end import DocumentRun
@@ -14,30 +15,28 @@ __all__ = ["document_table", "plugin_table", "step_table"]
 
 
 def step_table(times: Sequence[StepTime]) -> Table:
-    """A cell holds the figure without a grammar and the one with it; then what the medians say."""
-    heads = ("median ms", "p90 ms", "mean ms", "tokens/step", "drafted/step", "grammar", "problem")
-    first = Column("proposer", no_wrap=True)
-    table = Table(first, "requests", "T", *heads, caption="figures: off → on")
+    """A cell holds the figure without a grammar above the one with it; then what medians say."""
+    heads = ("median\nms", "p90\nms", "mean\nms", "tokens\n/step", "drafted\n/step", "grammar")
+    table = _table("proposer", *heads)
     pairs: dict[tuple[str, int, float], dict[bool, StepTime]] = {}
     for time in times:
         key = (time.proposer, time.batch, time.temperature)
         pairs.setdefault(key, {})[time.grammar] = time
-    for (proposer, batch, temperature), pair in pairs.items():
-        off, on = _figures(pair.get(False)), _figures(pair.get(True))
-        cells = [f"{a} → {b}" if a or b else "" for a, b in zip(off, on, strict=True)]
-        problems = {time.problem for time in pair.values() if time.problem}
-        ends = (_overhead(pair), "; ".join(sorted(problems)))
-        table.add_row(proposer, str(batch), f"{temperature:g}", *cells, *ends)
-    return table
+    for key, pair in pairs.items():
+        figures = zip(_figures(pair.get(False)), _figures(pair.get(True)), strict=True)
+        cells = [f"{off}\n{on}" for off, on in figures]
+        problems = sorted({time.problem for time in pair.values() if time.problem})
+        _add_row(table, key, [*cells, _overhead(pair)], "; ".join(problems))
+    return _with_caption(table, "figures: without a grammar, and with it below")
 
 
 def document_table(runs: Sequence[DocumentRun]) -> Table:
     """One engine and workload a row."""
-    heads = ("tokens/s", "tokens/forward", "drafted", "accepted", "valid", "same text", "failed")
-    table = Table(Column("engine", no_wrap=True), "requests", "T", *heads, "problem")
+    heads = ("tokens\n/s", "tokens\n/forward", "drafted", "accepted", "valid", "same\ntext")
+    table = _table("engine", *heads, "failed")
     for run in runs:
         m = run.measurement
-        figures: Iterable[str] = [""] * len(heads)
+        figures: Iterable[str] = ()
         if m is not None:
             figures = (
                 f"{m.tokens_per_second:.0f}",
@@ -48,31 +47,51 @@ def document_table(runs: Sequence[DocumentRun]) -> Table:
                 f"{m.same_text:.0%}",
                 str(m.failed),
             )
-        place = (run.engine, str(run.batch), f"{run.temperature:g}")
-        table.add_row(*place, *figures, run.problem or "")
+        _add_row(table, (run.engine, run.batch, run.temperature), figures, run.problem)
     return table
 
 
 def plugin_table(runs: Sequence[PluginRun]) -> Table:
     """One configuration and workload a row."""
-    heads = ("tokens/s", "tokens/forward", "drafts", "drafted", "accepted", "a draft", "valid")
-    table = Table(Column("engine", no_wrap=True), "requests", "T", *heads, "finished", "problem")
+    heads = ("tokens\n/s", "tokens\n/forward", "drafts", "tokens\n/draft", "accepted", "valid")
+    table = _table("engine", *heads, "finished")
     for run in runs:
         m, length = run.run.measurement, run.mean_draft_length
-        figures: Iterable[str] = [""] * (len(heads) + 1)
+        figures: Iterable[str] = ()
         if m is not None:
             figures = (
                 f"{m.tokens_per_second:.0f}",
                 f"{m.acceptance_length:.2f}",
                 str(run.drafts),
-                str(m.drafted),
-                str(m.accepted),
                 "" if length is None else f"{length:.2f}",
+                f"{m.accepted / m.drafted:.0%}" if m.drafted else "",
                 f"{m.valid:.0%}",
-                f"{run.finished} of {m.requests}",
+                f"{run.finished}/{m.requests}",
             )
-        place = (run.run.engine, str(run.run.batch), f"{run.run.temperature:g}")
-        table.add_row(*place, *figures, run.run.problem or "")
+        key = (run.run.engine, run.run.batch, run.run.temperature)
+        _add_row(table, key, figures, run.run.problem)
+    return table
+
+
+def _table(first: str, *heads: str) -> Table:
+    """Within 80 columns."""
+    columns = (Column(head, justify="right", no_wrap=True) for head in ("batch", "T", *heads))
+    return Table(Column(first, overflow="fold"), *columns, box=SIMPLE, padding=0)
+
+
+def _add_row(
+    table: Table, key: tuple[str, int, float], figures: Iterable[str], problem: str | None
+) -> None:
+    """key: what was measured, how many requests together, at which temperature."""
+    name, batch, temperature = key
+    table.add_row(name, str(batch), f"{temperature:g}", *figures)
+    if problem:
+        _with_caption(table, f"{name}, {batch}, {temperature:g}: {problem}")
+
+
+def _with_caption(table: Table, line: str) -> Table:
+    table.caption = f"{table.caption}\n{line}" if table.caption else line
+    table.caption_justify = "left"
     return table
 
 

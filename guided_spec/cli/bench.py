@@ -186,7 +186,7 @@ def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:
         report[section.name] = section.records
         for heading, table in () if as_json else section.tables.items():
             stdout().print(heading)
-            stdout().print(table)
+            stdout().print(table) if isinstance(table, str) else print_table(table)
         _write(output, report)
     if as_json:
         for name, records in report.items():

@@ -15,7 +15,7 @@ from typer.core import TyperCommand
 from guided_spec.cli.console import Json, Verbose, print_json, print_table
 from guided_spec.errors import ConfigError
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.registry import algorithm_names, find_algorithm
+from guided_spec.training.registry import algorithm_names, find_config
 
 if TYPE_CHECKING:  # it loads torch
     from guided_spec.training.run import TrainingReport
@@ -104,7 +104,7 @@ def _pick(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _config_class(name: str) -> type:
-    kind: type = find_algorithm(name).config_class
+    kind = find_config(name)
     taken = {each.name for each in fields(TrainOptions)}
     both = [each.name for each in fields(kind) if each.name in taken]
     if both:

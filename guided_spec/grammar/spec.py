@@ -207,23 +207,26 @@ class GrammarSpec:
         tools: Sequence[Any],
         tool_choice: str | Mapping[str, Any] = "auto",
         *,
-        model: str | None = None,
-        parallel: bool = True,
-        reasoning: bool = False,
+        tool_format: str = "hermes",
+        parallel_tool_calls: bool = True,
     ) -> GrammarSpec:
-        """Calls of ``tools``, with arguments that match their schemas.
+        """Calls of ``tools``, with arguments that match their schemas, also of ``"strict": false``.
 
         tools: OpenAI's dicts, typed functions with docstrings, or pydantic model classes.
-        tool_choice: "auto", "required", "none", a tool's name, or a dict that names a function.
-        model: a model family that xgrammar knows, such as "llama" or "qwen_3"; None writes
-            ``<tool_call>`` blocks of ``{"name": ..., "arguments": {...}}``, as Hermes and Qwen do.
-        parallel: False for one call at most. reasoning: see ``ToolOptions``.
+        tool_choice: "auto" is text and calls, "required" a call first, "none" text in which no call
+            can begin; a tool's name, or a dict that names a function, is one call of it.
+        tool_format: the model family's form by name, see ``TOOL_FORMATS``.
+        parallel_tool_calls: False for one call at most.
 
         Raises ConfigError naming the tool.
         """
-        from guided_spec.grammar.tools import ToolOptions, tool_tag  # only here: it loads xgrammar
+        from guided_spec.grammar.tool import read_choice, read_tools  # here: few specs need them
+        from guided_spec.grammar.tool_format import ToolRules
+        from guided_spec.grammar.tool_formats import get_tool_format
 
-        tag = tool_tag(tools, tool_choice, ToolOptions(model, parallel, reasoning))
+        choice, left = read_choice(tool_choice, read_tools(tools))
+        content = get_tool_format(tool_format).content(ToolRules(left, choice, parallel_tool_calls))
+        tag = {"type": "structural_tag", "format": content}
         return cls("structural_tag", _canonical("tools", tag))
 
     @classmethod

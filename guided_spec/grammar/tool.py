@@ -27,7 +27,8 @@ class Tool(NamedTuple):
 class ToolCall(NamedTuple):
     """One call of a text.
 
-    id: nine letters and digits, as Mistral's templates demand; the same text gets the same ids.
+    id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
+        same text gets the same ids.
     arguments: valid under the tool's schema. raw: the call as it stands in the text.
     """
 

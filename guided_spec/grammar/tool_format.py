@@ -13,8 +13,6 @@ from guided_spec.grammar.tool_arguments import arguments_content, read_arguments
 
 __all__ = ["DelimitedFormat", "ReadText", "ToolFormat", "ToolRules"]
 
-_ID = "[a-zA-Z0-9]{9}"
-
 
 class ReadText(NamedTuple):
     """A finished text, taken apart. reasoning: only of formats that hold it themselves."""
@@ -75,11 +73,12 @@ class ToolFormat(Protocol):
 class DelimitedFormat:
     """Calls in free text, each between its own marks.
 
-    call: a call, with ``{name}``, ``{arguments}`` and perhaps ``{id}`` (nine letters and digits).
+    call: a call, with ``{name}``, ``{arguments}`` and perhaps ``{id}``.
     trigger: the beginning of a call, or of ``opening``, which free text never holds.
     opening, separator, closing: around and between the calls where they stand in one block, at the
         end of the text; "" for calls anywhere in it.
     argument: how one argument is written, see ``arguments_content``; None for JSON.
+    id_pattern: what the model writes for ``{id}``, a regex; it may hold ``{name}``.
     """
 
     name: str
@@ -90,6 +89,7 @@ class DelimitedFormat:
     separator: str = ""
     closing: str = ""
     argument: str | None = None
+    id_pattern: str = "[a-zA-Z0-9]{9}"
     holds_reasoning: bool = False
 
     @property
@@ -135,9 +135,15 @@ class DelimitedFormat:
         content = arguments_content(tool, self.argument)
         if "{id}" in begin:
             begin, behind = begin.split("{id}")
-            parts = [{"type": "regex", "pattern": _ID}, {"type": "const_string", "value": behind}]
+            parts = [
+                {"type": "regex", "pattern": self._id_of(tool)},
+                {"type": "const_string", "value": behind},
+            ]
             content = {"type": "sequence", "elements": [*parts, content]}
         return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+    def _id_of(self, tool: Tool) -> str:
+        return self.id_pattern.replace("{name}", re.escape(tool.name))
 
     def _block(self, calls: list[dict[str, Any]], rules: ToolRules) -> dict[str, Any]:
         content = {
@@ -176,11 +182,10 @@ class DelimitedFormat:
                 continue
             call_id = ""
             if behind:
-                call_id = text[place : place + 9]
-                place += 9
-                if not re.fullmatch(_ID, call_id) or not text.startswith(behind, place):
+                found = re.compile(self._id_of(tool)).match(text, place)
+                if found is None or not text.startswith(behind, found.end()):
                     continue
-                place += len(behind)
+                call_id, place = found[0], found.end() + len(behind)
             read = read_arguments(tool, self.argument, text, place, marks)
             if read is None or not text.startswith(marks.mark(end), read.end):
                 continue

@@ -63,6 +63,34 @@ _FORMATS: tuple[ToolFormat, ...] = (
         closing="]",
     ),
     DelimitedFormat(
+        name="kimi_k2",  # and K2.5
+        hints=("<|tool_calls_section_begin|>",),
+        trigger="<|tool_calls_section_begin|>",
+        opening="<|tool_calls_section_begin|>",
+        call="<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        closing="<|tool_calls_section_end|>",
+        id_pattern="functions\\.{name}:[0-9]{1,4}",
+    ),
+    DelimitedFormat(
+        name="minimax_m2",  # to M2.7
+        hints=("<minimax:tool_call>",),
+        trigger="<minimax:tool_call>",
+        opening="<minimax:tool_call>\n",
+        call='<invoke name="{name}">\n{arguments}</invoke>\n',
+        closing="</minimax:tool_call>",
+        argument='<parameter name="{key}">{value}</parameter>\n',
+    ),
+    DelimitedFormat(
+        name="command_a",  # and R7B
+        hints=("<|START_ACTION|>",),
+        trigger="<|START_ACTION|>",
+        opening="<|START_ACTION|>[\n    ",
+        call='{"tool_call_id": "{id}", "tool_name": "{name}", "parameters": {arguments}}',
+        separator=",\n    ",
+        closing="\n]<|END_ACTION|>",
+        id_pattern="[0-9]{1,4}",
+    ),
+    DelimitedFormat(
         name="glm_4_7",
         hints=("</arg_key><arg_value>",),
         trigger="<tool_call>",
@@ -77,11 +105,24 @@ _FORMATS: tuple[ToolFormat, ...] = (
         argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
     ),
     DelimitedFormat(
+        name="mimo",  # V2
+        hints=("<tool_call><function=",),
+        trigger="<tool_call>",
+        call="<tool_call><function={name}>{arguments}</function></tool_call>",
+        argument="<parameter={key}>{value}</parameter>",
+    ),
+    DelimitedFormat(
         name="qwen3_coder",  # and Qwen 3.5
         hints=("<tool_call>", "<function="),
         trigger="<tool_call>",
         call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
         argument="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    DelimitedFormat(
+        name="exaone4",
+        hints=("<tool_call>", "[|assistant|]"),
+        trigger="<tool_call>",
+        call='<tool_call>{"name": "{name}", "arguments": {arguments}}</tool_call>',
     ),
     DelimitedFormat(
         name="hermes",  # Qwen 2.5 and 3, and many others

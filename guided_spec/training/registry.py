@@ -13,10 +13,18 @@ from typing import Any, TypeVar
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["ALGORITHMS", "ENTRY_POINT_GROUP", "algorithm_names", "find_algorithm", "register"]
+__all__ = [
+    "ALGORITHMS",
+    "ENTRY_POINT_GROUP",
+    "algorithm_names",
+    "find_algorithm",
+    "find_config",
+    "register",
+]
 
 ENTRY_POINT_GROUP = "guided_spec.algorithms"
 _Class = TypeVar("_Class", bound=type)
+_BUILT_IN = "guided_spec.training.algorithms."
 
 # name: the class, or the module that registers it when it is imported
 ALGORITHMS: dict[str, type | str] = {
@@ -62,3 +70,14 @@ def find_algorithm(name: str) -> Any:
             return point.load()
         raise ConfigError("algorithm", name, f"must be one of {', '.join(algorithm_names())}")
     return found
+
+
+def find_config(name: str) -> type:
+    """The class of the options of ``name``: of a built-in one without torch. Raises ConfigError."""
+    found = ALGORITHMS.get(name)
+    if isinstance(found, str) and found.startswith(_BUILT_IN):
+        module = importlib.import_module(f"{found.rpartition('.')[0]}.config")
+        config: type = vars(module)[module.__all__[0]]
+    else:
+        config = find_algorithm(name).config_class
+    return config

@@ -20,6 +20,7 @@ LIGHT_MODULES = (
 )
 LIGHT_COMMANDS = (
     *("--help", "--version", "generate --help", "check --help", "train --help"),
+    *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
     *("bench --help", "bench gpu --help", "proposers", "proposers --json"),
 )
 

@@ -185,7 +185,8 @@ def test_tool_calls_behind_reasoning() -> None:
     """Free reasoning, then calls whose arguments match; the trigger spans tokens of a draft."""
     parameters = json.loads(SCHEMA.source)
     tools = [{"type": "function", "function": {"name": "note", "parameters": parameters}}]
-    spec = GrammarSpec.tools(tools, "required", parallel=False).after("</r>", reasoning_budget=4)
+    spec = GrammarSpec.tools(tools, "required", parallel_tool_calls=False)
+    spec = spec.after("</r>", reasoning_budget=4)
     texts = []
     for proposer in ("none", "chain:grammar_forced+ngram", "draft_model:validate"):
         draft = near_copy("llama") if "draft_model" in proposer else None

@@ -78,7 +78,7 @@ _TAG = (
 
 _TOOLS = (
     *("type", "function", "name", "parameters", "description", "strict", "tool_choice", "tools"),
-    *("auto", "required", "none", "model", "parallel", "reasoning", "llama", "qwen_3", "hermes"),
+    *("auto", "required", "none", "tool_format", "parallel_tool_calls", "llama3", "hermes"),
 )
 
 _FORMATS = (
@@ -97,7 +97,7 @@ def _tools(text: str) -> GrammarSpec | None:
     value: Any = _json(text)
     if not isinstance(value, dict):
         return GrammarSpec.tools(value)
-    names = ("tool_choice", "model", "parallel", "reasoning")
+    names = ("tool_choice", "tool_format", "parallel_tool_calls")
     options: dict[str, Any] = {name: value[name] for name in names if name in value}
     return GrammarSpec.tools(value.get("tools", []), **options)
 
@@ -180,7 +180,8 @@ TARGETS: dict[str, Target] = {
         (*_JSON, *_quoted(*_TOOLS), *(f'"{word}"' for word in _TOOLS)),
         (
             f'{{"tools": [{_FUNCTION % _ARGUMENTS}], "tool_choice": "required"}}',
-            f'{{"tools": [{_FUNCTION % "{}"}], "model": "llama", "parallel": false}}',
+            f'{{"tools": [{_FUNCTION % "{}"}], "tool_format": "llama3"}}',
+            f'{{"tools": [{_FUNCTION % "{}"}], "parallel_tool_calls": false}}',
             f"[{_FUNCTION % _SCHEMAS[2]}]",
         ),
     ),

@@ -33,11 +33,11 @@ NAMES = tuple(
         found
         for known in TOOL_FORMATS.values()
         for literal in known.literals
-        for found in re.findall(r"</?[a-z_]+>|<[|｜].*?[|｜]>|\[[A-Z_]+\]", literal)
+        for found in re.findall(r"</?[a-z_:]+>|<[|｜].*?[|｜]>|\[[A-Z_]+\]", literal)
     )
 )
 DATA = (*BYTES.token_bytes[:256], *[b""] * (1 + len(NAMES)))
-XML = ("glm_4_5", "glm_4_7", "qwen3_coder")
+XML = ("glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
 
 
 @cache
@@ -202,6 +202,15 @@ CALLS = {
     "mistral_v13": "[TOOL_CALLS]light[ARGS]%",
     "deepseek_v3": f"{HEAD}function<｜tool▁sep｜>light\n```json\n%\n```{TAIL}",
     "deepseek_v3_1": f"{HEAD}light<｜tool▁sep｜>%{TAIL}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.light:0"
+    "<|tool_call_argument_begin|>%<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="light">\n<parameter name="on">true'
+    '</parameter>\n<parameter name="room">the hall</parameter>\n</invoke>\n</minimax:tool_call>',
+    "command_a": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "light", '
+    '"parameters": %}\n]<|END_ACTION|>',
+    "exaone4": '<tool_call>{"name": "light", "arguments": %}</tool_call>',
+    "mimo": "<tool_call><function=light><parameter=on>true</parameter>"
+    "<parameter=room>the hall</parameter></function></tool_call>",
     "glm_4_5": "<tool_call>light\n<arg_key>on</arg_key>\n<arg_value>true</arg_value>\n"
     "<arg_key>room</arg_key>\n<arg_value>the hall</arg_value>\n</tool_call>",
     "glm_4_7": "<tool_call>light<arg_key>on</arg_key><arg_value>true</arg_value>"
@@ -237,7 +246,8 @@ def test_the_family_s_own_text(name: str, kind: str) -> None:
     assert matcher.is_terminated()
     (call,) = found.read(token_ids).calls
     assert (call.name, call.arguments) == ("light", {"on": True, "room": "the hall"})
-    assert call.id == ("abc123XYZ" if name == "mistral_v11" else "")
+    ids = {"mistral_v11": "abc123XYZ", "kimi_k2": "functions.light:0", "command_a": "0"}
+    assert call.id == ids.get(name, "")
     assert found.read(token_ids).reasoning == ("so" if name == "harmony" else None)
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from xgrammar import builtin_structural_tag
 
 from guided_spec.errors import (
     ConfigError,
@@ -25,6 +24,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tool_formats import TOOL_FORMATS
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import unpack_bitmask
@@ -105,7 +105,7 @@ EXPECTED: list[tuple[Any, bool, str]] = [
 @pytest.mark.parametrize("kind", BACKENDS)
 @pytest.mark.parametrize(("choice", "parallel", "expected"), EXPECTED)
 def test_choices(choice: Any, parallel: Any, expected: str, kind: str) -> None:
-    spec = GrammarSpec.tools(TOOLS, choice, parallel=parallel)
+    spec = GrammarSpec.tools(TOOLS, choice, parallel_tool_calls=parallel)
     compiled = BACKENDS[kind].compile(spec)
     found = "".join(".1"[takes(compiled, ids(text, kind))] for text in TEXTS)
     assert found == expected
@@ -119,7 +119,7 @@ def test_choices(choice: Any, parallel: Any, expected: str, kind: str) -> None:
 )
 def test_arguments_always_match(seed: int, choice: Any, kind: str) -> None:
     """Random walks over the masks; with special tokens these stand where the tag says only."""
-    compiled = BACKENDS[kind].compile(GrammarSpec.tools(TOOLS, choice, parallel=False))
+    compiled = BACKENDS[kind].compile(GrammarSpec.tools(TOOLS, choice, parallel_tool_calls=False))
     matcher, dice = compiled.new_matcher(), random.Random(seed)
     token_ids: list[int] = []
     while not matcher.is_terminated():
@@ -176,33 +176,18 @@ def compiled_size(kind: str) -> int:
     return BACKENDS[kind].vocabulary.vocab_size
 
 
-@pytest.mark.parametrize("family", sorted(builtin_structural_tag._structural_tag_registry))
-@pytest.mark.parametrize("reasoning", [False, True])
-def test_every_family_compiles(family: str, reasoning: Any) -> None:
-    for choice in ("auto", "required", "none", NAMED):
-        spec = GrammarSpec.tools(TOOLS[1:], choice, model=family, reasoning=reasoning)
-        BACKENDS["bytes"].compile(spec)
-        assert spec.kind == "structural_tag"
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+def test_families_write_their_own_calls(name: str) -> None:
+    spec = GrammarSpec.tools(TOOLS, NAMED, tool_format=name)
+    assert spec.kind == "structural_tag"
+    assert walk(BACKENDS["bytes"].compile(spec), 1)
 
 
-def test_families_write_their_own_calls() -> None:
-    for family, text in {
-        "llama": '{"name": "light", "parameters": {"on": true}}',
-        "qwen_3": LIGHT,
-    }.items():
-        compiled = BACKENDS["bytes"].compile(GrammarSpec.tools(TOOLS, "required", model=family))
-        assert accepts(compiled, text)
-        assert not accepts(compiled, text.replace("true", "1"))
-        assert walk(compiled, 1)
-    compiled = BACKENDS["special"].compile(GrammarSpec.tools(TOOLS, "required", model="qwen_3"))
-    assert takes(compiled, ids(LIGHT, "special"))
-
-
-@pytest.mark.parametrize("model", [None, "llama", "qwen_3"])
-def test_schemas_in_tools_are_checked(model: str | None) -> None:
+@pytest.mark.parametrize("name", ["hermes", "llama3", "harmony"])
+def test_schemas_in_tools_are_checked(name: str) -> None:
     tool = {"type": "function", "function": {"name": "f", "parameters": {"not": {"multipleOf": 2}}}}
     with pytest.raises(UnsupportedSchemaError, match="not"):
-        BACKENDS["bytes"].compile(GrammarSpec.tools([tool], model=model))
+        BACKENDS["bytes"].compile(GrammarSpec.tools([tool], tool_format=name))
 
 
 def test_a_tool_without_parameters_takes_none() -> None:
@@ -234,8 +219,7 @@ def function(**fields: Any) -> list[Any]:
             lambda: GrammarSpec.tools(TOOLS, {"type": "function", "function": {"name": "x"}}),
             "the tools are weather, light",
         ),
-        (lambda: GrammarSpec.tools(TOOLS, model="gpt"), "model='gpt'.*qwen_3"),
-        (lambda: GrammarSpec.tools(TOOLS, reasoning=True), "reasoning=True.*after"),
+        (lambda: GrammarSpec.tools(TOOLS, tool_format="gpt"), "tool_format='gpt'.*hermes"),
     ],
 )
 def test_mistakes_are_named(make: Any, reason: str) -> None:
