@@ -37,15 +37,8 @@ def run_transformers(
     items: Sequence[WorkItem],
     *,
     max_tokens: int,
-    lookup_tokens: int | None = None,
 ) -> BaselineRun:
-    """Greedy, one request at a time, grammars compiled beforehand (as they are for our engine).
-
-    lookup_tokens: drafts by prompt lookup, so many at most; None is plain decoding. xgrammar's
-    processor follows one text and cannot go back, so that it raises as soon as drafts are judged:
-    only requests without a grammar run so.
-    """
-    assisted = {} if lookup_tokens is None else {"prompt_lookup_num_tokens": lookup_tokens}
+    """Greedy, one request at a time, grammars compiled beforehand (as they are for our engine)."""
     backend = XGrammarBackend(vocabulary)
     grammars = [None if i.grammar is None else backend.compile(i.grammar) for i in items]
     texts: list[str] = []
@@ -68,7 +61,6 @@ def run_transformers(
                     logits_processor=processors,
                     eos_token_id=list(vocabulary.stop_token_ids),
                     pad_token_id=vocabulary.stop_token_ids[0],
-                    **assisted,
                 )
             new = output[0, len(prompt) :].tolist()
             tokens += len(new)

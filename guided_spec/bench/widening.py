@@ -24,8 +24,7 @@ from typing import Annotated, Any, NamedTuple
 import torch
 import typer
 from torch import Tensor
-from transformers import LlamaForCausalLM, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import PreTrainedModel
 
 from guided_spec.bench.widening_files import write_safetensors
 from guided_spec.bench.widening_head import head_config, head_tensors
@@ -54,7 +53,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.eagle3 import Eagle3Head
 from guided_spec.models.loading import load_model
 
-__all__ = ["WideFolders", "main", "wide_model", "write_wide"]
+__all__ = ["WideFolders", "main", "write_wide"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -99,37 +98,6 @@ def write_wide(
     beside = _folder(output / "eagle3", {**head_config(head, how), "torch_dtype": _name(dtype)})
     write_safetensors(beside, head_tensors(head, how), dtype)
     return WideFolders(folder, beside)
-
-
-def wide_model(
-    target: str | Path | None = None,
-    *,
-    shape: Shape = LLAMA_8B,
-    dtype: torch.dtype = torch.bfloat16,
-    device: str | torch.device = "cpu",
-) -> PreTrainedModel:
-    """The widened target in the memory of ``device``, without a file.
-
-    Its ``name_or_path`` is the small model's, whose tokenizer it has. Raises as ``write_wide``.
-    """
-    source = str(target or bundled_asset("target"))
-    small = load_model(source, device="cpu", dtype=torch.float32)
-    how = _widening(small, shape)
-    config: Any = type(small.config)(**_config(small, how, dtype))
-    with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config)
-    model = model.to(dtype).to_empty(device=device)
-    # Its frequencies are no weights: they were made on the meta device, and are gone.
-    with torch.device(device):
-        model.model.rotary_emb = LlamaRotaryEmbedding(config)
-    parameters = dict(model.named_parameters())
-    with torch.no_grad():
-        for tensor in _target_tensors(small, how):
-            tensor.fill(parameters[tensor.name].zero_())
-    model.generation_config = small.generation_config
-    model.config.name_or_path = source
-    found: PreTrainedModel = model.requires_grad_(requires_grad=False).eval()
-    return found
 
 
 def _widening(model: PreTrainedModel, shape: Shape) -> Widening:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from guided_spec.bench.widening import WideFolders, main, wide_model, write_wide
+from guided_spec.bench.widening import WideFolders, main, write_wide
 from guided_spec.bench.widening_files import write_safetensors
 from guided_spec.bench.widening_layer import WideTensor
 from guided_spec.bench.widening_shape import (
@@ -76,14 +76,6 @@ def test_the_same_logits(pair: Pair) -> None:
     torch.testing.assert_close(after[..., :VOCAB_SIZE], before, atol=TOLERANCE, rtol=0)
     # The padded tokens have no probability at all.
     torch.testing.assert_close(after.softmax(-1)[..., VOCAB_SIZE:].max(), torch.tensor(0.0))
-
-
-def test_the_same_without_a_file(pair: Pair) -> None:
-    model = wide_model(pair.target, shape=WIDE, dtype=torch.float32)
-    from_file = load_model(pair.wide.target, device="cpu")
-    assert torch.equal(logits(model), logits(from_file))
-    assert not any(parameter.requires_grad for parameter in model.parameters())
-    assert model.config.name_or_path == str(pair.target)
 
 
 def test_hidden_states_at_the_layers_of_the_head(pair: Pair) -> None:
@@ -200,7 +192,7 @@ def test_sizes_that_do_not_go_together(
 def test_other_models(pair: Pair, tmp_path: Path) -> None:
     small_target(attention_bias=True).save_pretrained(tmp_path)
     with pytest.raises(ModelError, match="attention_bias"):
-        wide_model(tmp_path, shape=WIDE)
+        write_wide(tmp_path / "wide", target=tmp_path, shape=WIDE)
     with pytest.raises(ConfigError, match="dtype"):
         write_wide(tmp_path, target=pair.target, dtype=torch.float16)
 

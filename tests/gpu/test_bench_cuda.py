@@ -1,4 +1,4 @@
-"""Widened models and ``bench gpu`` on a CUDA device, at tiny sizes."""
+"""``bench gpu`` on a CUDA device, at tiny sizes."""
 
 from __future__ import annotations
 
@@ -11,24 +11,9 @@ from guided_spec.bench.gpu import GpuPlan, run_gpu
 from guided_spec.bench.gpu_end_to_end import DocumentPlan
 from guided_spec.bench.gpu_kernels import measure_kernels
 from guided_spec.bench.gpu_steps import StepPlan
-from guided_spec.bench.widening import wide_model
-from tests.bench.small_llama import SMALL, write_small
+from tests.bench.small_llama import write_small
 
 pytestmark = pytest.mark.gpu
-
-WIDE = SMALL._replace(hidden_size=96, num_hidden_layers=5, vocab_size=SMALL.vocab_size + 13)
-
-
-def test_widened_in_device_memory(tmp_path: Path) -> None:
-    target = write_small(tmp_path).target
-    on_cpu = wide_model(target, shape=WIDE, dtype=torch.float32)
-    on_cuda = wide_model(target, shape=WIDE, dtype=torch.float32, device="cuda")
-    ids = torch.arange(64)[None]
-    with torch.inference_mode():
-        before, after = on_cpu(ids).logits, on_cuda(ids.cuda()).logits.cpu()
-    kept = SMALL.vocab_size
-    torch.testing.assert_close(after[..., :kept], before[..., :kept], atol=1e-3, rtol=0)
-    assert after.softmax(-1)[..., kept:].max() == 0
 
 
 def test_steps_and_documents(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -49,7 +49,6 @@ def regenerate(
     params: SamplingParams,
     *,
     limit: int | None = None,
-    on_progress: Callable[[int], None] | None = None,
 ) -> Regenerated:
     """Write the records of JSON Lines files to ``output`` with answers of ``llm``.
 
@@ -59,7 +58,7 @@ def regenerate(
 
     params: for every request; the grammar is the record's where it has one, and a seed is that of
         the first record, from which the others count on. ``n`` must be 1, ``echo`` False.
-    limit: records to read at most. on_progress: called with the number that is done.
+    limit: records to read at most.
 
     Every record is read before anything is generated. Raises ConfigError naming file and line for
     one without a prompt.
@@ -83,8 +82,6 @@ def regenerate(
                 if record is not None:
                     file.write(json.dumps(record, ensure_ascii=False) + "\n")
             done += len(chunk)
-            if on_progress is not None:
-                on_progress(done)
     return Regenerated(counts["stop"], counts["error"], counts["length"])
 
 
