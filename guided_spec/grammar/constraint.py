@@ -88,14 +88,14 @@ class Constraint:
         self.has_lost_end = False
         self._original = as_matcher(compiled.new_matcher())
         self._fork = Fork(self._original.fork(), compiled.excluded)
-        self._num_behind = 0  # committed tokens that the original has not read yet
-        self._is_led = True  # whether the fork stands behind them
+        self._unread: list[int] = []  # the last committed tokens, where the original lacks them
+        self._unled: list[int] = []  # the same of the fork
         self._failure: GrammarStateError | None = None
 
     @property
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
-        return not self._num_behind and self._original.is_terminated()
+        return not self._unread and self._original.is_terminated()
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
@@ -146,10 +146,9 @@ class Constraint:
         may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
         if may_end or self._original.may_fail or not token_ids:
             return self.commit(token_ids)
-        taken = list(token_ids)
-        self._num_behind, self._is_led = len(taken), False
-        self.committed.extend(taken)
-        return taken
+        self.committed.extend(token_ids)
+        self._unread = self._unled = list(token_ids)
+        return list(token_ids)
 
     def settle(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
@@ -157,8 +156,8 @@ class Constraint:
         Where one refuses a token, both are rebuilt, as by ``commit``.
         """
         self._lead()
-        if self._num_behind:
-            behind, self._num_behind = self.committed[-self._num_behind :], 0
+        behind, self._unread = self._unread, []
+        if behind:
             is_refused = _advance(self._original, behind) < len(behind)
             if is_refused or self._original.is_terminated():
                 self._rebuild()
@@ -170,10 +169,10 @@ class Constraint:
 
     def _lead(self) -> None:
         """Bring the fork to the end of the committed text."""
-        if self._is_led:
+        behind, self._unled = self._unled, []
+        if not behind:
             return
-        self._is_led, fork = True, self._fork
-        behind = self.committed[-self._num_behind :]
+        fork = self._fork
         is_refused = fork.lead(behind) < len(behind)
         try:
             self._confirm(fork, len(self.committed) - len(behind))
@@ -205,7 +204,7 @@ class Constraint:
 
     def _rebuild(self) -> None:
         """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
-        self._num_behind = 0
+        self._unread = []
         try:
             self._resync(())
         except GrammarStateError as error:
