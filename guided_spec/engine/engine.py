@@ -18,7 +18,7 @@ from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.scoring import ScoringRequest, score_rows
+from guided_spec.engine.scoring import score_rows
 from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -223,8 +223,7 @@ class Engine:
 
     def _score(self) -> bool:
         """One forward over the next row of every request that scores; whether there were any."""
-        running = self._scheduler.running(State.SCORE)
-        requests = [request for request in running if isinstance(request, ScoringRequest)]
+        requests = self._scheduler.running(State.SCORE)
         if requests:
             score_rows(self._model, requests)
         return bool(requests)

@@ -12,6 +12,7 @@ from guided_spec.engine.output_text import OutputText
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.marker import Marker
@@ -21,7 +22,7 @@ from guided_spec.ops.noise import noise_key
 from guided_spec.ops.token_rules import TokenRules
 from guided_spec.types import SamplingParams, TokenLogprobs
 
-__all__ = ["Job", "Request", "State"]
+__all__ = ["Job", "Request", "Scoring", "State"]
 
 
 class State(Enum):
@@ -34,6 +35,13 @@ class State(Enum):
     FINISHED = auto()
 
 
+class Scoring(NamedTuple):
+    """What a request scores instead of writing: rows of ``tree``, one a step."""
+
+    tree: ChoiceTree
+    rows: Sequence[TokenRow]
+
+
 class Job(NamedTuple):
     """What one request is to do; never changes.
 
@@ -44,6 +52,7 @@ class Job(NamedTuple):
     echo: what the text begins with.
     bad_words: the token sequences that ``params.bad_words`` stand for.
     marker: behind which the grammar binds; None where it binds at once.
+    scoring: None where it writes.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     """
@@ -59,17 +68,17 @@ class Job(NamedTuple):
     echo: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     marker: Marker | None = None
+    scoring: Scoring | None = None
     is_streamed: bool = True
 
 
 class Request:
     """One sample's tokens, text, constraint and statistics as they grow.
 
+    scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     noise_key: see ``guided_spec.ops.noise``; the engine may set another before the first step.
     """
-
-    after_prompt = State.DECODE
 
     def __init__(self, job: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> None:
         self.job = job
@@ -86,6 +95,7 @@ class Request:
         self.is_cancelled = False
         self.acceptance = OwnAcceptance()
         self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
+        self.scores: list[dict[int, list[float]]] = []
         self._report = report
         self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
         self._output = OutputText(vocabulary, job.params.stop, job.echo)
@@ -103,6 +113,11 @@ class Request:
         if job.grammar is not None:
             ends |= frozenset(self._grammar_ends)
         self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
+
+    @property
+    def after_prompt(self) -> State:
+        """The state behind ``PREFILL``."""
+        return State.DECODE if self.job.scoring is None else State.SCORE
 
     @property
     def draft_room(self) -> int:
