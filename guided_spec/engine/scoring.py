@@ -24,10 +24,10 @@ def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     A request ends behind its last row, or where the model gives no branch any probability.
     """
     tasks = [_next(request) for request in requests]
-    fed = [[one.request.tokens[-1], *one.row.token_ids] for one in tasks]
+    fed = [[one.request.text.tokens[-1], *one.row.token_ids] for one in tasks]
     counts = [len(token_ids) for token_ids in fed]
-    starts = [request.prompt_length - 1 for request in requests]
-    slots = [request.slot for request in requests]
+    starts = [request.text.prompt_length - 1 for request in requests]
+    slots = [request.text.slot for request in requests]
     output = model.forward(SlotInputs(pad_ids(fed, max(counts)), slots, starts, counts))
     model.commit([0] * len(requests))
     assert output.logits is not None
