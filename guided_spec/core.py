@@ -28,6 +28,7 @@ __all__ = [
     "DecodeBatch",
     "EarlyProposer",
     "Follower",
+    "GraphTarget",
     "PendingDraft",
     "Proposer",
     "Running",
@@ -288,11 +289,7 @@ class Follower(Protocol):
 
 
 class TargetModel(Protocol):
-    """The model whose distribution the output has.
-
-    Where ``verify`` only launches a CUDA graph, an attribute ``launches_at_once = True`` says so:
-    all mask rows are then filled behind the launch, and no thread competes with it.
-    """
+    """The model whose distribution the output has."""
 
     def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
@@ -301,3 +298,14 @@ class TargetModel(Protocol):
         a row's end is never looked at.
         """
         ...
+
+
+@runtime_checkable
+class GraphTarget(TargetModel, Protocol):
+    """A target that says whether ``verify`` only launches a CUDA graph.
+
+    All mask rows are then filled behind the launch, and no thread competes with it.
+    """
+
+    @property
+    def launches_at_once(self) -> bool: ...

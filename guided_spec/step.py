@@ -12,6 +12,7 @@ from guided_spec.core import (
     DecodeBatch,
     EarlyProposer,
     Follower,
+    GraphTarget,
     PendingDraft,
     Proposer,
     TargetModel,
@@ -94,7 +95,7 @@ def _begin(
     draft = proposer.propose(batch, lookahead)
     # Another thread would hold the interpreter while the forward is to be launched. That pays where
     # the launch takes long; else ``finish`` fills the rows when it is done.
-    is_quick = getattr(target, "launches_at_once", False)
+    is_quick = isinstance(target, GraphTarget) and target.launches_at_once
     draft = lookahead.follow(draft) if is_quick else lookahead.start(draft)
     return PendingDraft(draft, lambda: draft)
 

@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAYERS = (
     {"errors", "config", "types"},
     {"ops", "grammar", "models"},
-    {"core", "guide", "step"},
+    {"core", "guide", "step", "text"},
     {"proposers"},
     {"engine"},
     {"integrations", "training", "server", "bench", "cli"},

@@ -220,7 +220,7 @@ def test_a_thread_fills_beside_a_slow_launch_only(
     verify = target.verify
 
     def watched(batch: DecodeBatch, draft: Draft) -> TargetOutput:
-        filling.append(batch.mask_rows.filling is not None)
+        filling.append(batch.mask_rows._filling is not None)
         return verify(batch, draft)
 
     monkeypatch.setattr(target, "verify", watched)

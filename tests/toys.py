@@ -19,7 +19,7 @@ from guided_spec.core import DecodeBatch, TargetOutput
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.protocol import GrammarMatcher, Matcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
@@ -67,7 +67,7 @@ def text_rule(texts: Iterable[bytes], vocabulary: Vocabulary = VOCABULARY) -> Ru
     return rule
 
 
-class ToyMatcher:
+class ToyMatcher(Matcher):
     """A ``GrammarMatcher`` that keeps its tokens in a list and asserts that it is used properly."""
 
     def __init__(self, compiled: ToyCompiled, tokens: Iterable[int] = ()) -> None:

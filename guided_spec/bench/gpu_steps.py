@@ -234,7 +234,7 @@ def _prompts(subject: Subject, length: int, count: int) -> Iterator[list[int]]:
 
 def _counts(requests: Sequence[Request]) -> tuple[int, int]:
     """Tokens so far and drafted so far, over all requests."""
-    tokens = sum(len(request.tokens) for request in requests)
+    tokens = sum(len(request.text.tokens) for request in requests)
     return tokens, sum(sum(request.stats.drafted) for request in requests)
 
 

@@ -21,6 +21,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["Judge", "Outcome", "SchemaVerdict", "random_text"]
@@ -101,7 +102,7 @@ class Judge(NamedTuple):
             case.id,
             case.split,
             "accepted",
-            getattr(grammar, "backend", ""),
+            grammar.backend if isinstance(grammar, NotedGrammar) else "",
             "",
             seconds,
             tuple(i for i, valid, admitted in pairs if admitted and not valid),

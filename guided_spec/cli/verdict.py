@@ -21,6 +21,7 @@ from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
@@ -44,7 +45,7 @@ def report_schema(spec: GrammarSpec, tokenizer: str | None, grammar_backend: str
     left_out = spec.unsupported == "warn" and any(entry.level == "error" for entry in findings)
     return {
         "compiles": error is None,
-        "backend": None if error is not None else getattr(compiled, "backend", ""),
+        "backend": compiled.backend if isinstance(compiled, NotedGrammar) else None,
         "error": None if error is None else {"type": type(error).__name__, "message": str(error)},
         "seconds": seconds,
         "validates": error is None and not left_out,
@@ -81,7 +82,7 @@ def _findings(
     spec: GrammarSpec, compiled: CompiledGrammar | GrammarCompileError, asked: str
 ) -> list[Unenforced]:
     """About xgrammar, llguidance or both, as it was compiled; nothing is known about others."""
-    backend = getattr(compiled, "backend", asked)  # an error names none
+    backend = compiled.backend if isinstance(compiled, NotedGrammar) else asked
     if backend not in ("auto", "llguidance", "xgrammar"):
         return []
     if isinstance(compiled, GrammarCompileError) and not isinstance(
@@ -91,7 +92,8 @@ def _findings(
     schema, additional = json.loads(spec.source), spec.additional_properties
     if isinstance(compiled, GrammarCompileError):
         return list(find_unenforced(schema, additional))
-    notes = [*getattr(compiled, "notes", ()), *_about_tags(schema)]
+    own = compiled.notes if isinstance(compiled, NotedGrammar) else ()
+    notes = [*own, *_about_tags(schema)]
     if backend == "llguidance":
         return [*lower(schema, additional=additional).entries, *notes]
     return [*find_unenforced(schema, additional), *notes]

@@ -11,8 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from guided_spec.engine.outputs import ChoiceOutput, Chunk
 from guided_spec.engine.prompt import Prompt, split_prompts
-from guided_spec.engine.request import Job, State
-from guided_spec.engine.scoring import ScoringRequest
+from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.engine.setup import Setup
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, PromptError
@@ -73,9 +72,8 @@ class Chooser:
             _check_room(job, rows)
             one = _Asked(tuple(values.values()), tree, paths)
             for part in dealt:
-                job = job._replace(is_streamed=False)
-                request = ScoringRequest(job, vocabulary, one.report, tree, part)
-                one.requests.append(request)
+                job = job._replace(scoring=Scoring(tree, part), is_streamed=False)
+                one.requests.append(Request(job, vocabulary, one.report))
             if not dealt:
                 one.settle()
             asked.append(one)
@@ -87,7 +85,7 @@ class _Asked:
     """One prompt while its choices are scored. output: done once they are, or with an error."""
 
     def __init__(self, values: tuple[Any, ...], tree: ChoiceTree, paths: ChoicePaths) -> None:
-        self.requests: list[ScoringRequest] = []
+        self.requests: list[Request] = []
         self.output: Future[ChoiceOutput] = Future()
         self.output.set_running_or_notify_cancel()  # a task that gives up leaves it as it is
         self._values, self._tree, self._paths = values, tree, paths
@@ -103,7 +101,8 @@ class _Asked:
 
     def settle(self) -> None:
         """Every row is scored."""
-        scores = {at: row for request in self.requests for at, row in request.scores.items()}
+        rows = [row for request in self.requests for row in request.scores]
+        scores = {node: found for row in rows for node, found in row.items()}
         found = self._tree.logprobs(scores)
         logprobs = dict(zip(self._values, found, strict=True))
         probabilities = {value: math.exp(logprob) for value, logprob in logprobs.items()}

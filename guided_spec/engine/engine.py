@@ -18,7 +18,7 @@ from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scheduler import Scheduler
-from guided_spec.engine.scoring import ScoringRequest, score_rows
+from guided_spec.engine.scoring import score_rows
 from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -79,7 +79,7 @@ class Engine:
         """Queue a request; it is admitted by a later ``step``."""
         self._num_added += 1
         if self._keys_vary:
-            request.noise_key = noise_key(request.noise_key, [self._num_added])
+            request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
 
     def cancel_all(self) -> None:
@@ -160,11 +160,11 @@ class Engine:
         prompts to read: the forwards may still run when this returns.
         """
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
-        unread = [r for r in rows if r.num_cached < r.prompt_length - 1]
-        left = [request.prompt_length - 1 - request.num_cached for request in unread]
+        unread = [r for r in rows if r.num_cached < r.text.prompt_length - 1]
+        left = [request.text.prompt_length - 1 - request.num_cached for request in unread]
         self._along = unread if self._may_read_along(left) else []
         self._target.read_along(
-            [PromptPiece(r.slot, r.num_cached, _rest_of_prompt(r)) for r in self._along]
+            [PromptPiece(r.text.slot, r.num_cached, _rest_of_prompt(r)) for r in self._along]
         )
         if not self._along:
             for members, width in group_prompts(left, self._config.prefill_tokens):
@@ -180,14 +180,14 @@ class Engine:
     def _begin_decoding(self, requests: Sequence[Request]) -> None:
         """Those whose prompts are read."""
         for request in requests:
-            if request.num_cached == request.prompt_length - 1:
+            if request.num_cached == request.text.prompt_length - 1:
                 request.state = request.after_prompt
                 self._hand_on(request)
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
         starts = [request.num_cached for request in rows]
         chunks = [_rest_of_prompt(request)[:width] for request in rows]
-        self._target.prefill([request.slot for request in rows], starts, chunks)
+        self._target.prefill([request.text.slot for request in rows], starts, chunks)
         for request, chunk in zip(rows, chunks, strict=True):
             request.num_cached += len(chunk)
 
@@ -201,7 +201,9 @@ class Engine:
         for other in self._scheduler.running():
             if other is request or not request.has_prompt_of(other):
                 continue
-            if other.state is State.PREFILL and (other.num_cached > 0 or other.slot < request.slot):
+            if other.state is State.PREFILL and (
+                other.num_cached > 0 or other.text.slot < request.text.slot
+            ):
                 return True
             stays = other.state is State.SCORE or (other.state is State.DECODE and not moves_on)
             if stays:
@@ -210,9 +212,9 @@ class Engine:
         return False
 
     def _share(self, source: Request, request: Request) -> None:
-        length = source.prompt_length - 1
-        self._target.share_prefill(source.slot, request.slot, length)
-        request.num_cached, request.prefill = length, source.prefill
+        length = source.text.prompt_length - 1
+        self._target.share_prefill(source.text.slot, request.text.slot, length)
+        request.num_cached, request.text.prefill = length, source.text.prefill
         request.state = request.after_prompt
 
     def _hand_on(self, source: Request) -> None:
@@ -223,8 +225,7 @@ class Engine:
 
     def _score(self) -> bool:
         """One forward over the next row of every request that scores; whether there were any."""
-        running = self._scheduler.running(State.SCORE)
-        requests = [request for request in running if isinstance(request, ScoringRequest)]
+        requests = self._scheduler.running(State.SCORE)
         if requests:
             score_rows(self._model, requests)
         return bool(requests)
@@ -235,10 +236,11 @@ class Engine:
         if not requests:
             return
         learns = self._draft_length.learns
-        rooms = [Room(r.acceptance, r.draft_room) for r in requests] if learns else []
+        rooms = [Room(r.acceptance, r.text.draft_room) for r in requests] if learns else []
         num_draft_tokens = self._draft_length.begin(rooms)
-        features = self._target.take_features(tuple(request.slot for request in requests))
-        batch = self._batches.make(requests, num_draft_tokens, features)
+        features = self._target.take_features(tuple(request.text.slot for request in requests))
+        texts = [request.text for request in requests]
+        batch = self._batches.make(texts, num_draft_tokens, features)
         step = speculative_step(self._target, self._proposer, batch)
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.follow)
@@ -248,14 +250,12 @@ class Engine:
         _count(requests, step, num_draft_tokens, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
         for request, row, values in zip(requests, committed, logprobs, strict=True):
-            request.append(row.token_ids, values)
-            if row.error is not None:
-                request.fail(row.error)
+            request.append(row, values)
         if learns:
             brought = _brought(step, batch, num_drafted, num_accepted)
             self._draft_length.end(brought, is_typical=is_typical)
         for request in self._along:
-            request.num_cached = request.prompt_length - 1
+            request.num_cached = request.text.prompt_length - 1
         self._begin_decoding(self._along)
 
 
@@ -287,7 +287,7 @@ def _brought(step: Step, batch: DecodeBatch, drafted: list[int], accepted: list[
 
 
 def _rest_of_prompt(request: Request) -> list[int]:
-    return request.tokens[request.num_cached : request.prompt_length - 1]
+    return request.text.tokens[request.num_cached : request.text.prompt_length - 1]
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NamedTuple
@@ -12,16 +12,16 @@ from guided_spec.engine.output_text import OutputText
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason
 from guided_spec.engine.stats import RequestStats
 from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.marker import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.noise import noise_key
-from guided_spec.ops.token_rules import TokenRules
+from guided_spec.step import Committed
+from guided_spec.text import GuidedText
 from guided_spec.types import SamplingParams, TokenLogprobs
 
-__all__ = ["Job", "Request", "State"]
+__all__ = ["Job", "Request", "Scoring", "State"]
 
 
 class State(Enum):
@@ -34,6 +34,13 @@ class State(Enum):
     FINISHED = auto()
 
 
+class Scoring(NamedTuple):
+    """What a request scores instead of writing: rows of ``tree``, one a step."""
+
+    tree: ChoiceTree
+    rows: Sequence[TokenRow]
+
+
 class Job(NamedTuple):
     """What one request is to do; never changes.
 
@@ -44,6 +51,7 @@ class Job(NamedTuple):
     echo: what the text begins with.
     bad_words: the token sequences that ``params.bad_words`` stand for.
     marker: behind which the grammar binds; None where it binds at once.
+    scoring: None where it writes.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
     """
@@ -59,35 +67,36 @@ class Job(NamedTuple):
     echo: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
     marker: Marker | None = None
+    scoring: Scoring | None = None
     is_streamed: bool = True
 
 
 class Request:
-    """One sample's tokens, text, constraint and statistics as they grow.
+    """One sample's text and statistics as they grow.
 
+    text: its tokens and constraint, and why it ended.
+    scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
-    noise_key: see ``guided_spec.ops.noise``; the engine may set another before the first step.
     """
-
-    after_prompt = State.DECODE
 
     def __init__(self, job: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]) -> None:
         self.job = job
-        self.params = job.params
-        self.constraint: Constraint | None = None
+        self.text = GuidedText.begin(
+            job.prompt_ids,
+            job.params,
+            vocabulary,
+            max_length=job.max_length,
+            seed=job.seed,
+            bad_words=job.bad_words,
+        )
         self.state = State.WAITING
-        self.slot = -1
-        self.tokens = list(job.prompt_ids)
-        self.prompt_length = len(job.prompt_ids)
-        self.noise_key = noise_key(job.seed, self.tokens, job.params.grammar)
         self.num_cached = 0
-        self.prefill: Hashable = object()  # the same for all that share one, see ``DecodeBatch``
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
         self.acceptance = OwnAcceptance()
-        self.stats = RequestStats(prompt_tokens=self.prompt_length, seed=job.seed)
+        self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
+        self.scores: list[dict[int, list[float]]] = []
         self._report = report
-        self._max_length = min(job.max_length, self.prompt_length + job.params.max_tokens)
         self._output = OutputText(vocabulary, job.params.stop, job.echo)
         # Where the answer begins in the text; behind a marker that is not known yet.
         self._answer_at: int | None = len(job.echo) if job.marker is None else None
@@ -95,19 +104,11 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
         self._sent_logprobs = 0
-        self._stop_ids = frozenset(job.params.stop_token_ids)
-        if not job.params.ignore_eos:
-            self._stop_ids |= frozenset(vocabulary.stop_token_ids)
-        self._grammar_ends = vocabulary.stop_token_ids  # ``ignore_eos`` or not
-        ends = self._stop_ids
-        if job.grammar is not None:
-            ends |= frozenset(self._grammar_ends)
-        self.rules = TokenRules(job.params, job.bad_words, tuple(sorted(ends)))
 
     @property
-    def draft_room(self) -> int:
-        """Draft tokens that may be of use: one more token always follows the accepted ones."""
-        return self._max_length - len(self.tokens) - 1
+    def after_prompt(self) -> State:
+        """The state behind ``PREFILL``."""
+        return State.DECODE if self.job.scoring is None else State.SCORE
 
     def has_prompt_of(self, other: Request) -> bool:
         """Whether the two prompts are the same."""
@@ -119,24 +120,22 @@ class Request:
 
         Raises BudgetTooSmallError where no text is known that is short enough.
         """
-        endings, complete = self.job.endings, self.params.complete
-        if endings is not None and complete is not False:
-            budget = self._max_length - self.prompt_length
-            grammar = endings.bound(grammar, budget, is_required=complete is True)
-            self.stats.ends_lost = int(not isinstance(grammar, CompletingGrammar))
-        self.constraint = Constraint(grammar, self._grammar_ends)
+        self.text.bind(grammar, self.job.endings)
+        constraint, complete = self.text.constraint, self.job.params.complete
+        if constraint is not None and self.job.endings is not None and complete is not False:
+            self.stats.ends_lost = int(not isinstance(constraint.compiled, CompletingGrammar))
 
-    def append(self, token_ids: list[int], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+    def append(self, row: Committed, logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Commit tokens one by one until something ends the text; the rest is dropped.
 
-        logprobs: in step with ``token_ids``; () if the request did not ask.
+        logprobs: in step with the tokens; () if the request did not ask.
         """
-        before = len(self.tokens)
-        reason = self._take(token_ids)
-        if logprobs:
-            self._logprobs.extend(logprobs[: len(self.tokens) - before])
-        if reason is not None:
-            self.finish(reason)
+        taken = self.text.append(row, self._read)
+        self._logprobs.extend(logprobs[: len(taken)])
+        if self.text.error is not None:
+            self.fail(self.text.error)
+        elif self.text.ended is not None:
+            self.finish(self.text.ended)
         elif self.job.is_streamed:
             self._send(None)
 
@@ -144,20 +143,20 @@ class Request:
         """End the request and report its completion. Does nothing if it has ended already."""
         if self.state is State.FINISHED:
             return
-        if self.constraint is not None and error is None:
-            error = self.constraint.settle()
-            reason = reason if error is None else "error"
+        text, params, constraint = self.text, self.job.params, self.text.constraint
+        text.end(reason, error)
+        reason, error = text.ended or reason, text.error
         self.state = State.FINISHED
         self._output.finish()
-        output_ids = self.tokens[self.prompt_length :]
+        output_ids = text.output_ids
         self.stats.output_tokens = len(output_ids)
-        if self.constraint is not None:
-            self.stats.resyncs = self.constraint.resyncs
-            self.stats.ends_lost |= int(self.constraint.has_lost_end)
+        if constraint is not None:
+            self.stats.resyncs = constraint.resyncs
+            self.stats.ends_lost |= int(constraint.has_lost_end)
             # A stop string may have dropped what was committed last.
-            self.stats.steered = sum(at < len(output_ids) for at in self.constraint.steered)
+            self.stats.steered = sum(at < len(output_ids) for at in constraint.steered)
         self.stats.stop()
-        logprobs = None if self.params.logprobs is None else self._logprobs
+        logprobs = None if params.logprobs is None else self._logprobs
         is_complete = error is None and self._is_whole(reason)
         if reason == "stop" and self.stats.steered and not self._output.is_stopped:
             reason = "length"  # the budget ended the text, not the model
@@ -171,7 +170,7 @@ class Request:
                 logprobs,
                 is_complete,
                 self._answer(),
-                self.params.grammar,
+                params.grammar,
             )
         )
 
@@ -182,32 +181,19 @@ class Request:
         """
         self.finish("error", error.with_traceback(None))
 
-    def _take(self, token_ids: list[int]) -> FinishReason | None:
-        """Append tokens up to one that ends the text; returns why it does.
-
-        The grammar stands behind all of them, so it can only speak of the last.
-        """
-        tokens, stop_ids, feed = self.tokens, self._stop_ids, self._output.feed
-        room, last = self.draft_room, len(token_ids) - 1
-        for index, token_id in enumerate(token_ids):
-            tokens.append(token_id)
-            is_over = token_id in stop_ids or (index == last and self._is_complete())
-            if is_over or feed(token_id):
-                return "stop"
-            if self._answer_at is None:
-                self._follow_marker(token_id)
-            if index >= room:
-                return "length"
-        return None
-
-    def _is_complete(self) -> bool:
-        return self.constraint is not None and self.constraint.is_terminated
+    def _read(self, token_id: int) -> bool:
+        """One more token of the text; whether a stop string ends it."""
+        if self._output.feed(token_id):
+            return True
+        if self._answer_at is None:
+            self._follow_marker(token_id)
+        return False
 
     def _is_whole(self, reason: FinishReason) -> bool:
         """Whether the text is a whole one of its grammar, or was ended by the model."""
-        if self.constraint is None:
-            return reason == "stop" and self.params.grammar is None
-        return not self._output.is_stopped and self.constraint.may_end()
+        if self.text.constraint is None:
+            return reason == "stop" and self.job.params.grammar is None
+        return not self._output.is_stopped and self.text.constraint.may_end()
 
     def _follow_marker(self, token_id: int) -> None:
         marker = self.job.marker
@@ -230,4 +216,4 @@ class Request:
             self._sent_logprobs += len(logprobs)
             answer = self._answer() if completion is None else completion.answer
             place = (job.prompt_index, job.sample_index)
-            self._report(Chunk(*place, text, completion, logprobs, answer, self.params.grammar))
+            self._report(Chunk(*place, text, completion, logprobs, answer, job.params.grammar))

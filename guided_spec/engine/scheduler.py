@@ -56,9 +56,9 @@ class Scheduler:
         """Give a waiting request the lowest free slot."""
         self._waiting.remove(request)
         self._free.sort()
-        request.slot = self._free.pop(0)
+        request.text.slot = self._free.pop(0)
         request.state = State.PREFILL
-        self._running = dict(sorted([*self._running.items(), (request.slot, request)]))
+        self._running = dict(sorted([*self._running.items(), (request.text.slot, request)]))
 
     def remove_finished(self) -> list[int]:
         """Take out the requests that have ended; returns the slots that became free."""

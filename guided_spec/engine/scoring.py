@@ -3,74 +3,35 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn.functional import log_softmax
 
-from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.request import Job, Request, State
+from guided_spec.engine.request import Request
 from guided_spec.errors import NoTokenLeftError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
-from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.padding import pad_ids
 
-__all__ = ["ScoringRequest", "score_rows"]
+__all__ = ["score_rows"]
 
 
-class ScoringRequest(Request):
-    """A request that writes nothing: its slot reads the rows of a tree behind the prompt.
+def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
+    """One forward over the next row of each request. Their slots keep their prompts alone.
 
-    tree: whose nodes are asked about. rows: of it, one a step.
-    scores: by node, the log-probabilities of its branches; those of ``rows`` once it has ended.
+    A request ends behind its last row, or where the model gives no branch any probability.
     """
-
-    after_prompt = State.SCORE
-
-    def __init__(
-        self,
-        job: Job,
-        vocabulary: Vocabulary,
-        report: Callable[[Chunk], None],
-        tree: ChoiceTree,
-        rows: Sequence[TokenRow],
-    ) -> None:
-        super().__init__(job, vocabulary, report)
-        self.tree = tree
-        self.scores: dict[int, list[float]] = {}
-        self._rows = list(rows)
-
-    @property
-    def row(self) -> TokenRow:
-        """What the next forward reads."""
-        return self._rows[0]
-
-    def take(self, scores: dict[int, list[float]]) -> None:
-        """The scores of ``row``; ends the request behind the last one."""
-        if any(map(math.isnan, sum(scores.values(), []))):
-            self.fail(NoTokenLeftError("the model gives no legal token any probability"))
-        self.scores |= scores
-        del self._rows[0]
-        if not self._rows:
-            self.finish("stop")
-
-
-def score_rows(model: CausalLM, requests: Sequence[ScoringRequest]) -> None:
-    """One forward over the next row of each request. Their slots keep their prompts alone."""
-    rows = [request.row for request in requests]
-    fed = [[r.tokens[-1], *row.token_ids] for r, row in zip(requests, rows, strict=True)]
+    tasks = [_next(request) for request in requests]
+    fed = [[one.request.text.tokens[-1], *one.row.token_ids] for one in tasks]
     counts = [len(token_ids) for token_ids in fed]
-    starts = [request.prompt_length - 1 for request in requests]
-    slots = [request.slot for request in requests]
+    starts = [request.text.prompt_length - 1 for request in requests]
+    slots = [request.text.slot for request in requests]
     output = model.forward(SlotInputs(pad_ids(fed, max(counts)), slots, starts, counts))
     model.commit([0] * len(requests))
     assert output.logits is not None
-    asked = [
-        (at, request.tree.nodes[node])
-        for at, request in enumerate(requests)
-        for node in request.row.nodes
-    ]
+    asked = [(at, one.tree.nodes[node]) for at, one in enumerate(tasks) for node in one.row.nodes]
     widest = max(len(node.branches) for _, node in asked)
     ids = torch.tensor([_padded([b.token_id for b in n.branches], widest) for _, n in asked])
     places = torch.tensor([(at, len(node.path)) for at, node in asked])
@@ -78,9 +39,34 @@ def score_rows(model: CausalLM, requests: Sequence[ScoringRequest]) -> None:
     logits = output.logits[places[:, :1], places[:, 1:], ids.clamp(min=0)]
     logits = logits.cpu().double().masked_fill(ids.cpu() < 0, -math.inf)
     found = iter(log_softmax(logits, -1).tolist())
-    for request, row in zip(requests, rows, strict=True):
-        branches = {node: len(request.tree.nodes[node].branches) for node in row.nodes}
-        request.take({node: next(found)[:count] for node, count in branches.items()})
+    for one in tasks:
+        branches = {node: len(one.tree.nodes[node].branches) for node in one.row.nodes}
+        one.take({node: next(found)[:count] for node, count in branches.items()})
+
+
+class _Task(NamedTuple):
+    """The row that a request reads next. is_last: no other follows."""
+
+    request: Request
+    tree: ChoiceTree
+    row: TokenRow
+    is_last: bool
+
+    def take(self, scores: dict[int, list[float]]) -> None:
+        """The scores of the row."""
+        if any(map(math.isnan, sum(scores.values(), []))):
+            error = NoTokenLeftError("the model gives no legal token any probability")
+            self.request.fail(error)
+        self.request.scores.append(scores)
+        if self.is_last:
+            self.request.finish("stop")
+
+
+def _next(request: Request) -> _Task:
+    assert request.job.scoring is not None
+    tree, rows = request.job.scoring
+    at = len(request.scores)
+    return _Task(request, tree, rows[at], at == len(rows) - 1)
 
 
 def _padded(token_ids: list[int], width: int) -> list[int]:

@@ -13,7 +13,8 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
-    row_source,
+    Matcher,
+    as_matcher,
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -63,7 +64,7 @@ class AfterGrammar:
     budget: int | None = None
     excluded: frozenset[int] = frozenset()
 
-    def new_matcher(self) -> GrammarMatcher:
+    def new_matcher(self) -> AfterMatcher:
         """A matcher at the start of the free text."""
         return AfterMatcher(self, self.inner.new_matcher())
 
@@ -73,7 +74,7 @@ class AfterGrammar:
         return None if style is None else AfterMatcher(self, style)
 
 
-class AfterMatcher:
+class AfterMatcher(Matcher):
     """A ``GrammarMatcher`` in two parts: the marker's automaton, then the inner matcher.
 
     inner: at its start; it moves only on tokens behind the marker.
@@ -82,7 +83,7 @@ class AfterMatcher:
     def __init__(self, grammar: AfterGrammar, inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._marker = grammar.marker
-        self._inner = inner
+        self._inner = as_matcher(inner)
         self._states = [0]  # of the automaton, before every token of the free part and behind it
         self._num_bound = 0  # tokens the inner matcher has accepted
 
@@ -92,14 +93,24 @@ class AfterMatcher:
         return self._states[-1] == len(self._marker)
 
     @property
-    def inner(self) -> GrammarMatcher:
+    def inner(self) -> Matcher:
         """The grammar's own matcher."""
         return self._inner
 
     @property
+    def fault(self) -> str | None:
+        """As the inner matcher has it."""
+        return self._inner.fault
+
+    @property
+    def may_fail(self) -> bool:
+        """As the inner matcher has it."""
+        return self._inner.may_fail
+
+    @property
     def row_source(self) -> GrammarMatcher:
-        """The inner matcher once it rules; this one before. See ``protocol.row_source``."""
-        return row_source(self._inner) if self.is_bound else self
+        """The inner matcher once it rules; this one before."""
+        return self._inner.row_source if self.is_bound else self
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

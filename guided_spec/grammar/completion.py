@@ -40,7 +40,8 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarBackend,
     GrammarMatcher,
-    row_source,
+    Matcher,
+    as_matcher,
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -179,7 +180,7 @@ class CompletingGrammar:
         """As the grammar has it."""
         return self.compiled.excluded
 
-    def new_matcher(self) -> GrammarMatcher:
+    def new_matcher(self) -> CompletingMatcher:
         """A matcher at the start of the grammar, with the whole budget."""
         return CompletingMatcher(self, self.compiled.new_matcher())
 
@@ -200,7 +201,7 @@ class _Known(NamedTuple):
     until: int
 
 
-class CompletingMatcher:
+class CompletingMatcher(Matcher):
     """A ``GrammarMatcher`` that keeps a way to the end of the text within the budget.
 
     inner: at the start of the grammar.
@@ -212,7 +213,7 @@ class CompletingMatcher:
     def __init__(self, grammar: CompletingGrammar, inner: GrammarMatcher) -> None:
         self._endings = grammar.endings
         self._grammar = grammar
-        self._inner = inner
+        self._inner = as_matcher(inner)
         self._token_ids: list[int] = []
         self._known = [self._at(grammar.endings.start, 0)]
         self._steered: set[int] = set()
@@ -233,14 +234,24 @@ class CompletingMatcher:
         return self._grammar.max_tokens - len(self._token_ids)
 
     @property
-    def inner(self) -> GrammarMatcher:
+    def fault(self) -> str | None:
+        """As the inner matcher has it."""
+        return self._inner.fault
+
+    @property
+    def may_fail(self) -> bool:
+        """As the inner matcher has it."""
+        return self._inner.may_fail
+
+    @property
+    def inner(self) -> Matcher:
         """The grammar's own matcher."""
         return self._inner
 
     @property
     def row_source(self) -> GrammarMatcher:
         """The inner matcher's while every token fits the budget; else this one."""
-        return row_source(self._inner) if self._is_free() else self
+        return self._inner.row_source if self._is_free() else self
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

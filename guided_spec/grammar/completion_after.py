@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from guided_spec.grammar.after import AfterMatcher
 from guided_spec.grammar.completion_endings import NEVER, Endings, pack_row
 from guided_spec.grammar.marker import Marker
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.protocol import GrammarMatcher, Matcher
 
 __all__ = ["AfterEndings"]
 
@@ -114,7 +114,7 @@ class AfterEndings:
         return np.array([missing[-1 if then is None else then] for then in thens], dtype=np.int32)
 
 
-def _inside(matcher: GrammarMatcher) -> GrammarMatcher:
+def _inside(matcher: GrammarMatcher) -> Matcher:
     """The matcher of the grammar behind the marker, which alone moves there."""
     assert isinstance(matcher, AfterMatcher)
     return matcher.inner

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.protocol import Matcher
 
 __all__ = ["NEVER", "EndLostError", "Endings", "pack_row"]
 
@@ -60,7 +60,7 @@ class Endings(Protocol):
         """
         ...
 
-    def after(self, state: Any, token_ids: Sequence[int], matcher: GrammarMatcher) -> Any:
+    def after(self, state: Any, token_ids: Sequence[int], matcher: Matcher) -> Any:
         """The state behind some tokens, no stop token among them; None where no way is known.
 
         matcher: stands behind the tokens, and does so again afterwards.
@@ -74,7 +74,7 @@ class Endings(Protocol):
         """
         ...
 
-    def row(self, state: Any, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def row(self, state: Any, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
         """int32 [W]: tokens that lead to a state that costs less than ``remaining``.
 
         matcher: stands at the state, and does so again afterwards.
@@ -82,7 +82,7 @@ class Endings(Protocol):
         """
         ...
 
-    def admits(self, state: Any, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+    def admits(self, state: Any, token_id: int, remaining: int, matcher: Matcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         ...
 

@@ -19,9 +19,7 @@ from guided_spec.grammar.completion_tokens import (
     first_tokens,
     spread_tokens,
 )
-from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
-from guided_spec.grammar.unique_keys import UniqueKeysMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, Matcher, as_matcher, follow
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["SearchEndings", "Way"]
@@ -92,7 +90,7 @@ class SearchEndings:
         self.tokens = tokens or SearchTokens(vocabulary)
         self._every = pack_row(np.ones(vocabulary.vocab_size, dtype=np.bool_))
         self._stop = int(self.tokens.stops[0])
-        matcher = compiled.new_matcher()
+        matcher = as_matcher(compiled.new_matcher())
         self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
 
     @property
@@ -125,7 +123,7 @@ class SearchEndings:
         """As many tokens as are surely not enough to use up what is to spare."""
         return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
 
-    def after(self, state: Way, token_ids: Sequence[int], matcher: GrammarMatcher) -> Way | None:
+    def after(self, state: Way, token_ids: Sequence[int], matcher: Matcher) -> Way | None:
         """A way from behind some tokens; None if none was found."""
         key = tuple(token_ids)
         if key not in state.behind:
@@ -139,7 +137,7 @@ class SearchEndings:
         """Whether much is to spare: never known in a small vocabulary."""
         return not self.tokens.is_small and self.cost(state) + RISE < remaining
 
-    def row(self, state: Way, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def row(self, state: Way, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
         """int32 [W]: tokens behind which a way is known that costs less than ``remaining``."""
         row = state.rows.get(remaining)
         if row is None:
@@ -147,7 +145,7 @@ class SearchEndings:
             state.rows = {remaining: row}
         return row
 
-    def _scan(self, state: Way, remaining: int, matcher: GrammarMatcher) -> Scan:
+    def _scan(self, state: Way, remaining: int, matcher: Matcher) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
         known, legal = state.scan, self.legal_row(matcher)
         if known is None or not (
@@ -157,7 +155,7 @@ class SearchEndings:
             known.look(matcher)
         return known
 
-    def admits(self, state: Way, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+    def admits(self, state: Way, token_id: int, remaining: int, matcher: Matcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not 0 <= token_id < self.spelling.vocab_size:
             return False
@@ -167,16 +165,16 @@ class SearchEndings:
         """Whether fewer than ``remaining`` tokens write a way and end the text."""
         return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
 
-    def completes(self, matcher: GrammarMatcher, token_ids: Sequence[int], text: bytes) -> bool:
+    def completes(self, matcher: Matcher, token_ids: Sequence[int], text: bytes) -> bool:
         """Whether these tokens, this text and a stop token complete the text; does not move."""
         if len(text) > 2 * _HEAD:  # most that do not fit do not begin to, and cost little
             head = self.spelling.write(text[:_HEAD])
-            if head is None or not _takes(matcher, (*token_ids, *head)):
+            if head is None or not matcher.takes((*token_ids, *head)):
                 return False
         written = self.spelling.write(text)
-        return written is not None and _takes(matcher, (*token_ids, *written, self._stop))
+        return written is not None and matcher.takes((*token_ids, *written, self._stop))
 
-    def legal_row(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
+    def legal_row(self, matcher: Matcher) -> NDArray[np.int32]:
         """int32 [W]: the grammar's own row."""
         row = np.zeros((1, len(self._every)), dtype=np.int32)
         matcher.fill_next_token_bitmask(row, 0)
@@ -187,7 +185,7 @@ class SearchEndings:
         """What may still be missing behind ``data`` of a way: all, or less by what was written."""
         return text, text[len(data) :]
 
-    def _behind(self, state: Way, data: bytes, matcher: GrammarMatcher) -> bytes | None:
+    def _behind(self, state: Way, data: bytes, matcher: Matcher) -> bytes | None:
         if state.text.startswith(data):
             return state.text[len(data) :]
         ways = (*self.kept(state.text, data), *state.turns)
@@ -196,11 +194,11 @@ class SearchEndings:
             return min(complete, key=self.spelling.num_tokens)
         return self._find(matcher, state.text, _STEPS)
 
-    def _find(self, matcher: GrammarMatcher, before: bytes, most: int) -> bytes | None:
+    def _find(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
         found = self._shortest(matcher) if self.tokens.is_small else None
         return self._straight(matcher, before, most) if found is None else found
 
-    def _shortest(self, matcher: GrammarMatcher) -> bytes | None:
+    def _shortest(self, matcher: Matcher) -> bytes | None:
         """Breadth first; None where the options are many, or the way long."""
         waiting = deque[tuple[int, ...]]([()])
         data = self.spelling.token_bytes
@@ -208,7 +206,7 @@ class SearchEndings:
             if not waiting:
                 break
             way = waiting.popleft()
-            count = _follow(matcher, way)
+            count = follow(matcher, way)
             row = self.legal_row(matcher) if count == len(way) else None
             if count:
                 matcher.rollback(count)
@@ -220,7 +218,7 @@ class SearchEndings:
             waiting.extend((*way, token) for token in steps[bits_of(row, steps)].tolist())
         return None
 
-    def _straight(self, matcher: GrammarMatcher, before: bytes, most: int) -> bytes | None:
+    def _straight(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
         """One step after another, back where nothing follows; None where that leads nowhere."""
         ends = list(_ends_of(before))
         quick = (value + end for end in ends for value in _VALUES)
@@ -239,10 +237,10 @@ class SearchEndings:
 class _Walk:
     """A search straight for the end: where it stands, and what is left to try on the way there."""
 
-    def __init__(self, endings: SearchEndings, matcher: GrammarMatcher) -> None:
+    def __init__(self, endings: SearchEndings, matcher: Matcher) -> None:
         self._endings, self._matcher = endings, matcher
         # Its rows cost far less, and every step is judged by the matcher anyway.
-        self._grammars = matcher.inner if isinstance(matcher, UniqueKeysMatcher) else matcher
+        self._grammars = matcher.lenient
         self._tokens = endings.tokens
         self._used = np.zeros(len(self._tokens.steps), dtype=np.int64)
         self._way: list[tuple[int, ...]] = []
@@ -264,7 +262,7 @@ class _Walk:
         if len(self._options) == len(self._way):
             self._options.append(self._look())
         for tokens in self._options[-1]:
-            count = _follow(self._matcher, tokens)
+            count = follow(self._matcher, tokens)
             if count == len(tokens):
                 self._way.append(tokens)
                 return True
@@ -287,12 +285,11 @@ class _Walk:
 
     def _look(self) -> Iterator[tuple[int, ...]]:
         assert self._row is not None
-        if isinstance(self._grammars, LLGuidanceMatcher):
-            forced = self._grammars.forced_bytes()
-            written = self._endings.spelling.write(forced) if forced else None
-            if written:
-                yield written
-                return
+        forced = self._grammars.forced_bytes()
+        written = self._endings.spelling.write(forced) if forced else None
+        if written:
+            yield written
+            return
         for step in self._tokens.next_steps(self._row, self._used, _TRIED).tolist():
             self._used[step] += 1
             yield (int(self._tokens.steps[step]),)
@@ -338,10 +335,10 @@ class Scan:
         row.flags.writeable = False
         return row
 
-    def look(self, matcher: GrammarMatcher) -> None:
+    def look(self, matcher: Matcher) -> None:
         """Find out, once; the matcher stands at the state, and does so again afterwards."""
         tokens, legal = self._endings.tokens, self.legal
-        self._follow(b"", self._state.text)
+        self.follow(b"", self._state.text)
         if tokens.is_small:
             self._test(first_tokens(legal, 32 * len(legal)), matcher)
         else:
@@ -353,16 +350,16 @@ class Scan:
         for way, found in by_way.items():
             self._groups.append(_Group(np.array(found, dtype=np.int64), way))
 
-    def _test_content(self, content: NDArray[np.int32], matcher: GrammarMatcher) -> None:
+    def _test_content(self, content: NDArray[np.int32], matcher: Matcher) -> None:
         way = self._state.text
         probes = spread_tokens(content, _PROBES)
-        is_alike = self._fits(way) and not _may_repeat(matcher)
+        is_alike = self._fits(way) and not matcher.may_repeat
         if is_alike and all(self._completes(matcher, token, way) for token in probes):
             self._groups.append(_Group(content, way))
         else:
             self._test(first_tokens(content, _TESTED), matcher)
 
-    def _test_turns(self, matcher: GrammarMatcher) -> None:
+    def _test_turns(self, matcher: Matcher) -> None:
         tokens = self._endings.tokens
         is_legal = bits_of(self.legal, tokens.turns)
         turns, kinds = tokens.turns[is_legal], tokens.kinds[is_legal]
@@ -370,14 +367,14 @@ class Scan:
             alike = turns[kinds == kind]
             first = alike[:_ALIKE].tolist()
             self._test(first, matcher)
-            if kind >= tokens.num_plain or _may_repeat(matcher):
+            if kind >= tokens.num_plain or matcher.may_repeat:
                 self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), matcher)
             elif all(token in self._ways for token in first):
                 self._groups.append(_Group(alike, self._ways[first[0]]))
             else:
                 self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
 
-    def _test(self, token_ids: list[int], matcher: GrammarMatcher) -> None:
+    def _test(self, token_ids: list[int], matcher: Matcher) -> None:
         data = self._endings.spelling.token_bytes
         for token in token_ids:
             if token in self._ways or not data[token]:
@@ -388,14 +385,14 @@ class Scan:
             elif self._walks or self._endings.tokens.is_small:
                 self._search(token, matcher)
 
-    def _known_way(self, token: int, matcher: GrammarMatcher) -> bytes | None:
+    def _known_way(self, token: int, matcher: Matcher) -> bytes | None:
         """A way that fits behind a token, perhaps without as much of it as the token writes."""
         endings, text = self._endings, self._state.text
         ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
         fitting = (w for w in ways if self._fits(w) and self._completes(matcher, token, w))
         return next(fitting, None)
 
-    def _search(self, token: int, matcher: GrammarMatcher) -> None:
+    def _search(self, token: int, matcher: Matcher) -> None:
         if not matcher.accept_token(token):
             return
         way = self._endings.after(self._state, (token,), matcher)
@@ -406,9 +403,9 @@ class Scan:
         if way.text not in self._state.turns:
             self._state.turns.append(way.text)
         self._ways[token] = way.text
-        self._follow(self._endings.spelling.token_bytes[token], way.text)
+        self.follow(self._endings.spelling.token_bytes[token], way.text)
 
-    def _follow(self, data: bytes, text: bytes) -> None:
+    def follow(self, data: bytes, text: bytes) -> None:
         """The tokens that begin a known way, ``data`` and then ``text``."""
         for token, rest in self._endings.spelling.beginnings(data + text):
             if self.legal[token >> 5] >> (token & 31) & 1 and self._fits(rest):
@@ -418,13 +415,8 @@ class Scan:
     def _fits(self, way: bytes) -> bool:
         return self._endings.fits(way, self._remaining)
 
-    def _completes(self, matcher: GrammarMatcher, token: int, way: bytes) -> bool:
+    def _completes(self, matcher: Matcher, token: int, way: bytes) -> bool:
         return self._endings.completes(matcher, (token,), way)
-
-
-def _may_repeat(matcher: GrammarMatcher) -> bool:
-    """Whether one of several like tokens may lead to a key that is there already."""
-    return isinstance(matcher, UniqueKeysMatcher) and matcher.may_repeat
 
 
 def _ends_of(text: bytes) -> Iterator[bytes]:
@@ -435,24 +427,3 @@ def _ends_of(text: bytes) -> Iterator[bytes]:
     starts = (at for at in range(2, len(text)) if text[at] in b",]}")
     for at in islice(starts, _LEFT_OUT):
         yield text[at:]
-
-
-def _takes(matcher: GrammarMatcher, token_ids: Sequence[int]) -> bool:
-    """Whether a matcher accepts some tokens, the last of which ends the text; does not move."""
-    if isinstance(matcher, UniqueKeysMatcher):
-        # Most ways end at once in the grammar, whose own code is the faster one.
-        return _takes(matcher.inner, token_ids) and matcher.is_unique(token_ids)
-    if isinstance(matcher, LLGuidanceMatcher):
-        return matcher.count_legal(token_ids) == len(token_ids)
-    count = _follow(matcher, token_ids)
-    if count:
-        matcher.rollback(count)
-    return count == len(token_ids)
-
-
-def _follow(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
-    """Accept tokens up to the first refused one; returns how many."""
-    for count, token in enumerate(token_ids):
-        if not matcher.accept_token(token):
-            return count
-    return len(token_ids)

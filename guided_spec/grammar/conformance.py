@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from guided_spec.grammar.guarded import GuardedBackend
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher, fault_of
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import num_mask_words
@@ -151,6 +151,6 @@ class _Walk:
 
     def _require(self, rule: str, holds: object, matcher: GrammarMatcher | None = None) -> None:
         """matcher: whose answer this is, if not the original's."""
-        fault = fault_of(self._matcher if matcher is None else matcher)
+        fault = as_matcher(self._matcher if matcher is None else matcher).fault
         if fault is not None or not holds:
             raise AssertionError(f"after the tokens {self.tokens}: {fault or rule}")

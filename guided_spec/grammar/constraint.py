@@ -14,8 +14,8 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, fault_of, may_fail
+from guided_spec.grammar.completion import CompletingGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
 
 __all__ = ["Constraint", "Fork"]
 
@@ -29,7 +29,7 @@ class Fork:
     """
 
     def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
-        self.matcher = matcher
+        self.matcher = as_matcher(matcher)
         self._excluded = excluded
         self.token_ids: list[int] = []
 
@@ -86,17 +86,16 @@ class Constraint:
         self.steered: list[int] = []
         self.resyncs = 0
         self.has_lost_end = False
-        self._original = compiled.new_matcher()
-        self._may_fail = may_fail(self._original)
+        self._original = as_matcher(compiled.new_matcher())
         self._fork = Fork(self._original.fork(), compiled.excluded)
-        self._num_behind = 0  # committed tokens that the original has not read yet
-        self._is_led = True  # whether the fork stands behind them
+        self._unread: list[int] = []  # the last committed tokens, where the original lacks them
+        self._unled: list[int] = []  # the same of the fork
         self._failure: GrammarStateError | None = None
 
     @property
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
-        return not self._num_behind and self._original.is_terminated()
+        return not self._unread and self._original.is_terminated()
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
@@ -121,7 +120,7 @@ class Constraint:
         self._require_settled()
         original, fork = self._original, self._fork
         taken = list(token_ids[: _advance(original, token_ids)])
-        if self._may_fail:
+        if original.may_fail:
             _require_working(original, fork.matcher)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
@@ -145,12 +144,11 @@ class Constraint:
         """
         self._require_settled()
         may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
-        if may_end or self._may_fail or not token_ids:
+        if may_end or self._original.may_fail or not token_ids:
             return self.commit(token_ids)
-        taken = list(token_ids)
-        self._num_behind, self._is_led = len(taken), False
-        self.committed.extend(taken)
-        return taken
+        self.committed.extend(token_ids)
+        self._unread = self._unled = list(token_ids)
+        return list(token_ids)
 
     def settle(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
@@ -158,8 +156,8 @@ class Constraint:
         Where one refuses a token, both are rebuilt, as by ``commit``.
         """
         self._lead()
-        if self._num_behind:
-            behind, self._num_behind = self.committed[-self._num_behind :], 0
+        behind, self._unread = self._unread, []
+        if behind:
             is_refused = _advance(self._original, behind) < len(behind)
             if is_refused or self._original.is_terminated():
                 self._rebuild()
@@ -171,10 +169,10 @@ class Constraint:
 
     def _lead(self) -> None:
         """Bring the fork to the end of the committed text."""
-        if self._is_led:
+        behind, self._unled = self._unled, []
+        if not behind:
             return
-        self._is_led, fork = True, self._fork
-        behind = self.committed[-self._num_behind :]
+        fork = self._fork
         is_refused = fork.lead(behind) < len(behind)
         try:
             self._confirm(fork, len(self.committed) - len(behind))
@@ -191,12 +189,10 @@ class Constraint:
         """
         matcher = fork.matcher
         fork.confirm()
-        if isinstance(matcher, CompletingMatcher):
-            steered = matcher.steered
-            if steered:
-                self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
-            if matcher.has_lost_end and not self.has_lost_end:
-                self._lose_end("no way to end the text within max_tokens is known")
+        if steered := matcher.steered:
+            self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
+        if matcher.has_lost_end and not self.has_lost_end:
+            self._lose_end("no way to end the text within max_tokens is known")
 
     def _lose_end(self, reason: str) -> None:
         self.has_lost_end = True
@@ -208,7 +204,7 @@ class Constraint:
 
     def _rebuild(self) -> None:
         """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
-        self._num_behind = 0
+        self._unread = []
         try:
             self._resync(())
         except GrammarStateError as error:
@@ -217,11 +213,11 @@ class Constraint:
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
         """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""
         text = [*self.committed, *token_ids]
-        matcher = self.compiled.new_matcher()
+        matcher = as_matcher(self.compiled.new_matcher())
         end = self._read(matcher, text)
         if end < len(text) and isinstance(self.compiled, CompletingGrammar):
             # The budget is what refuses it, perhaps: the text goes on without one.
-            own, refused = self.compiled.compiled.new_matcher(), text[end]
+            own, refused = as_matcher(self.compiled.compiled.new_matcher()), text[end]
             if self._read(own, text) == len(text):
                 self._lose_end(f"the budget refuses token {refused}, which its row allowed")
                 self.compiled, matcher, end = self.compiled.compiled, own, len(text)
@@ -233,7 +229,7 @@ class Constraint:
         self.resyncs += 1
         return text[len(self.committed) : end]
 
-    def _read(self, matcher: GrammarMatcher, text: list[int]) -> int:
+    def _read(self, matcher: Matcher, text: list[int]) -> int:
         """How many tokens of ``text`` a new matcher takes; what follows its end is cut off."""
         end = _advance(matcher, text)
         _require_working(matcher)
@@ -242,11 +238,10 @@ class Constraint:
         return end
 
 
-def _require_working(*matchers: GrammarMatcher) -> None:
+def _require_working(*matchers: Matcher) -> None:
     for matcher in matchers:
-        fault = fault_of(matcher)
-        if fault is not None:
-            raise GrammarStateError(fault)
+        if matcher.fault is not None:
+            raise GrammarStateError(matcher.fault)
 
 
 def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,8 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends import BackendFactory
 from guided_spec.grammar.llguidance import LLGuidanceGrammar
-from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, Matcher
+from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -107,6 +108,7 @@ class GuardedGrammar:
     backend: str
     vocab_size: int
     excluded: frozenset[int]
+    notes: ClassVar[tuple[Unenforced, ...]] = ()
 
     def new_matcher(self) -> GuardedMatcher:
         """A matcher at the start of the grammar."""
@@ -135,7 +137,7 @@ class GuardedGrammar:
         return GuardedMatcher(self, matcher, fault)
 
 
-class GuardedMatcher:
+class GuardedMatcher(Matcher):
     """A registered backend's matcher, until it raises or returns what it must not.
 
     From then on it is asked no more: it refuses every token and its rows are empty, so that the
@@ -145,7 +147,17 @@ class GuardedMatcher:
     def __init__(self, grammar: GuardedGrammar, inner: Any, fault: str | None = None) -> None:
         self._grammar = grammar
         self._inner = inner
-        self.fault = fault
+        self._fault = fault
+
+    @property
+    def fault(self) -> str | None:
+        """What it raised or returned."""
+        return self._fault
+
+    @property
+    def may_fail(self) -> bool:
+        """Always."""
+        return True
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False where it is refused, and for ids outside the vocabulary."""
@@ -193,7 +205,7 @@ class GuardedMatcher:
             return None
 
     def _fail(self, method: str, reason: str) -> None:
-        self.fault = (
+        self._fault = (
             f"a matcher of the grammar backend {self._grammar.backend!r}: {method} {reason}"
         )
 

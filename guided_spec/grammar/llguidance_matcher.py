@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import ConfigError, GrammarStateError
+from guided_spec.grammar.protocol import Matcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceMatcher", "LLGuidanceSource"]
@@ -33,7 +34,7 @@ class LLGuidanceSource(NamedTuple):
         return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
 
 
-class LLGuidanceMatcher:
+class LLGuidanceMatcher(Matcher):
     """A ``GrammarMatcher`` over llguidance's.
 
     llguidance ends in an error, and stays there, after a refused token and where a limit is hit.
@@ -65,14 +66,10 @@ class LLGuidanceMatcher:
         self._token_ids.append(token_id)
         return True
 
-    def count_legal(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens could be accepted, one behind the other; does not move.
-
-        Up to the first stop token, itself included. This takes microseconds, a fraction of
-        accepting a token that completes the text.
-        """
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """In microseconds, a fraction of accepting a token that completes the text."""
         count: int = 0 if self._has_ended else self._matcher.validate_tokens(token_ids)
-        return count
+        return count == len(token_ids)
 
     def forced_bytes(self) -> bytes:
         """What must come next in every text, as far as that is known; does not move."""

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache
+from functools import partial
 
 import numpy as np
 import torch
@@ -44,7 +44,8 @@ class Lookahead:
         self._walks = walks
         self._rows = rows
         self._filler = RowFiller(rows)
-        self._constraints = constraints  # until their forks are asked for
+        self._asleep: Sequence[Constraint | None] | None = constraints  # None: forks were taken
+        self._filling: Future[None] | None = None  # on another thread
         self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pauses: Callable[[Walk], bool] | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
@@ -239,10 +240,12 @@ class Lookahead:
     def start(self, draft: Draft) -> Draft:
         """``follow``; and begin to fill the rows that are still missing, beside what runs next."""
         draft = self.follow(draft)
-        # Before the forks are asked for nothing is drafted: one row each.
-        missing = len(self._constraints) or sum(walk.num_missing for walk in self._walks)
+        if self._asleep is None:
+            missing = sum(walk.num_missing for walk in self._walks)
+        else:  # nothing is drafted: one row each
+            missing = len(self._asleep)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
-            self._rows.filling = _beside().submit(self._fill, self._walks)
+            self._filling = self._rows.fill_beside(partial(self._fill, self._walks))
         return draft
 
     def finish(self, num_draft: int) -> Tensor | None:
@@ -254,11 +257,10 @@ class Lookahead:
         """
         if not self._is_constrained:
             return None
-        if self._rows.filling is None:
+        if self._filling is None:
             self._fill(self._walks)
         else:
-            self._rows.filling.result()
-            self._rows.filling = None
+            self._filling.result()
         return self._rows.first(len(self._walks), num_draft + 1)
 
     def _accept(self, walk: Walk, token_id: int) -> None:
@@ -283,18 +285,14 @@ class Lookahead:
             walk.is_paused = walk.is_open and self._pauses(walk)
 
     def _wake(self) -> None:
-        constraints, self._constraints = self._constraints, ()
-        for walk, constraint in zip(self._walks, constraints, strict=False):
-            if constraint is not None:
-                walk.take(constraint.fork())
+        constraints, self._asleep = self._asleep, None
+        if constraints is not None:
+            for walk, constraint in zip(self._walks, constraints, strict=True):
+                if constraint is not None:
+                    walk.take(constraint.fork())
 
     def _fill(self, walks: Sequence[Walk]) -> None:
         self._wake()
         started = time.perf_counter()
         self._filler.fill(walks)
         self.fill_seconds += time.perf_counter() - started
-
-
-@cache
-def _beside() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

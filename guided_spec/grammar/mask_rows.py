@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class MaskRows:
         self._none = requests * depths  # the row of a block that forbids nothing
         self._upload = MaskUpload(requests, depths, words, device) if is_cuda else None
         self._active = requests
-        self.filling: Future[None] | None = None  # whoever fills on another thread says so here
+        self._filling: Future[None] | None = None
 
     def clear(self, requests: int | None = None) -> None:
         """Start a step with this many requests, all of them by default; nothing is filled.
@@ -52,9 +53,9 @@ class MaskRows:
         What ``first`` and ``at_depths`` returned in the step before may change from here on, for
         whatever is launched later.
         """
-        if self.filling is not None:  # a step that failed half-way may have left it running
-            self.filling.exception()
-            self.filling = None
+        if self._filling is not None:  # a step that failed half-way may have left it running
+            self._filling.exception()
+            self._filling = None
         answer_later(None)  # so may a draft that this thread should have walked
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
@@ -63,6 +64,11 @@ class MaskRows:
         self._block.clear()
         if self._upload is not None:
             self._upload.begin()
+
+    def fill_beside(self, fill: Callable[[], None]) -> Future[None]:
+        """Run ``fill``, which fills rows of this step, on another thread."""
+        self._filling = _beside().submit(fill)
+        return self._filling
 
     def fill(self, matcher: GrammarMatcher, request: int, depth: int) -> None:
         """Fill one row from the matcher's state."""
@@ -145,3 +151,8 @@ class MaskRows:
 def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
     """Whether a row, int32 [W] on the host, admits the token; it admits no other ids."""
     return 0 <= token_id < len(row) * 32 and bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
 from guided_spec.grammar.spec import GrammarSpec
@@ -11,18 +13,14 @@ __all__ = [
     "CompiledGrammar",
     "GrammarBackend",
     "GrammarMatcher",
-    "fault_of",
-    "may_fail",
-    "row_source",
+    "Matcher",
+    "as_matcher",
+    "follow",
 ]
 
 
 class GrammarMatcher(Protocol):
-    """One text's position in a grammar. Used by one thread at a time.
-
-    A matcher around another one may also say which of the two fills the next row: see
-    ``row_source``.
-    """
+    """One text's position in a grammar. Used by one thread at a time."""
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, when the grammar refuses it."""
@@ -50,35 +48,99 @@ class GrammarMatcher(Protocol):
         ...
 
 
-def row_source(matcher: GrammarMatcher) -> GrammarMatcher:
-    """The matcher that fills the next row of ``matcher``: its attribute ``row_source``, or itself.
+class Matcher(GrammarMatcher):
+    """A ``GrammarMatcher`` that can be asked more. ``as_matcher`` makes one of any other."""
 
-    Rows of many matchers of one library may be filled in one call; a wrapper need not be in the
-    way. It holds for one position: the matcher is asked again when it has moved.
-    """
-    source: GrammarMatcher = getattr(matcher, "row_source", matcher)
-    return source
+    @abstractmethod
+    def fork(self) -> Matcher:
+        """An independent copy at the same position."""
+
+    @property
+    def fault(self) -> str | None:
+        """Why no more can be expected of it; None while it works."""
+        return None
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether it can ever have a ``fault``."""
+        return False
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """The matcher that fills the next row; asked again when this one has moved.
+
+        Rows of many matchers of one library may be filled in one call; a wrapper need not be in
+        the way.
+        """
+        return self
+
+    @property
+    def lenient(self) -> Matcher:
+        """One at the same place whose rows cost less, and may hold tokens that are refused here."""
+        return self
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether tokens that are alike may differ: one may begin a key that is there already."""
+        return False
+
+    @property
+    def steered(self) -> Set[int]:
+        """Positions in the text at which a row was filled that lacks tokens for a budget."""
+        return frozenset()
+
+    @property
+    def has_lost_end(self) -> bool:
+        """Whether there is a budget, and no way to an end of the text within it is known."""
+        return False
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Whether all these tokens are accepted, no stop token before the last; does not move."""
+        count = follow(self, token_ids)
+        if count:
+            self.rollback(count)
+        return count == len(token_ids)
+
+    def forced_bytes(self) -> bytes:
+        """What must come next in every text, as far as that is known; does not move."""
+        return b""
 
 
-def fault_of(matcher: GrammarMatcher) -> str | None:
-    """Why no more can be expected of a matcher, or of one ``inner`` to it; None while it works."""
-    at: Any = matcher
-    while at is not None:
-        fault: str | None = getattr(at, "fault", None)
-        if fault is not None:
-            return fault
-        at = getattr(at, "inner", None)
-    return None
+class _PlainMatcher(Matcher):
+    """A matcher that cannot be asked more: xgrammar's own, or one from outside of this package."""
+
+    accept_token: Callable[..., bool]
+    fill_next_token_bitmask: Callable[..., bool]
+    rollback: Callable[..., None]
+    is_terminated: Callable[..., bool]
+
+    def __init__(self, matcher: GrammarMatcher) -> None:
+        self._matcher = matcher
+        # Its own methods, so that a call costs no more than before.
+        self.accept_token = matcher.accept_token
+        self.fill_next_token_bitmask = matcher.fill_next_token_bitmask
+        self.rollback = matcher.rollback
+        self.is_terminated = matcher.is_terminated
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        return self._matcher
+
+    def fork(self) -> Matcher:
+        return _PlainMatcher(self._matcher.fork())
 
 
-def may_fail(matcher: GrammarMatcher) -> bool:
-    """Whether ``fault_of`` can ever find anything: it never does with xgrammar's own matchers."""
-    at: Any = matcher
-    while at is not None:
-        if hasattr(at, "fault"):
-            return True
-        at = getattr(at, "inner", None)
-    return False
+def as_matcher(matcher: GrammarMatcher) -> Matcher:
+    """The matcher itself where it is a ``Matcher``, else one around it that moves it."""
+    return matcher if isinstance(matcher, Matcher) else _PlainMatcher(matcher)
+
+
+def follow(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
+    """Accept tokens up to the first refused one; returns how many."""
+    for count, token in enumerate(token_ids):
+        if not matcher.accept_token(token):
+            return count
+    return len(token_ids)
 
 
 class CompiledGrammar(Protocol):

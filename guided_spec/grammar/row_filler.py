@@ -10,7 +10,6 @@ from functools import cache
 from typing import Any
 
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.grammar.protocol import row_source
 from guided_spec.grammar.walk import Walk
 from guided_spec.grammar.xgrammar_batch import XGrammarBatch
 from guided_spec.ops.ranges import named_range
@@ -128,7 +127,7 @@ class RowFiller:
         for walk in walks:
             assert walk.fork is not None
             matcher = walk.fork.matcher
-            source = row_source(matcher)
+            source = matcher.row_source
             if batch.takes(source):
                 matchers.append(source)
                 places.append((walk.request, walk.filled))

@@ -12,18 +12,24 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.json_keys import START, Keys, Mode, Place
 from guided_spec.grammar.key_tokens import KeyTokens
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, row_source
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
 from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_report import Unenforced
 
-__all__ = ["MaybeUnique", "UniqueKeysGrammar", "UniqueKeysMatcher", "with_unique_keys"]
+__all__ = [
+    "MaybeUnique",
+    "NotedGrammar",
+    "UniqueKeysGrammar",
+    "UniqueKeysMatcher",
+    "with_unique_keys",
+]
 
 _JUDGED = 4  # long ways of one place that are remembered
 
@@ -35,8 +41,9 @@ class _Ahead(NamedTuple):
     near: Iterator[tuple[int, Place]]
 
 
-class _Noted(CompiledGrammar, Protocol):
-    """What the backends of this package compile."""
+@runtime_checkable
+class NotedGrammar(CompiledGrammar, Protocol):
+    """What the backends of this package compile: with the backend's name, and what is narrower."""
 
     @property
     def backend(self) -> str: ...
@@ -45,7 +52,7 @@ class _Noted(CompiledGrammar, Protocol):
     def notes(self) -> tuple[Unenforced, ...]: ...
 
 
-BackendGrammar = TypeVar("BackendGrammar", bound=_Noted)
+BackendGrammar = TypeVar("BackendGrammar", bound=NotedGrammar)
 
 
 @dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
@@ -101,7 +108,7 @@ class _Judged(NamedTuple):
     is_unique: bool
 
 
-class UniqueKeysMatcher:
+class UniqueKeysMatcher(Matcher):
     """A ``GrammarMatcher`` that knows the keys of the objects that are open.
 
     inner: at the start of the grammar.
@@ -110,20 +117,30 @@ class UniqueKeysMatcher:
     def __init__(self, grammar: UniqueKeysGrammar[Any], inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._tokens = grammar.tokens
-        self._inner = inner
+        self._inner = as_matcher(inner)
         self._places = [START]  # before every token and behind the last one
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
     @property
-    def inner(self) -> GrammarMatcher:
+    def lenient(self) -> Matcher:
         """The grammar's own matcher."""
         return self._inner
 
     @property
+    def fault(self) -> str | None:
+        """As the inner matcher has it."""
+        return self._inner.fault
+
+    @property
+    def may_fail(self) -> bool:
+        """As the inner matcher has it."""
+        return self._inner.may_fail
+
+    @property
     def row_source(self) -> GrammarMatcher:
         """The inner matcher's while no token can complete a key again; else this one."""
-        return self if self._may_differ(self._places[-1]) else row_source(self._inner)
+        return self if self._may_differ(self._places[-1]) else self._inner.row_source
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
@@ -161,6 +178,10 @@ class UniqueKeysMatcher:
         if not keys or not (keys.new or keys.old):
             return False
         return place.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or _is_near(place)
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Most ways end at once in the grammar, whose own code is the faster one."""
+        return self._inner.takes(token_ids) and self.is_unique(token_ids)
 
     def is_unique(self, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice behind these tokens; nothing else is asked of them."""

@@ -15,6 +15,7 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.sglang_place import Place
 from guided_spec.integrations.sglang_specs import spec_of
@@ -148,7 +149,8 @@ class GuidedBackend:
         except GuidedSpecError as error:
             return base.InvalidGrammarObject(str(error))
         stats = base.GrammarStats(dispatch_type=key_type)
-        return _classes()[0](Place.at_start(compiled), getattr(compiled, "backend", ""), stats)
+        name = compiled.backend if isinstance(compiled, NotedGrammar) else ""
+        return _classes()[0](Place.at_start(compiled), name, stats)
 
 
 @cache

@@ -14,6 +14,7 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, ConfigError
 from guided_spec.grammar import completion_places
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
+from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
@@ -144,7 +145,7 @@ def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.Monk
         letter, space = (int(llm.vocabulary.single_byte_ids[byte]) for byte in b"a ")
         state = endings.start
         while not endings.is_filling_up:
-            state = endings.after(state, (letter, space), compiled.new_matcher())
+            state = endings.after(state, (letter, space), as_matcher(compiled.new_matcher()))
             assert state is not None
         assert llm._endings.of(compiled) is not endings
         params = [

@@ -13,6 +13,7 @@ from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.constraint import Constraint, Fork
+from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
@@ -31,7 +32,7 @@ BROKEN = 1  # the request whose matcher breaks
 
 
 def forget(constraint: Constraint) -> None:
-    constraint._original = constraint.compiled.new_matcher()
+    constraint._original = as_matcher(constraint.compiled.new_matcher())
 
 
 def forget_fork(constraint: Constraint) -> None:

@@ -34,7 +34,7 @@ def test_first_come_first_served_at_the_lowest_slot() -> None:
     for one in requests:
         scheduler.add(one)
     assert admit_all(scheduler) == requests[:2]
-    assert [one.slot for one in requests] == [0, 1, -1, -1]
+    assert [one.text.slot for one in requests] == [0, 1, -1, -1]
     assert all(one.state is State.PREFILL for one in requests[:2])
     assert scheduler.ready() == []  # no slot is free
     assert list(scheduler) == requests
@@ -92,4 +92,4 @@ def test_slots_are_given_out_in_order_after_any_order_of_return() -> None:
         requests[index].finish("stop")
         scheduler.remove_finished()
     admit_all(scheduler)
-    assert [one.slot for one in requests[3:]] == [0, 1, 2]
+    assert [one.text.slot for one in requests[3:]] == [0, 1, 2]

@@ -18,7 +18,7 @@ from guided_spec.grammar.completion_costs import RuleEndings
 from guided_spec.grammar.completion_endings import Endings
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.llguidance import LLGuidanceBackend
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -135,7 +135,7 @@ def write(
         assert matcher.accept_token(token)
         assert not matcher.has_lost_end
         if token not in vocabulary.stop_token_ids:
-            state = endings.after(state, (token,), plain)
+            state = endings.after(state, (token,), as_matcher(plain))
         tokens.append(token)
     assert len(tokens) <= budget
     assert plain.is_terminated()
@@ -161,7 +161,7 @@ def _check_costs(
     for token in some:
         assert plain.accept_token(token)
         if not plain.is_terminated():
-            then = endings.after(state, (token,), plain)
+            then = endings.after(state, (token,), as_matcher(plain))
             fits = then is not None and endings.cost(then) < remaining
             assert fits == (token in ours)
         plain.rollback(1)
@@ -207,7 +207,7 @@ def test_free_rows_are_the_grammar_s_own() -> None:
     matcher, plain = grammar.new_matcher(), compiled.new_matcher()
     for byte in b'{"a": "some text", "b": [1, 2':
         assert legal(matcher, EOS + 1) == legal(plain, EOS + 1)
-        assert matcher.row_source is not matcher  # type: ignore[attr-defined]  # of the matcher
+        assert matcher.row_source is not matcher
         assert matcher.accept_token(byte)
         assert plain.accept_token(byte)
 

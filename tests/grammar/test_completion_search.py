@@ -14,7 +14,7 @@ from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.completion_spelling import Spelling
 from guided_spec.grammar.completion_tokens import SearchTokens, first_tokens, spread_tokens
 from guided_spec.grammar.llguidance import LLGuidanceBackend
-from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.test_completion import check_agreement, legal
@@ -95,7 +95,7 @@ def test_most_of_what_fits_is_in_the_row(name: str, order: str) -> None:
             assert fork.accept_token(token)
             state = endings.start
             assert state is not None
-            way = endings.after(state, (*text, token), fork)
+            way = endings.after(state, (*text, token), as_matcher(fork))
             fits = way is not None and endings.cost(way) < budget - len(text)
             in_row += fits and token in ours
             missing += fits and token not in ours

@@ -21,7 +21,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, register_grammar_backend
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.guarded import GuardedBackend
-from guided_spec.grammar.protocol import CompiledGrammar, fault_of
+from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
@@ -68,7 +68,7 @@ def test_a_sound_backend_is_asked_what_it_is_for() -> None:
     row = np.zeros((1, 9), dtype=np.int32)
     assert fork.fill_next_token_bitmask(row)
     assert np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")) == [ord("e")]
-    assert fault_of(matcher) is None
+    assert as_matcher(matcher).fault is None
 
 
 def test_a_start_is_never_dropped() -> None:
@@ -187,7 +187,7 @@ def test_a_constraint_says_what_went_wrong(method: str, fault: Any, message: str
     with pytest.raises(GrammarStateError, match=f"grammar backend 'mine': {message}"):
         write(WORD)
     assert len(constraint.committed) in (2, 3)
-    assert fault_of(constraint.fork().matcher) or fault_of(constraint._original)
+    assert constraint.fork().matcher.fault or constraint._original.fault
 
 
 @pytest.mark.parametrize(("method", "fault", "message"), LATER)

@@ -102,11 +102,11 @@ class LookaheadMachine(RuleBasedStateMachine):
             if constraint is None:
                 continue
             original, fork = constraint._original, constraint._fork.matcher
-            is_there = constraint._is_led and not self.step._constraints
+            is_there = not constraint._unled and self.step._asleep is None
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
-                read = len(self.committed[request]) - constraint._num_behind
+                read = len(self.committed[request]) - len(constraint._unread)
                 assert original.tokens == self.committed[request][:read]
                 assert not is_there or fork.tokens == self.text(request)
                 assert max(original.compiled.fills.values(), default=0) <= 1
@@ -329,4 +329,4 @@ def test_a_failure_on_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(ZeroDivisionError):
         lookahead.finish(1)
     rows.clear()
-    assert rows.filling is None
+    assert rows._filling is None

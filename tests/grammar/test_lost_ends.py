@@ -17,7 +17,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion import CompletingGrammar, EndingsCache, PreparingBackend
 from guided_spec.grammar.completion_endings import pack_row
 from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.types import SamplingParams
@@ -146,8 +146,8 @@ def test_what_hangs_on_grammars_keeps_to_the_bound_as_it_grows() -> None:
             before = cache.size_of(grammar)
             state, endings = cache.of(grammar).start, cache.of(grammar)
             for token in b"abcdefghijklmnopqrst":
-                endings.row(state, 99, grammar.new_matcher())
-                state = endings.after(state, (token,), grammar.new_matcher())
+                endings.row(state, 99, as_matcher(grammar.new_matcher()))
+                state = endings.after(state, (token,), as_matcher(grammar.new_matcher()))
             assert cache.size_of(grammar) > before
             alive.append(weakref.ref(grammar))
             del grammar, endings, state

@@ -24,7 +24,7 @@ from guided_spec.grammar.llguidance import LLGuidanceBackend
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.marker import Marker
 from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.grammar.protocol import CompiledGrammar, row_source
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.row_filler import RowFiller
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.walk import Walk
@@ -175,7 +175,7 @@ def test_only_rows_of_xgrammar_are_filled_together(monkeypatch: pytest.MonkeyPat
     RowFiller(case.rows)._fill_together(missing, XGrammarBatch())
     assert together[0] == 2
     assert max(together) > 2  # the one behind the marker, where it got there
-    sources = [XGrammarBatch.takes(row_source(w.fork.matcher)) for w in walks if w.fork]
+    sources = [XGrammarBatch.takes(w.fork.matcher.row_source) for w in walks if w.fork]
     assert sources == [True, True, True, False, False, False, False, False]
 
 
