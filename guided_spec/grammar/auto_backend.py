@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -10,13 +9,12 @@ from typing import NamedTuple
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.any_order_ebnf import any_order_notes
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, BackendFactory, find_grammar_backend
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.guarded import GuardedBackend
 from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema_mode import compile_as_asked
-from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
-from guided_spec.grammar.size import measure_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -52,22 +50,24 @@ class AutoBackend:
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
-        return compile_as_asked(spec, self._compile)
+        return compile_as_asked(SpecDocument(spec), self.compile_document)
 
-    def _compile(self, spec: GrammarSpec) -> _Compiled:
-        if spec.kind == "regex" and measure_grammar(spec).characters > _MOST_CHARACTERS:
+    def compile_document(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec = document.spec
+        if spec.kind == "regex" and document.size.characters > _MOST_CHARACTERS:
             with suppress(GrammarCompileError):
-                return self._second.compile(spec)
-        if spec.kind != "json_schema" or _is_for_xgrammar(spec):
-            return self._first.compile(spec)
+                return self._second.compile_document(document)
+        if spec.kind != "json_schema" or _is_for_xgrammar(document):
+            return self._first.compile_document(document)
         try:
-            return self._second.compile(spec)
+            return self._second.compile_document(document)
         except UnsupportedSchemaError as error:
             refused = error
         try:
-            return self._first.compile(spec)
+            return self._first.compile_document(document)
         except UnsupportedSchemaError as error:
-            if not _is_xgrammars_alone(spec):
+            if not _is_xgrammars_alone(document):
                 raise
             raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
@@ -77,25 +77,19 @@ class AutoBackend:
         return LLGuidanceBackend(self.vocabulary)
 
 
-def _is_for_xgrammar(spec: GrammarSpec) -> bool:
-    """Whether xgrammar takes the schema as it is, and soon. True for a broken one as well."""
-    try:
-        schema = json.loads(spec.source)
-    except (ValueError, RecursionError):
-        return True
-    size = measure_grammar(spec)
-    if size.large or size.characters > _MOST_CHARACTERS:
+def _is_for_xgrammar(document: SpecDocument) -> bool:
+    """Whether xgrammar takes the schema as it is, and soon."""
+    if document.size.large or document.size.characters > _MOST_CHARACTERS:
         return False
-    prepared = examine_schema(schema, spec.additional_properties)
+    prepared = document.examined
     if is_narrowed(prepared.unenforced):
         return False
-    return spec.key_order == "schema" or not any_order_notes(prepared.schema)
+    return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
 
-def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
+def _is_xgrammars_alone(document: SpecDocument) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    schema = json.loads(spec.source)
-    entries = examine_schema(schema, spec.additional_properties).unenforced
+    entries = document.examined.unenforced
     return all(entry.by_backend for entry in entries if entry.level == "error")
 
 

@@ -21,6 +21,7 @@ from guided_spec.grammar.backends import (
     import_path,
     importable_backends,
 )
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -83,7 +84,7 @@ class IsolatedBackend:
 
         Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
         """
-        size = check_limits(spec, self.limits)
+        size = check_limits(SpecDocument(spec), self.limits)
         try:
             if size.large and os.name == "posix" and self._is_importable(spec):
                 self._try_out(spec)

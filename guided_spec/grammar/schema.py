@@ -20,7 +20,7 @@ from urllib.parse import unquote
 from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_finite import has_finite_value
 from guided_spec.grammar.schema_join import any_of
-from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_lower import Lowered, lower
 from guided_spec.grammar.schema_merge import keep_valid, merge
 from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
 from guided_spec.grammar.schema_types import rewrite_typed
@@ -44,12 +44,11 @@ def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") ->
     Does not change ``schema``, which must be valid under its metaschema. Entries of level
     ``"error"`` can be broken by the text; those of level ``"note"`` cannot.
     """
-    return list(normalize(schema, additional).unenforced)
+    return list(normalize(lower(schema, additional=additional)).unenforced)
 
 
-def normalize(schema: Any, additional: AdditionalProperties = "closed") -> PreparedSchema:
-    """``schema`` rewritten for the backend, with what could not be kept. A new value each time."""
-    lowered = lower(schema, additional=additional)
+def normalize(lowered: Lowered) -> PreparedSchema:
+    """A schema rewritten for the backend, with what could not be kept. A new value each time."""
     walk = _Walk(lowered.schema)
     walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
     return walk.run()

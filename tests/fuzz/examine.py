@@ -18,6 +18,7 @@ from guided_spec.errors import GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.completion import EndingsCache
 from guided_spec.grammar.completion_endings import EndLostError
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -93,7 +94,7 @@ class Examiner:
 
     def _is_too_large(self, spec: GrammarSpec) -> bool:
         try:
-            if not check_limits(spec, LIMITS).large:
+            if not check_limits(SpecDocument(spec), LIMITS).large:
                 return False
         except GrammarCompileError as error:
             self._refused("limits", error)
