@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.schema_lower import Lowered
+from guided_spec.grammar.schema_lowering import Lowered
 from guided_spec.grammar.schema_prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema_report import PreparedSchema
 from guided_spec.grammar.size import (

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_formats import FORMATS
-from guided_spec.grammar.schema_lower import Lowered
+from guided_spec.grammar.schema_lowering import Lowered
 
 __all__ = ["prepare_for_llguidance"]
 

@@ -20,7 +20,8 @@ from urllib.parse import unquote
 from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_finite import has_finite_value
 from guided_spec.grammar.schema_join import any_of
-from guided_spec.grammar.schema_lower import Lowered, lower
+from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_lowering import Lowered
 from guided_spec.grammar.schema_merge import keep_valid, merge
 from guided_spec.grammar.schema_report import PreparedSchema, Report, Unenforced, join
 from guided_spec.grammar.schema_types import rewrite_typed

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guided_spec.grammar.schema_join import any_of, join_all
-from guided_spec.grammar.schema_place import At
+from guided_spec.grammar.schema_lowering import Applicator, At, Lowering
 
-if TYPE_CHECKING:
-    from guided_spec.grammar.schema_lower import Lowering
-
-__all__ = ["APPLICATORS", "Applicator"]
-
-Applicator = Callable[["Lowering", Any, dict[str, Any], At], list[Any]]
-"""Takes a schema, its keywords as draft 2020-12 spells them, and where it stands."""
+__all__ = ["APPLICATORS"]
 
 
 def _without(node: dict[str, Any], *keywords: str) -> dict[str, Any]:

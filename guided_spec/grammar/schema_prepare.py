@@ -20,7 +20,8 @@ from guided_spec.errors import (
 from guided_spec.grammar.schema import normalize
 from guided_spec.grammar.schema_check import check_schema
 from guided_spec.grammar.schema_closed import AdditionalProperties
-from guided_spec.grammar.schema_lower import Lowered, lower
+from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_lowering import Lowered
 from guided_spec.grammar.schema_report import PreparedSchema, describe, narrowing
 
 __all__ = ["examine_schema", "lower_checked", "prepare_schema", "require_enforced"]

@@ -10,15 +10,12 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.backends import require_grammar_backend
+from guided_spec.grammar.backends import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.start import Start
-
-if TYPE_CHECKING:
-    from guided_spec.config import GrammarBackendName
 
 __all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Unsupported"]
 

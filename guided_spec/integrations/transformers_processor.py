@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.backends import GrammarBackendName
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
