@@ -21,8 +21,8 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import Batches, DecodeBatch
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.noise import noise_key

@@ -34,7 +34,7 @@ class GrammarLimits:
     compile_seconds: wall-clock time of one compile.
     compile_bytes: memory of one compile, beyond what the process takes before it.
 
-    The last two bind for grammars that are large at first sight, see ``IsolatedBackend``. Raises
+    The last two bind for grammars that are large at first sight, see ``GrammarPipeline``. Raises
     ConfigError for a limit that is not positive.
     """
 

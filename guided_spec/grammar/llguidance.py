@@ -78,9 +78,13 @@ class LLGuidanceBackend:
         UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
         (nothing matches).
         """
-        return compile_as_asked(SpecDocument(spec), self.compile_document)
+        return self.compile_document(SpecDocument(spec))
 
     def compile_document(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         spec = document.spec
         prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}

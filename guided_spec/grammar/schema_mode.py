@@ -40,7 +40,9 @@ def compile_as_asked(
     """
     spec = document.spec
     if spec.start is not None:
-        raise GrammarCompileError("the spec has a start: compile it with GrammarPipeline")
+        raise GrammarCompileError(
+            "the spec has a start: compile it with a GrammarPipeline that has markers"
+        )
     try:
         return compile_(document)
     except UnsupportedSchemaError:
@@ -62,7 +64,7 @@ def compile_as_asked(
     if dropped:
         lines = [f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped]
         text = f"the text may break the JSON schema at {'; '.join(lines)}"
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warnings.warn(text, UserWarning, stacklevel=4)
     return compiled
 
 

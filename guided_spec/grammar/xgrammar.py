@@ -82,9 +82,13 @@ class XGrammarBackend:
         Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
         full) or UnsatisfiableGrammarError (nothing matches).
         """
-        return compile_as_asked(SpecDocument(spec), self.compile_document)
+        return self.compile_document(SpecDocument(spec))
 
     def compile_document(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         if document.spec.kind == "structural_tag":
             return self._compile_tag(document)

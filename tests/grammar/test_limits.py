@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.document import SpecDocument, is_large
-from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -118,15 +118,15 @@ HOSTILE = {
 
 
 @pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[IsolatedBackend]:
+def _backend() -> Iterator[GrammarPipeline]:
     limits = GrammarLimits(compile_seconds=2.0, compile_bytes=2**30)
-    backend = IsolatedBackend(XGrammarBackend(BYTES, compile_threads=1), limits)
+    backend = GrammarPipeline(XGrammarBackend(BYTES, compile_threads=1), limits)
     yield backend
     backend.close()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_compiled_or_refused(backend: IsolatedBackend, name: str) -> None:
+def test_a_hostile_grammar_is_compiled_or_refused(backend: GrammarPipeline, name: str) -> None:
     outcome: CompiledGrammar | GuidedSpecError
     try:
         outcome = backend.compile(HOSTILE[name])
