@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.schema_dialect import Document, Target, spell
 from guided_spec.grammar.schema_disjoint import Disjointness
 from guided_spec.grammar.schema_formats import FORMATS
-from guided_spec.grammar.schema_join import any_of, join_all
+from guided_spec.grammar.schema_merge import any_of, join_all
 from guided_spec.grammar.schema_report import Report, Unenforced, escape
 from guided_spec.grammar.schema_values import ALL_TYPES, Disjuncts
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from guided_spec.grammar.schema_dialect import spell
-from guided_spec.grammar.schema_join import any_of, join_all
 from guided_spec.grammar.schema_lowering import At, Lowering
+from guided_spec.grammar.schema_merge import any_of, join_all
 from guided_spec.grammar.schema_values import ALL_TYPES, Disjuncts, other_characters, others
 
 __all__ = ["negate"]

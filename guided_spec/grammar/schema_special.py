@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema_dialect import spell
 from guided_spec.grammar.schema_formats import FORMATS
-from guided_spec.grammar.schema_join import any_of
 from guided_spec.grammar.schema_lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema_merge import any_of
 from guided_spec.grammar.schema_values import unique_arrays
 
 __all__ = ["SPECIAL"]

@@ -32,7 +32,9 @@ from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
 
-_CACHE_BYTES = 32 * 2**20  # of rules that several grammars have; whole ones are kept elsewhere
+# Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
+# take 40 MB each, and seconds to compile.
+_CACHE_BYTES = 128 * 2**20
 _CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
 

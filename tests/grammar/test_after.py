@@ -19,8 +19,7 @@ from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.start import Start
+from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import unpack_bitmask
 from tests.grammar.spelled import (
