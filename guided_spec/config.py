@@ -9,12 +9,12 @@ from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier
 
 if TYPE_CHECKING:
+    from guided_spec.grammar.backends import GrammarBackendName
     from guided_spec.grammar.limits import GrammarLimits
 
-__all__ = ["EngineConfig", "GrammarBackendName", "Kernels"]
+__all__ = ["EngineConfig", "Kernels"]
 
 DraftLengthMode = Literal["fixed", "adaptive"]
-GrammarBackendName = Literal["auto", "xgrammar", "llguidance"] | str  # or a registered one
 Kernels = Literal["auto", "packed", "stock"]
 
 LARGEST_DRAFT = 64

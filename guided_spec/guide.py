@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from guided_spec.config import EngineConfig
 from guided_spec.core import Batches, DecodeBatch
 from guided_spec.errors import ConfigError, PromptError
+from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.request_grammars import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.token_ids import check_token_ids, spell_bad_words

@@ -22,8 +22,8 @@ from guided_spec.bench.schema_judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
@@ -65,7 +65,7 @@ def main(  # noqa: PLR0913 - the options of a command
         loaded = load_tokenizer(tokenizer or bundled_asset("target"))
         stop = 0 if loaded.eos_token_id is None else loaded.eos_token_id
         vocabulary = Vocabulary.from_tokenizer(loaded, len(loaded), [stop])
-        isolated = IsolatedBackend(
+        isolated = GrammarPipeline(
             build_backend(backend, vocabulary),
             GrammarLimits(compile_seconds=_SECONDS),
             make=partial(build_backend, backend),

@@ -19,7 +19,7 @@ from guided_spec.grammar.schema import Unenforced, find_unenforced
 from guided_spec.grammar.schema_closed import close_objects
 from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_lower import lower
-from guided_spec.grammar.schema_prepare import examine_schema
+from guided_spec.grammar.schema_prepare import examine_schema, lower_checked
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -101,7 +101,7 @@ def _findings(
 
 def _about_tags(schema: Any) -> list[Unenforced]:
     """Where its keys cannot be told apart: what is around a tag's JSON is none."""
-    if not free_keys(examine_schema(schema).schema).are_there:
+    if not free_keys(examine_schema(lower_checked(schema)).schema).are_there:
         return []
     reason = "as part of a tool or tag, a key that is not listed may be written twice"
     return [Unenforced("", "additionalProperties", reason, "list the keys there", "note")]

@@ -15,7 +15,7 @@ from guided_spec.engine.memory import plan_slots
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends import require_grammar_backend
-from guided_spec.grammar.request_grammars import RequestGrammars
+from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer

@@ -2,53 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from guided_spec.grammar.marker import Marker
-from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
-    GrammarBackend,
     GrammarMatcher,
     Matcher,
     as_matcher,
 )
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["AfterBackend", "AfterGrammar", "AfterMatcher"]
-
-
-class AfterBackend:
-    """Any backend, and specs with a ``start`` besides: those are compiled without it and wrapped.
-
-    markers: of the backend's vocabulary.
-    """
-
-    def __init__(self, backend: GrammarBackend, markers: Markers) -> None:
-        self.vocabulary: Vocabulary = backend.vocabulary
-        self.markers = markers
-        self._backend = backend
-
-    @classmethod
-    def from_tokenizer(cls, backend: GrammarBackend, tokenizer: Any) -> AfterBackend:
-        """With the markers of a Hugging Face tokenizer."""
-        return cls(backend, Markers.from_tokenizer(backend.vocabulary, tokenizer))
-
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``.
-
-        Raises what the backend raises, and GrammarCompileError for a marker that is not known or
-        that the vocabulary cannot write.
-        """
-        if spec.start is None:
-            return self._backend.compile(spec)
-        marker = self.markers.find(spec.start)
-        inner = self._backend.compile(replace(spec, start=None))
-        return AfterGrammar(inner, marker, spec.start.reasoning_budget)
+__all__ = ["AfterGrammar", "AfterMatcher"]
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -10,13 +9,12 @@ from typing import NamedTuple
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.any_order_ebnf import any_order_notes
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, BackendFactory, find_grammar_backend
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.guarded import GuardedBackend
 from guided_spec.grammar.llguidance import LLGuidanceBackend, LLGuidanceGrammar
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema_mode import compile_as_asked
-from guided_spec.grammar.schema_prepare import examine_schema
 from guided_spec.grammar.schema_report import is_narrowed
-from guided_spec.grammar.size import measure_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -52,22 +50,28 @@ class AutoBackend:
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
-        return compile_as_asked(spec, self._compile)
+        return self.compile_document(SpecDocument(spec))
 
-    def _compile(self, spec: GrammarSpec) -> _Compiled:
-        if spec.kind == "regex" and measure_grammar(spec).characters > _MOST_CHARACTERS:
+    def compile_document(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec = document.spec
+        if spec.kind == "regex" and document.size.characters > _MOST_CHARACTERS:
             with suppress(GrammarCompileError):
-                return self._second.compile(spec)
-        if spec.kind != "json_schema" or _is_for_xgrammar(spec):
-            return self._first.compile(spec)
+                return self._second.enforce(document)
+        if spec.kind != "json_schema" or _is_for_xgrammar(document):
+            return self._first.enforce(document)
         try:
-            return self._second.compile(spec)
+            return self._second.enforce(document)
         except UnsupportedSchemaError as error:
             refused = error
         try:
-            return self._first.compile(spec)
+            return self._first.enforce(document)
         except UnsupportedSchemaError as error:
-            if not _is_xgrammars_alone(spec):
+            if not _is_xgrammars_alone(document):
                 raise
             raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
@@ -77,25 +81,19 @@ class AutoBackend:
         return LLGuidanceBackend(self.vocabulary)
 
 
-def _is_for_xgrammar(spec: GrammarSpec) -> bool:
-    """Whether xgrammar takes the schema as it is, and soon. True for a broken one as well."""
-    try:
-        schema = json.loads(spec.source)
-    except (ValueError, RecursionError):
-        return True
-    size = measure_grammar(spec)
-    if size.large or size.characters > _MOST_CHARACTERS:
+def _is_for_xgrammar(document: SpecDocument) -> bool:
+    """Whether xgrammar takes the schema as it is, and soon."""
+    if document.size.large or document.size.characters > _MOST_CHARACTERS:
         return False
-    prepared = examine_schema(schema, spec.additional_properties)
+    prepared = document.examined
     if is_narrowed(prepared.unenforced):
         return False
-    return spec.key_order == "schema" or not any_order_notes(prepared.schema)
+    return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
 
-def _is_xgrammars_alone(spec: GrammarSpec) -> bool:
+def _is_xgrammars_alone(document: SpecDocument) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    schema = json.loads(spec.source)
-    entries = examine_schema(schema, spec.additional_properties).unenforced
+    entries = document.examined.unenforced
     return all(entry.by_backend for entry in entries if entry.level == "error")
 
 
@@ -116,7 +114,11 @@ class BackendChoice:
 
         Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
         """
-        name = spec.backend or self._name
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        """As ``compile``."""
+        name = document.spec.backend or self._name
         made = self._made.get(name)
         if made is None or made.entry != GRAMMAR_BACKENDS.get(name, made.entry):
             try:
@@ -126,13 +128,16 @@ class BackendChoice:
                     raise
                 raise ConfigError("backend", name, error.fix) from error.__cause__
             self._made[name] = made  # two threads may both make one; either will do
-        return made.backend.compile(spec)
+        if isinstance(made.backend, GuardedBackend):
+            return made.backend.compile(document.spec)
+        return made.backend.compile_document(document)
 
     def _make(self, argument: str, name: str) -> _Made:
         entry = GRAMMAR_BACKENDS.get(name)
         factory = find_grammar_backend(argument, name)
         if factory in (AutoBackend, LLGuidanceBackend, XGrammarBackend):
-            return _Made(entry, factory(self.vocabulary))
+            own: AutoBackend | LLGuidanceBackend | XGrammarBackend = factory(self.vocabulary)
+            return _Made(entry, own)
         return _Made(entry, GuardedBackend(name, factory, self.vocabulary))
 
 
@@ -140,10 +145,10 @@ class _Made(NamedTuple):
     """A backend, and what the registry held when it was made: None for an entry point's."""
 
     entry: str | BackendFactory | None
-    backend: GrammarBackend
+    backend: AutoBackend | LLGuidanceBackend | XGrammarBackend | GuardedBackend
 
 
-def build_backend(name: str, vocabulary: Vocabulary) -> GrammarBackend:
+def build_backend(name: str, vocabulary: Vocabulary) -> BackendChoice:
     """The backend of this name for one vocabulary, with its default settings.
 
     name: "auto", "xgrammar", "llguidance" or a registered one, for specs that name no ``backend``

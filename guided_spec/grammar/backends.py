@@ -11,18 +11,15 @@ import sys
 from collections.abc import Callable
 from importlib.metadata import entry_points
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import Any, Literal, TypeAlias, cast
 
 from guided_spec.errors import ConfigError
-
-if TYPE_CHECKING:  # a worker that tries out grammars imports this module; these load torch
-    from guided_spec.grammar.protocol import GrammarBackend
-    from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "ENTRY_POINT_GROUP",
     "GRAMMAR_BACKENDS",
     "BackendFactory",
+    "GrammarBackendName",
     "find_grammar_backend",
     "grammar_backend_names",
     "import_path",
@@ -31,7 +28,10 @@ __all__ = [
     "require_grammar_backend",
 ]
 
-BackendFactory: TypeAlias = "Callable[[Vocabulary], GrammarBackend]"
+GrammarBackendName = Literal["auto", "xgrammar", "llguidance"] | str  # or a registered one
+# Takes a ``Vocabulary`` and returns a ``GrammarBackend``. Both stand above: a spec, which a backend
+# compiles, asks here whether the backend that it names is known.
+BackendFactory: TypeAlias = Callable[[Any], Any]
 ENTRY_POINT_GROUP = "guided_spec.grammar_backends"
 
 GRAMMAR_BACKENDS: dict[str, str | BackendFactory] = {

@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any
 
 from guided_spec.errors import GrammarError
+from guided_spec.grammar.document import is_large
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-from guided_spec.grammar.size import is_large
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["GrammarCompileQueue"]

@@ -38,12 +38,10 @@ from guided_spec.grammar.completion_states import UnreadableGrammarError
 from guided_spec.grammar.completion_tokens import SearchTokens
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
-    GrammarBackend,
     GrammarMatcher,
     Matcher,
     as_matcher,
 )
-from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarGrammar
 
@@ -51,7 +49,6 @@ __all__ = [
     "CompletingGrammar",
     "CompletingMatcher",
     "EndingsCache",
-    "PreparingBackend",
     "without_budget",
 ]
 
@@ -138,21 +135,6 @@ class EndingsCache:
         # Behind the last token a row may hold anything.
         own = mask[0] & pack_row(np.ones(self.vocabulary.vocab_size, dtype=np.bool_))
         return endings if np.array_equal(row, own) else None
-
-
-class PreparingBackend:
-    """A backend whose grammars' endings are made where they are compiled: not while others wait."""
-
-    def __init__(self, backend: GrammarBackend, endings: EndingsCache) -> None:
-        self.vocabulary: Vocabulary = backend.vocabulary
-        self._backend = backend
-        self._endings = endings
-
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``; raises what the backend raises."""
-        compiled = self._backend.compile(spec)
-        self._endings.of(compiled)
-        return compiled
 
 
 @dataclass(frozen=True, slots=True, eq=False)

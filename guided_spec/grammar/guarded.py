@@ -60,7 +60,9 @@ class GuardedBackend:
         where the first mask is empty.
         """
         if spec.start is not None:
-            raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
+            raise GrammarCompileError(
+                "the spec has a start: compile it with a GrammarPipeline that has markers"
+            )
         try:
             return self._compile(spec)
         except (GuidedSpecError, MemoryError):

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import weakref
-from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,99 +17,68 @@ from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends import (
     GRAMMAR_BACKENDS,
     BackendFactory,
-    import_path,
     importable_backends,
 )
-from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these two load torch
-    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+    from guided_spec.grammar.protocol import GrammarBackend
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["IsolatedBackend", "serve"]
+__all__ = ["Workers", "serve"]
 
 START_SECONDS = 120.0
 _GRACE_SECONDS = 5
-_LONGEST_MESSAGE = 2_000  # characters
 _READY = "ready"
 _OUT_OF_MEMORY = "out of memory"
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
 
-class IsolatedBackend:
-    """Any backend, behind ``limits``; safe to use from several threads.
+class Workers:
+    """Processes in which grammars are tried out; safe to use from several threads.
 
-    Every grammar is held against what can be seen in its source. One that is small at sight is
-    then compiled at once. A large one is first compiled by a worker process under the limits of
-    time and memory, and here only if that succeeded: the same work a second time, since a compiled
-    grammar can cost far more to hand over than to compile (454 MB of text for 3 MB of grammar).
+    make: what builds the backend in a worker, a function or class that can be imported.
 
-    make: what builds the backend in the worker, a function or class that can be imported; None
-        takes the backend's class. It never sees a ``start``: around an ``AfterBackend`` this is
-        the class of the backend inside.
-    name: of the registered backend that compiles specs which name none; None where ``make`` builds
-        whatever that is. A worker knows registered backends by their import path. One that has
-        none, such as a class in a notebook, compiles here alone: then only the source is checked.
-
-    A worker starts when the first large grammar comes, within seconds, and stays. Each takes the
-    memory of the imports and of the backend. There are no more of them than threads that compile
-    large grammars at one time. ``close`` ends them; so does the end of this process. Without POSIX
-    there is no worker, and only the source is checked.
+    A worker starts when the first grammar comes, within seconds, and stays. Each takes the memory
+    of the imports and of the backend. There are no more of them than threads that try out grammars
+    at one time. ``close`` ends them; so does the end of this process.
     """
 
-    def __init__(
-        self,
-        backend: GrammarBackend,
-        limits: GrammarLimits | None = None,
-        *,
-        make: BackendFactory | None = None,
-        name: str | None = None,
-    ) -> None:
-        self.vocabulary = backend.vocabulary
-        self.limits = limits or GrammarLimits()
-        self._backend = backend
-        self._make: BackendFactory = type(backend) if make is None else make
-        self._name = name
+    def __init__(self, make: BackendFactory, vocabulary: Vocabulary) -> None:
+        self._make = make
+        self._vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._workers: set[_Worker] = set()
+        self._all: set[_Worker] = set()
         self._idle: list[_Worker] = []
         self._closed = False
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``.
-
-        Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
-        """
-        size = check_limits(spec, self.limits)
-        try:
-            if size.large and os.name == "posix" and self._is_importable(spec):
-                self._try_out(spec)
-            return self._backend.compile(spec)
-        except GrammarError as error:
-            _shorten(error)
-            raise
+    @property
+    def pids(self) -> set[int]:
+        """Of the processes, those that have begun."""
+        with self._lock:
+            return {worker.process.pid for worker in self._all}
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
-            for worker in self._workers:
+            for worker in self._all:
                 worker.process.kill()
         for worker in idle:
             self._end(worker)
 
-    def _is_importable(self, spec: GrammarSpec) -> bool:
-        name = spec.backend or self._name
-        return name is None or import_path(name) is not None
+    def try_out(self, spec: GrammarSpec, limits: GrammarLimits) -> None:
+        """Compile ``spec`` in a worker, within the limits of time and memory.
 
-    def _try_out(self, spec: GrammarSpec) -> None:
+        Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
+        """
         worker = self._take()
         try:
             worker.start()
-            error = worker.compile(replace(spec, start=None), self.limits)
+            error = worker.compile(spec, limits)
         except BaseException:
             self._end(worker)
             raise
@@ -129,14 +97,14 @@ class IsolatedBackend:
                 raise GrammarCompileError("the grammar backend is closed; make a new one")
             if self._idle:
                 return self._idle.pop()
-            worker = _Worker(self._make, self.vocabulary)
-            self._workers.add(worker)
+            worker = _Worker(self._make, self._vocabulary)
+            self._all.add(worker)
             return worker
 
     def _end(self, worker: _Worker) -> None:
         worker.end()
         with self._lock:
-            self._workers.discard(worker)
+            self._all.discard(worker)
 
 
 class _Worker:
@@ -239,14 +207,6 @@ def _limit_memory(more: int) -> None:
 
 def _refuse(spec: GrammarSpec, limit: str) -> GrammarCompileError:
     return GrammarCompileError(f"compiling the {spec.kind} goes beyond the limit {limit}; {_FIX}")
-
-
-def _shorten(error: GrammarError) -> None:
-    """Messages quote the source, which may be a megabyte."""
-    message = str(error)
-    if len(message) > _LONGEST_MESSAGE:
-        half = _LONGEST_MESSAGE // 2
-        error.args = (f"{message[:half]} […] {message[-half:]}",)
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: Any) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.json_keys import Mode, Place, follow, unescape
-from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["KeyTokens"]
 
@@ -29,8 +28,8 @@ class KeyTokens:
     All of it is made at once, where grammars are compiled: a row must not wait for it.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self.data = vocabulary.token_bytes
+    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+        self.data = token_bytes
         self._is_special = [bool(_SPECIAL.search(data)) for data in self.data]
         self.closers: dict[bytes, list[int]] = {}
         self.whole: dict[bytes, list[int]] = {}

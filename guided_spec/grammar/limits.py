@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from guided_spec.errors import ConfigError, GrammarCompileError
-from guided_spec.grammar.size import ENDLESS, Extent, GrammarSize, measure_grammar
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.size import ENDLESS, Extent, GrammarSize
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["GrammarLimits", "check_limits"]
@@ -33,7 +34,7 @@ class GrammarLimits:
     compile_seconds: wall-clock time of one compile.
     compile_bytes: memory of one compile, beyond what the process takes before it.
 
-    The last two bind for grammars that are large at first sight, see ``IsolatedBackend``. Raises
+    The last two bind for grammars that are large at first sight, see ``GrammarPipeline``. Raises
     ConfigError for a limit that is not positive.
     """
 
@@ -51,19 +52,20 @@ class GrammarLimits:
                 raise ConfigError(field.name, value, "must be a positive number")
 
 
-def check_limits(spec: GrammarSpec, limits: GrammarLimits) -> GrammarSize:
-    """The size of ``spec``, in time linear in its source and without building anything.
+def check_limits(document: SpecDocument, limits: GrammarLimits) -> GrammarSize:
+    """The size of a document, in time linear in its source and without building anything.
 
     Raises GrammarCompileError naming the limit, what was found, where, and what to do. A broken
     source passes: what is wrong with it is the compiler's to say.
     """
+    spec = document.spec
     # A character is at least one byte: what is far too long is not encoded first.
     length = len(spec.source)
     if length <= limits.source_bytes:
         length = len(spec.source.encode("utf-8", "surrogatepass"))
     if length > limits.source_bytes:
         raise _refuse(spec, "source_bytes", Extent(length), limits.source_bytes, "shorten it")
-    size = measure_grammar(spec)
+    size = document.size
     for name, fix in _FIXES.items():
         extent: Extent = getattr(size, name)
         limit: int = getattr(limits, name)

@@ -21,11 +21,10 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.any_order import any_order_grammar
-from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.llguidance_schema import prepare_for_llguidance
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_mode import compile_as_asked
 from guided_spec.grammar.schema_report import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
@@ -45,8 +44,6 @@ _FIXED = {
     "json_allowed_escapes": _ESCAPES,
 }
 _FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
-_JSON_KINDS = ("json_schema", "json_object")
-_ANY_OBJECT = {"type": "object"}
 _NOT_UTF8 = b"\xff"
 _LONGEST_REASON = 500
 _PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
@@ -81,28 +78,30 @@ class LLGuidanceBackend:
         UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
         (nothing matches).
         """
-        if spec.start is not None:
-            raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
-        return compile_as_asked(spec, self._compile)
+        return self.compile_document(SpecDocument(spec))
 
-    def _compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
-        grammar = self._compile_in_order(spec)
+    def compile_document(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec = document.spec
+        prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
+        grammar = self._compile_in_order(document, prepared)
         if spec.key_order == "any":
-            grammar = self._in_any_order(spec, grammar)
-        if spec.kind not in _JSON_KINDS:
+            grammar = self._in_any_order(spec, prepared, grammar)
+        if not spec.is_json:
             return grammar
-        return with_unique_keys(grammar, _prepare(spec), lambda: self._key_tokens)
+        return with_unique_keys(grammar, prepared, self.vocabulary)
 
-    @cached_property
-    def _key_tokens(self) -> KeyTokens:
-        return KeyTokens(self.vocabulary)
-
-    def _in_any_order(self, spec: GrammarSpec, in_order: LLGuidanceGrammar) -> LLGuidanceGrammar:
+    def _in_any_order(
+        self, spec: GrammarSpec, prepared: dict[str, Any], in_order: LLGuidanceGrammar
+    ) -> LLGuidanceGrammar:
         """The same texts with free keys; ``in_order``, with a note, where that does not compile.
 
         What llguidance refuses, and what nothing matches, has come to light before.
         """
-        prepared = _prepare(spec)
         options = (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,)
         free = [any_order_grammar(prepared, option) for option in options]
         notes = free[0].notes
@@ -117,9 +116,13 @@ class LLGuidanceBackend:
             notes = (Unenforced("", "properties", _reason(message), fix, "note"),)
         return replace(in_order, notes=notes)
 
-    def _compile_in_order(self, spec: GrammarSpec) -> LLGuidanceGrammar:
-        main = _to_lark(spec, any_whitespace=spec.any_whitespace)
-        style = _to_lark(spec, any_whitespace=False) if spec.any_whitespace else None
+    def _compile_in_order(
+        self, document: SpecDocument, prepared: dict[str, Any]
+    ) -> LLGuidanceGrammar:
+        spec = document.spec
+        main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
+        is_free = spec.any_whitespace
+        style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
         source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
         grammar = LLGuidanceGrammar(
             source,
@@ -129,7 +132,7 @@ class LLGuidanceBackend:
         try:
             _require_compiled(spec, source, grammar)
         except UnsatisfiableGrammarError as error:
-            lost = narrowing(_entries(spec)) if spec.kind == "json_schema" else []
+            lost = narrowing(document.lowered.entries) if spec.kind == "json_schema" else []
             if lost:  # there may be values, but none that is left
                 raise UnsupportedSchemaError(describe(lost)) from error
             raise
@@ -210,16 +213,20 @@ def _reason(message: str) -> str:
     return reason[:_LONGEST_REASON]
 
 
-def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
-    """The spec as a grammar in llguidance's Lark dialect, which every kind can be written in."""
+def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace: bool) -> str:
+    """The spec as a grammar in llguidance's Lark dialect, which every kind can be written in.
+
+    prepared: the schema of a JSON kind.
+    """
+    spec = document.spec
     match spec.kind:
         case "json_schema" | "json_object":
             options = _FLEXIBLE if any_whitespace else _FIXED
-            text = f"start: %json {json.dumps({**_prepare(spec), 'x-guidance': options})}"
+            text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
         case "regex":
             text = _regex_rule(to_fullmatch(spec.source))
         case "choice":
-            options_ = "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
+            options_ = "|".join(to_fullmatch(re.escape(option)) for option in document.value)
             text = _regex_rule(options_)
         case "lark":
             _refuse_surrogates(spec.source)
@@ -229,17 +236,6 @@ def _to_lark(spec: GrammarSpec, *, any_whitespace: bool) -> str:
             fix = "use the backend xgrammar, which compiles it"
             raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
     return _OPTIONS + text
-
-
-def _prepare(spec: GrammarSpec) -> dict[str, Any]:
-    """The schema of a JSON kind."""
-    if spec.kind == "json_object":
-        return _ANY_OBJECT
-    return prepare_for_llguidance(_parse(spec), spec.additional_properties)
-
-
-def _entries(spec: GrammarSpec) -> tuple[Unenforced, ...]:
-    return lower(_parse(spec), additional=spec.additional_properties).entries
 
 
 def _regex_rule(pattern: str) -> str:
@@ -258,10 +254,3 @@ def _refuse_token_names(source: str) -> None:
         if part["token"]:
             reason = f"the lark grammar names the token {part['token']}"
             raise GrammarCompileError(f"{reason}, which constrained text cannot hold")
-
-
-def _parse(spec: GrammarSpec) -> Any:
-    try:
-        return json.loads(spec.source)
-    except (ValueError, RecursionError) as error:
-        raise GrammarCompileError(f"the {spec.kind} is not JSON: {error}") from error

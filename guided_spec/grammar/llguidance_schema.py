@@ -18,14 +18,10 @@ import re
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-import jsonschema
-
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema_check import check_schema
-from guided_spec.grammar.schema_closed import AdditionalProperties
 from guided_spec.grammar.schema_formats import FORMATS
-from guided_spec.grammar.schema_lower import lower
+from guided_spec.grammar.schema_lowering import Lowered
 
 __all__ = ["prepare_for_llguidance"]
 
@@ -48,24 +44,12 @@ _MAX_DEPTH = 128
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 
 
-def prepare_for_llguidance(
-    schema: Any, additional: AdditionalProperties = "closed"
-) -> dict[str, Any]:
-    """The schema as llguidance enforces it; a new value.
+def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
+    """A schema as llguidance enforces it; a new value.
 
-    Raises GrammarCompileError where it is broken and UnsupportedSchemaError where some of it would
-    go unenforced. llguidance itself may refuse more.
+    Raises UnsupportedSchemaError where some of it would go unenforced. llguidance itself may refuse
+    more.
     """
-    if not isinstance(schema, dict | bool):
-        raise GrammarCompileError("not a JSON schema: it must be an object, true or false")
-    try:
-        check_schema(schema)
-        lowered = lower(schema, additional=additional)
-    except jsonschema.SchemaError as error:
-        pointer = "/".join(["", *map(str, error.absolute_path)])
-        raise GrammarCompileError(f"not a JSON schema: at {pointer!r}: {error.message}") from error
-    except (re.error, RecursionError, OverflowError) as error:
-        raise GrammarCompileError(f"not a JSON schema: {error}") from error
     for entry in lowered.entries:
         if entry.level == "error":
             raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")

@@ -11,8 +11,7 @@ from typing import Any
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.marker import BYTES, Marker, symbols_of
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.start import Start
+from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["DEFAULT_MARKERS", "FINAL_CHANNEL", "Markers"]

@@ -13,9 +13,14 @@ import jsonschema
 
 __all__ = ["check_schema", "is_plainly_valid"]
 
-DRAFT = "https://json-schema.org/draft/2020-12/schema"
+DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
+    f"http://json-schema.org/draft-0{draft}/schema{end}": draft
+    for draft in (4, 6, 7)
+    for end in ("", "#")
+}
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
 LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$-]*)*")
+PLAIN_URI = re.compile(r"https?://[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
 
 
@@ -31,15 +36,17 @@ def check_schema(schema: Any) -> None:
 
 
 def is_plainly_valid(schema: Any) -> bool:
-    """True only for schemas of draft 2020-12 that its metaschema admits; False where unsure."""
-    if isinstance(schema, dict) and schema.get("$schema", DRAFT) != DRAFT:
-        return False
-    return _is_schema(schema, DEEPEST)
+    """True only for schemas that their metaschema admits; False where unsure."""
+    draft: Any = 2020
+    if isinstance(schema, dict) and "$schema" in schema:
+        name = schema["$schema"]
+        draft = DRAFTS.get(name) if isinstance(name, str) else None
+    return draft is not None and _is_schema(schema, draft, DEEPEST)
 
 
-def _is_schema(schema: Any, depth: int) -> bool:
+def _is_schema(schema: Any, draft: int, depth: int) -> bool:
     if isinstance(schema, bool):
-        return True
+        return draft > 4
     if not isinstance(schema, dict) or depth == 0:
         return False
     for keyword, value in schema.items():
@@ -47,20 +54,55 @@ def _is_schema(schema: Any, depth: int) -> bool:
         if check is not None:
             if not check(value):
                 return False
-        elif keyword in _ONE:
-            if not _is_schema(value, depth - 1):
+        elif keyword in _BY_DRAFT:
+            if not _is_of_draft(keyword, schema, draft, depth - 1):
                 return False
-        elif not _are_schemas(keyword, value, depth - 1):
+        elif not _holds_schemas(keyword, value, draft, depth - 1):
             return False
     return True
 
 
-def _are_schemas(keyword: str, value: Any, depth: int) -> bool:
+def _holds_schemas(keyword: str, value: Any, draft: int, depth: int) -> bool:
+    if keyword in _ONE:
+        return _is_schema(value, draft, depth)
     if keyword in _LISTS:
-        return isinstance(value, list) and bool(value) and all(_is_schema(v, depth) for v in value)
+        return _is_schema_list(value, draft, depth)
     if keyword in _MAPS:
-        return isinstance(value, dict) and all(_is_schema(v, depth) for v in value.values())
-    return False
+        return isinstance(value, dict) and all(_is_schema(v, draft, depth) for v in value.values())
+    return keyword not in _UNSURE  # what no metaschema knows may be anything
+
+
+def _is_of_draft(keyword: str, schema: dict[str, Any], draft: int, depth: int) -> bool:
+    """Of a keyword on which the drafts do not agree."""
+    value = schema[keyword]
+    match keyword:
+        case "required":
+            return _is_name_list(value) and (bool(value) or draft > 4)
+        case "enum":
+            return isinstance(value, list) and (draft > 4 or (bool(value) and _is_name_list(value)))
+        case "exclusiveMinimum" | "exclusiveMaximum" if draft == 4:
+            return isinstance(value, bool) and f"m{keyword[10:]}" in schema
+        case "exclusiveMinimum" | "exclusiveMaximum":
+            return _is_number(value)
+        case "items" if isinstance(value, list):
+            return draft < 2020 and _is_schema_list(value, draft, depth)
+        case "dependencies":
+            return isinstance(value, dict) and all(
+                (bool(v) and _is_name_list(v)) or _is_schema(v, draft, depth)
+                for v in value.values()
+            )
+        case "patternProperties":
+            names_fit = isinstance(value, dict) and all(map(_is_pattern, value))
+            return names_fit and all(_is_schema(v, draft, depth) for v in value.values())
+        case "additionalProperties" | "additionalItems" if isinstance(value, bool):
+            return True
+    return _is_schema(value, draft, depth)
+
+
+def _is_schema_list(value: Any, draft: int, depth: int) -> bool:
+    return (
+        isinstance(value, list) and bool(value) and all(_is_schema(v, draft, depth) for v in value)
+    )
 
 
 def _is_type(value: Any) -> bool:
@@ -94,24 +136,34 @@ def _is_pattern(value: Any) -> bool:
         return False
 
 
-_ONE = frozenset({"additionalProperties", "items", "propertyNames", "not", "contains"})
+_ONE = frozenset({"propertyNames", "not", "contains", "if", "then", "else"})
 _LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_MAPS = frozenset({"properties", "$defs"})
+_MAPS = frozenset({"properties", "$defs", "definitions"})
+_BY_DRAFT = frozenset(
+    {"required", "enum", "exclusiveMinimum", "exclusiveMaximum", "items", "dependencies"}
+    | {"patternProperties", "additionalProperties", "additionalItems"}
+)
+_UNSURE = frozenset(
+    {"$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"}
+    | {"$vocabulary", "contentSchema", "contentEncoding", "contentMediaType"}
+    | {"unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas"}
+    | {"readOnly", "writeOnly", "deprecated"}
+)
 _VALUES: dict[str, Callable[[Any], bool]] = {
-    "$schema": lambda value: value == DRAFT,
+    "$schema": lambda value: isinstance(value, str) and value in DRAFTS,
     "$ref": lambda value: isinstance(value, str) and bool(LOCAL_REFERENCE.fullmatch(value)),
+    **dict.fromkeys(
+        ("$id", "id"), lambda value: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value))
+    ),
     "type": _is_type,
-    "required": _is_name_list,
-    "enum": lambda value: isinstance(value, list),
     "const": lambda _: True,
     "default": lambda _: True,
-    "title": _is_string,
-    "description": _is_string,
-    "format": _is_string,
+    "examples": lambda value: isinstance(value, list),
+    **dict.fromkeys(("title", "description", "$comment", "format"), _is_string),
     "pattern": _is_pattern,
     "uniqueItems": lambda value: isinstance(value, bool),
     "multipleOf": lambda value: _is_number(value) and value > 0,
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _is_number),
+    **dict.fromkeys(("minimum", "maximum"), _is_number),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_size),
-    **dict.fromkeys(("minProperties", "maxProperties"), _is_size),
+    **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _is_size),
 }

@@ -8,44 +8,129 @@ values, a note says so; where a keyword has no such spelling, an error does.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
-from guided_spec.grammar.schema_apply import APPLICATORS
 from guided_spec.grammar.schema_closed import AdditionalProperties, close_objects
-from guided_spec.grammar.schema_dialect import Document, Target, spell
-from guided_spec.grammar.schema_disjoint import Disjointness
-from guided_spec.grammar.schema_formats import FORMATS
-from guided_spec.grammar.schema_join import any_of, join_all
+from guided_spec.grammar.schema_lowering import Applicator, At, Lowered, Lowering, Rules
+from guided_spec.grammar.schema_merge import any_of, join_all
 from guided_spec.grammar.schema_negate import negate
-from guided_spec.grammar.schema_place import At
-from guided_spec.grammar.schema_report import Report, Unenforced, escape
 from guided_spec.grammar.schema_special import SPECIAL
 
-__all__ = ["Lowered", "Lowering", "lower", "needs_lowering"]
+__all__ = ["lower", "needs_lowering"]
 
-_MAX_DEPTH = 64
-_LARGEST = 1_000_000  # characters
 _CAUSES = frozenset(
     {"not", "if", "oneOf", "dependentRequired", "dependentSchemas", "dependencies", "contains"}
     | {"propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
     | {"$id", "id", "$anchor", "$dynamicAnchor", "additionalItems", "format"}
     | {"minProperties", "maxProperties", "uniqueItems"}
 )
-_PLAIN = frozenset(
-    {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
-    | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
-)
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
 
-class Lowered(NamedTuple):
-    """A schema in fewer keywords, and what could not be kept as it is."""
+def _without(node: dict[str, Any], *keywords: str) -> dict[str, Any]:
+    return {name: value for name, value in node.items() if name not in keywords}
 
-    schema: Any
-    entries: tuple[Unenforced, ...]
+
+def _dynamic(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    target = lowering.document.resolve_dynamic(node)
+    if target is None:
+        keyword = "$dynamicRef" if "$dynamicRef" in words else "$recursiveRef"
+        reason = "what it refers to depends on where it is reached from"
+        lowering.report.error(at.pointer, keyword, reason, "use $ref")
+        return []
+    return [lowering.refer(target, at)]
+
+
+def _all_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    del node
+    return [
+        lowering.positive(part, at.below("allOf", index))
+        for index, part in enumerate(words["allOf"])
+    ]
+
+
+def _any_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    rest = _without(node, "anyOf")
+    parts = [
+        lowering.positive(part, at.below("anyOf", index))
+        for index, part in enumerate(words["anyOf"])
+        if not lowering.disjoint.apart(part, rest)
+    ]
+    return [any_of(parts)]
+
+
+def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    """Each branch with the negations of the others, save those that it excludes anyway."""
+    rest = _without(node, "oneOf")
+    apart = lowering.disjoint.apart
+    branches = [pair for pair in enumerate(words["oneOf"]) if not apart(pair[1], rest)]
+    chosen = []
+    for index, branch in branches:
+        parts = [lowering.positive(branch, at.below("oneOf", index))]
+        here = at._replace(types=at.types & lowering.disjoint.types(branch))
+        for other, rival in branches:
+            if other != index and not apart(branch, rival, rest):
+                parts.append(lowering.exclude(rival, branch, "oneOf", here))
+        chosen.append(join_all(parts))
+    return [any_of(chosen)]
+
+
+def _not(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    rest = _without(node, "not")
+    if lowering.disjoint.apart(words["not"], rest):
+        return []
+    return [lowering.exclude(words["not"], rest, "not", at)]
+
+
+def _if(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    if "then" not in words and "else" not in words:
+        return []
+    rest = _without(node, "if", "then", "else")
+    condition, then, otherwise = words["if"], words.get("then", True), words.get("else", True)
+    options = []
+    if then is not False and not lowering.disjoint.apart(condition, rest):
+        parts = [lowering.positive(condition, at.below("if"))]
+        options.append(join_all([*parts, lowering.positive(then, at.below("then"))]))
+    if otherwise is not False:
+        without = lowering.exclude(condition, rest, "if", at)
+        options.append(join_all([without, lowering.positive(otherwise, at.below("else"))]))
+    return [any_of(options)]
+
+
+def _dependent_required(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    del lowering
+    required = set(node.get("required", ()))
+    parts: list[Any] = []
+    for name, names in words["dependentRequired"].items():
+        if "object" in at.types and not required.issuperset(names):
+            without = [] if name in required else [{"properties": {name: False}}]
+            parts.append(any_of([*without, {"required": list(names)}]))
+    return parts
+
+
+def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    required = set(node.get("required", ()))
+    parts = []
+    for name, schema in words["dependentSchemas"].items():
+        if "object" in at.types:
+            needed = lowering.positive(schema, at.below("dependentSchemas", name))
+            without = [] if name in required else [{"properties": {name: False}}]
+            parts.append(any_of([*without, needed]))
+    return parts
+
+
+_APPLICATORS: dict[str, Applicator] = {
+    "$dynamicRef": _dynamic,
+    "$recursiveRef": _dynamic,
+    "allOf": _all_of,
+    "anyOf": _any_of,
+    "oneOf": _one_of,
+    "not": _not,
+    "if": _if,
+    "dependentRequired": _dependent_required,
+    "dependentSchemas": _dependent_schemas,
+}
+_RULES = Rules({**_APPLICATORS, **SPECIAL}, negate)
 
 
 def lower(
@@ -58,7 +143,7 @@ def lower(
     """
     lowered = Lowered(schema, ())
     if needs_lowering(schema):
-        lowered = Lowering(schema, harder=harder).run()
+        lowered = Lowering(schema, _RULES, harder=harder).run()
     if additional == "closed":
         return lowered._replace(schema=close_objects(lowered.schema).schema)
     return lowered
@@ -85,167 +170,3 @@ def needs_lowering(schema: Any) -> bool:
 def _is_local(reference: Any) -> bool:
     text = str(reference)
     return text == "#" or (text.startswith("#/$defs/") and text.count("/") == 2 and "%" not in text)
-
-
-class Lowering:
-    """One pass over one document. harder: see ``lower``."""
-
-    def __init__(self, root: Any, *, harder: bool = False) -> None:
-        self.harder = harder
-        self.document = Document(root)
-        self.disjoint = Disjointness(self.document)
-        self.report = Report()
-        self._names: dict[str, str] = {}
-        self._definitions: dict[str, Any] = {}
-        defs = root.get("$defs") if isinstance(root, dict) else None
-        self._reserved = set(defs) if isinstance(defs, dict) else set()
-
-    def run(self) -> Lowered:
-        """The root's result."""
-        schema = self.positive(self.document.root, At())
-        if len(json.dumps([schema, self._definitions])) > _LARGEST:
-            reason = "written out, what excludes what is far too long"
-            self.report.error("", "oneOf", reason, "give each branch a const property of its own")
-            return Lowered({}, tuple(self.report.entries))
-        if self._definitions:
-            rest = schema if isinstance(schema, dict) else {} if schema else {"enum": []}
-            schema = {**rest, "$defs": self._definitions}
-        return Lowered(schema, tuple(self.report.entries))
-
-    def positive(self, node: Any, at: At) -> Any:
-        """A schema for values of ``node``, which need not admit any beside those of ``at.types``.
-
-        Without siblings that say more, a reference stays one.
-        """
-        if not isinstance(node, dict):
-            return node
-        if at.depth > _MAX_DEPTH:
-            self.report.error(at.pointer, "", "it is nested too deeply", "flatten the schema")
-            return {}
-        words = spell(node, self.document.draft)
-        if "$ref" in words:
-            target = self.document.resolve(node)
-            if target is None:
-                reason = f"{words['$ref']!r} is not found in the schema, and nothing is fetched"
-                self.report.error(at.pointer, "$ref", reason, "move the target under $defs")
-                return {}
-            if any(name in words for name in _ASSERTING):
-                return self._refer_with(target, node, words, at)
-            return self.refer(target, at)
-        return join_all(self._parts(node, words, at))
-
-    def _parts(self, node: Any, words: dict[str, Any], at: At) -> list[Any]:
-        at = at._replace(types=at.types & self.disjoint.types(node))
-        parts: list[Any] = [self._plain(words, at)]
-        for keyword, apply in _ALL.items():
-            if keyword in words:
-                parts += apply(self, node, words, at)
-        return parts
-
-    def refer(self, target: Target, at: At) -> Any:
-        """A reference to the lowered target."""
-        if isinstance(target.schema, bool):
-            return target.schema
-        place = target.key[1:] if target.key.startswith("#") else at.pointer
-        with self._definition(target.key) as name:
-            if name not in self._definitions:
-                self._definitions[name] = {}  # for itself
-                self._definitions[name] = self.positive(target.schema, At(place))
-        return {"$ref": f"#/$defs/{escape(name)}"}
-
-    def _refer_with(self, target: Target, node: Any, words: dict[str, Any], at: At) -> Any:
-        """Both in one definition: a reference to itself with siblings would have no end."""
-        with self._definition(f"{target.key} {id(node)}") as name:
-            if name not in self._definitions:
-                self._definitions[name] = {}
-                rest = {key: value for key, value in words.items() if key != "$ref"}
-                parts = self._parts(node, rest, at)
-                names = list(words)
-                last = "properties" in words and names.index("$ref") > names.index("properties")
-                # Properties are generated in the order in which they are written.
-                parts.insert(len(parts) if last else 0, self._inline(target, at))
-                self._definitions[name] = join_all(parts)
-        return {"$ref": f"#/$defs/{escape(name)}"}
-
-    def _inline(self, target: Target, at: At) -> Any:
-        for _ in range(_MAX_DEPTH):
-            schema = target.schema
-            if not isinstance(schema, dict) or "$ref" not in schema:
-                break
-            words = spell(schema, self.document.draft)
-            following = self.document.resolve(schema)
-            if following is None or any(name in words for name in _ASSERTING):
-                break
-            target = following
-        return self.positive(target.schema, at._replace(depth=at.depth + 1))
-
-    @contextmanager
-    def _definition(self, key: str) -> Iterator[str]:
-        if key not in self._names:
-            prefix = "#/$defs/"
-            own = key[len(prefix) :] if key.startswith(prefix) else ""
-            if own not in self._reserved:
-                number = len(self._names)
-                while f"r{number}" in self._reserved:
-                    number += 1000
-                own = f"r{number}"
-            self._names[key] = own
-        yield self._names[key]
-
-    def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
-        plain = {name: words[name] for name in words if name in _PLAIN}
-        for name in ("properties", "patternProperties"):
-            if name in words:
-                plain[name] = {
-                    key: self.positive(part, at.inside(name, key))
-                    for key, part in words[name].items()
-                }
-        for name in ("items", "additionalProperties"):
-            if name in words:
-                plain[name] = self.positive(words[name], at.inside(name))
-        if "prefixItems" in words:
-            plain["prefixItems"] = [
-                self.positive(part, at.inside("prefixItems", index))
-                for index, part in enumerate(words["prefixItems"])
-            ]
-        if words.get("format") in FORMATS:
-            plain["format"] = words["format"]
-        elif "format" in words and "string" in at.types:
-            reason = "an annotation, which is not checked"
-            fix = "use pattern to have it enforced"
-            self.report.note(at.pointer, "format", reason, fix)
-        return plain
-
-    def exclude(self, node: Any, beside: Any, keyword: str, at: At) -> Any:
-        """A schema for values of ``at.types`` that ``node`` does not admit.
-
-        What cannot be along with ``beside`` is left out. ``at`` is where ``keyword`` stands.
-        """
-        at = at._replace(types=at.types & self.disjoint.types(beside))
-        found = negate(self, node, at)
-        if not found.exact:
-            if not found.schemas and not self.harder:
-                reason = "there is no positive spelling of what it excludes"
-                fix = "list what is allowed, with enum or anyOf"
-                self.report.error(at.pointer, keyword, reason, fix)
-                return {}
-            reason = "more is excluded than it asks for"
-            self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
-        return any_of(found.schemas)
-
-
-_ALL = {**APPLICATORS, **SPECIAL}
-_ASSERTING = (
-    _PLAIN
-    | _ALL.keys()
-    | {
-        *(
-            "properties",
-            "patternProperties",
-            "additionalProperties",
-            "items",
-            "prefixItems",
-            "format",
-        )
-    }
-)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import jsonschema
 
-__all__ = ["keep_valid", "merge"]
+__all__ = ["any_of", "join_all", "keep_valid", "merge"]
 
 # Keywords whose meaning depends on their neighbours: never split between the two sides.
 _OBJECT = ("properties", "patternProperties", "additionalProperties")
@@ -98,3 +99,53 @@ def _common_types(one: Any, other: Any) -> Any:
 
 def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
+
+
+def join_all(parts: Sequence[Any]) -> Any:
+    """One schema for what all parts admit: side by side where they share no keyword, else allOf."""
+    if any(part is False for part in parts):
+        return False
+    joined: dict[str, Any] = {}
+    place = 0  # of the joined ones: properties are generated in the order of the parts
+    rest: list[Any] = []
+    for part in _distinct([part for part in parts if part is not True]):
+        merged = None
+        if "allOf" not in part and "$ref" not in part:
+            merged = merge(joined, part)
+        if merged is False:
+            return False
+        if merged is None:
+            rest += part["allOf"] if part.keys() == {"allOf"} else [part]
+        else:
+            place = place if joined else len(rest)
+            joined = merged
+    if not rest:
+        return joined
+    if not joined and len(rest) == 1:
+        return rest[0]
+    return {"allOf": [*rest[:place], *([joined] if joined else []), *rest[place:]]}
+
+
+def any_of(parts: Sequence[Any]) -> Any:
+    """One schema for what any part admits; False for none."""
+    if any(part is True or part == {} for part in parts):
+        return {}
+    options: list[Any] = []
+    for part in _distinct([part for part in parts if part is not False]):
+        options += part["anyOf"] if part.keys() == {"anyOf"} else [part]
+    if len(options) < 2:
+        return options[0] if options else False
+    return {"anyOf": options}
+
+
+def _distinct(parts: Sequence[Any]) -> list[Any]:
+    if len(parts) < 2:  # most are, and writing one out is what costs
+        return [part for part in parts if part]
+    seen: set[str] = set()
+    kept = []
+    for part in parts:
+        text = json.dumps(part, sort_keys=True)
+        if part and text not in seen:
+            kept.append(part)
+            seen.add(text)
+    return kept

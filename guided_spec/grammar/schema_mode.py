@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
-from guided_spec.errors import UnsupportedSchemaError
+from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.schema import find_unenforced
 from guided_spec.grammar.schema_lower import lower
 from guided_spec.grammar.schema_report import Unenforced, describe, unescape
-from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["compile_as_asked", "loosen", "narrow"]
 
@@ -29,16 +29,22 @@ class Loosened(NamedTuple):
     dropped: tuple[Unenforced, ...]
 
 
-def compile_as_asked(spec: GrammarSpec, compile_: Callable[[GrammarSpec], Compiled]) -> Compiled:
-    """``spec`` by ``compile_``, which raises UnsupportedSchemaError for what it cannot enforce.
+def compile_as_asked(
+    document: SpecDocument, compile_: Callable[[SpecDocument], Compiled]
+) -> Compiled:
+    """A document by ``compile_``, which raises UnsupportedSchemaError for what it cannot enforce.
 
     Then ``spec.unsupported`` decides: "error" lets that through, "rewrite" compiles what ``narrow``
     makes of every schema in it, "warn" what ``loosen`` does, with a UserWarning that names each
     keyword dropped.
     """
-    strict = replace(spec, unsupported="error")
+    spec = document.spec
+    if spec.start is not None:
+        raise GrammarCompileError(
+            "the spec has a start: compile it with a GrammarPipeline that has markers"
+        )
     try:
-        return compile_(strict)
+        return compile_(document)
     except UnsupportedSchemaError:
         if spec.unsupported == "error":
             raise
@@ -51,13 +57,14 @@ def compile_as_asked(spec: GrammarSpec, compile_: Callable[[GrammarSpec], Compil
         dropped.extend(loosened.dropped)
         return loosened.schema
 
-    source = json.loads(spec.source)
-    source = settle(source) if spec.kind == "json_schema" else _in_tag(source, settle)
-    compiled = compile_(replace(strict, source=json.dumps(source, ensure_ascii=False)))
+    is_schema = spec.kind == "json_schema"
+    settled = settle(document.value) if is_schema else _in_tag(document.value, settle)
+    strict = replace(spec, source=json.dumps(settled, ensure_ascii=False), unsupported="error")
+    compiled = compile_(SpecDocument(strict))
     if dropped:
         lines = [f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped]
         text = f"the text may break the JSON schema at {'; '.join(lines)}"
-        warnings.warn(text, UserWarning, stacklevel=3)
+        warnings.warn(text, UserWarning, stacklevel=4)
     return compiled
 
 

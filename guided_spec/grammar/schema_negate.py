@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from guided_spec.grammar.schema_dialect import spell
-from guided_spec.grammar.schema_join import any_of, join_all
-from guided_spec.grammar.schema_place import At
+from guided_spec.grammar.schema_lowering import At, Lowering
+from guided_spec.grammar.schema_merge import any_of, join_all
 from guided_spec.grammar.schema_values import ALL_TYPES, Disjuncts, other_characters, others
-
-if TYPE_CHECKING:
-    from guided_spec.grammar.schema_lower import Lowering
 
 __all__ = ["negate"]
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema_report import escape
-from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["Extent", "GrammarSize", "is_large", "measure_grammar"]
+__all__ = ["ENDLESS", "LARGE_SOURCE", "Extent", "GrammarSize", "measure_json", "measure_text"]
 
 LARGE_SOURCE = 16_384
 LARGE_TEXT = 4_096
@@ -65,30 +63,18 @@ class GrammarSize(NamedTuple):
     large: bool
 
 
-def is_large(spec: GrammarSpec) -> bool:
-    """Whether compiling ``spec`` may take seconds or more; microseconds for an ordinary one."""
-    return len(spec.source) > LARGE_SOURCE or measure_grammar(spec).large
-
-
-def measure_grammar(spec: GrammarSpec) -> GrammarSize:
-    """The size of ``spec``, in time linear in its source. Broken sources are measured too."""
-    if spec.kind in ("regex", "ebnf", "lark"):
-        return _measure_text(spec)
-    walk = _Walk(len(spec.source))
-    try:
-        value = json.loads(spec.source) if spec.source else None
-    except RecursionError:
-        return GrammarSize(Extent(ENDLESS), Extent(), Extent(), 0, large=True)
-    except ValueError:
-        value = None  # broken JSON is the compiler's to report
+def measure_json(value: Any, length: int) -> GrammarSize:
+    """The size of a grammar that is a JSON value, in linear time; length: of its source."""
+    walk = _Walk(length)
     if isinstance(value, dict | list):
         walk.run(value)
     return walk.size()
 
 
-def _measure_text(spec: GrammarSpec) -> GrammarSize:
-    found = _Scanner().run(spec.source, _IN_REGEX if spec.kind == "regex" else _IN_GRAMMAR)
-    large = len(spec.source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
+def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
+    """The size of a regex, or of a grammar that holds some, in linear time."""
+    found = _Scanner().run(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
+    large = len(source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
     largest, alternatives = Extent(found.largest), Extent(found.alternatives)
     return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, large=large)

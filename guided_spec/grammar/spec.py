@@ -10,17 +10,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.backends import require_grammar_backend
+from guided_spec.grammar.backends import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema_closed import AdditionalProperties
-from guided_spec.grammar.start import Start
 
-if TYPE_CHECKING:
-    from guided_spec.config import GrammarBackendName
-
-__all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Unsupported"]
+__all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Start", "Unsupported"]
 
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
@@ -28,6 +24,37 @@ GrammarKind = Literal[
 Unsupported = Literal["error", "rewrite", "warn"]
 KeyOrder = Literal["schema", "any"]
 _JSON_KINDS = ("json_schema", "json_object")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The constraint binds behind the first ``marker``; up to there the text is free.
+
+    marker: text, or token ids (kept as a tuple); None is the marker of the model's own chat
+        template.
+    reasoning_budget: free tokens at most, then the marker is written; None leaves it to the model.
+
+    Raises ConfigError for a value of the wrong type or range.
+    """
+
+    marker: str | Sequence[int] | None = None
+    reasoning_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        marker, budget = self.marker, self.reasoning_budget
+        fix = "must be a non-empty str, token ids, or None for the model's own"
+        if marker is not None and not isinstance(marker, str):
+            if not isinstance(marker, Sequence) or not all(map(_is_natural, marker)):
+                raise ConfigError("marker", marker, fix)
+            object.__setattr__(self, "marker", tuple(marker))
+        if marker is not None and len(marker) == 0:
+            raise ConfigError("marker", marker, fix)
+        if budget is not None and not _is_natural(budget):
+            raise ConfigError("reasoning_budget", budget, "must be an int of at least 0, or None")
+
+
+def _is_natural(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ speculation stays exact.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runtime_checkable
 
@@ -22,6 +22,7 @@ from guided_spec.grammar.key_tokens import KeyTokens
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
 from guided_spec.grammar.schema_keys import free_keys
 from guided_spec.grammar.schema_report import Unenforced
+from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "MaybeUnique",
@@ -88,16 +89,17 @@ MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]
 
 
 def with_unique_keys(
-    grammar: BackendGrammar, prepared: Any, tokens: Callable[[], KeyTokens]
+    grammar: BackendGrammar, prepared: Any, vocabulary: Vocabulary
 ) -> MaybeUnique[BackendGrammar]:
     """``grammar``, of a prepared schema, without the texts that write a key twice.
 
-    As it is where the grammar itself has none. tokens: of its vocabulary, made when needed.
+    As it is where the grammar itself has none. vocabulary: the grammar's.
     """
     keys = free_keys(prepared)
     if not keys.are_there:
         return grammar
-    return UniqueKeysGrammar(grammar, tokens(), grammar.backend, keys.run_out, grammar.notes)
+    tokens = vocabulary.key_tokens
+    return UniqueKeysGrammar(grammar, tokens, grammar.backend, keys.run_out, grammar.notes)
 
 
 class _Judged(NamedTuple):

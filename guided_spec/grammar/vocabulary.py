@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ import xgrammar
 from numpy.typing import NDArray
 
 from guided_spec.errors import ModelError
+from guided_spec.grammar.key_tokens import KeyTokens
 
 __all__ = ["Vocabulary"]
 
@@ -75,6 +76,10 @@ class Vocabulary:
             token_bytes[token_id] = text_bytes[token_id] = b""
         return cls(tuple(token_bytes), stop, vocab_size, tuple(text_bytes), tuple(names))
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The fields: what was made of them is made again where it is needed."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of a whole sequence; bytes that are not UTF-8 become U+FFFD."""
         return b"".join(self.text_bytes[i] for i in token_ids).decode("utf-8", errors="replace")
@@ -87,6 +92,11 @@ class Vocabulary:
             if data:
                 ids[data] = (*ids.get(data, ()), token_id)
         return ids
+
+    @cached_property
+    def key_tokens(self) -> KeyTokens:
+        """Which tokens may end, spell or begin a key of a JSON object."""
+        return KeyTokens(self.token_bytes)
 
     @cached_property
     def longest_token(self) -> int:

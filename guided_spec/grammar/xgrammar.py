@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -18,11 +18,11 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
 )
 from guided_spec.grammar.any_order_ebnf import any_order_ebnf
-from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema_mode import compile_as_asked
-from guided_spec.grammar.schema_prepare import prepare_schema
+from guided_spec.grammar.schema_prepare import require_enforced
 from guided_spec.grammar.schema_report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tag import bound_whitespace, prepare_tag
@@ -32,10 +32,11 @@ from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["XGrammarBackend", "XGrammarGrammar"]
 
-_CACHE_BYTES = 32 * 2**20  # of rules that several grammars have; whole ones are kept elsewhere
+# Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
+# take 40 MB each, and seconds to compile.
+_CACHE_BYTES = 128 * 2**20
 _CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
-_ANY_OBJECT = {"type": "object", "additionalProperties": {}}
 
 
 class _Compilers(NamedTuple):
@@ -83,40 +84,39 @@ class XGrammarBackend:
         Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
         full) or UnsatisfiableGrammarError (nothing matches).
         """
-        if spec.start is not None:
-            raise GrammarCompileError("the spec has a start: compile it with AfterBackend")
-        return compile_as_asked(spec, self._compile_uniquely)
+        return self.compile_document(SpecDocument(spec))
 
-    def _compile_uniquely(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
-        grammar = self._compile_strictly(spec)
-        if spec.kind not in ("json_schema", "json_object"):
-            return grammar
-        return with_unique_keys(grammar, _schema_of(spec), lambda: self._key_tokens)
+    def compile_document(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
 
-    @cached_property
-    def _key_tokens(self) -> KeyTokens:
-        return KeyTokens(self.vocabulary)
+    def enforce(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        if document.spec.kind == "structural_tag":
+            return self._compile_tag(document)
+        if not document.spec.is_json:
+            return self._compile_in_order(document)
+        in_order = document.spec.key_order == "schema"
+        compile_ = self._compile_in_order if in_order else self._compile_in_any_order
+        return with_unique_keys(
+            compile_(document), require_enforced(document.examined), self.vocabulary
+        )
 
-    def _compile_strictly(self, spec: GrammarSpec) -> XGrammarGrammar:
-        if spec.kind == "structural_tag":
-            return self._compile_tag(spec)
-        if spec.key_order == "any":
-            return self._compile_in_any_order(spec)
-        source = _prepare(spec)
+    def _compile_in_order(self, document: SpecDocument) -> XGrammarGrammar:
+        spec, source = document.spec, _source_of(document)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         self._require_a_first_token(spec, compiled)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
         return XGrammarGrammar(compiled, style, self._without_bytes)
 
-    def _compile_in_any_order(self, spec: GrammarSpec) -> XGrammarGrammar:
+    def _compile_in_any_order(self, document: SpecDocument) -> XGrammarGrammar:
         """As grammars of its own where any object's keys can be freed."""
-        prepared = _schema_of(spec)
+        spec, prepared = document.spec, require_enforced(document.examined)
         spaces = (True, False) if spec.any_whitespace else (False,)
         free = [any_order_ebnf(prepared, any_whitespace=space) for space in spaces]
         texts = [part.text for part in free if part.text is not None]
         if len(texts) < len(free):
-            in_order = self._compile_strictly(replace(spec, key_order="schema"))
-            return replace(in_order, notes=free[0].notes)
+            return replace(self._compile_in_order(document), notes=free[0].notes)
         compiled = [
             self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
         ]
@@ -124,8 +124,8 @@ class XGrammarBackend:
         style = compiled[1] if spec.any_whitespace else None
         return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
 
-    def _compile_tag(self, spec: GrammarSpec) -> XGrammarGrammar:
-        prepared = prepare_tag(_parse(spec))
+    def _compile_tag(self, document: SpecDocument) -> XGrammarGrammar:
+        spec, prepared = document.spec, prepare_tag(document.value)
         with _reported(spec):
             prepared = bound_whitespace(prepared)
         tag, named = with_tokens(prepared, self.vocabulary)
@@ -224,27 +224,13 @@ def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool)
             return compiler.compile_structural_tag(source)
 
 
-def _prepare(spec: GrammarSpec) -> str:
+def _source_of(document: SpecDocument) -> str:
     """The source to hand to xgrammar."""
-    match spec.kind:
+    match document.spec.kind:
         case "json_schema" | "json_object":
-            return json.dumps(_schema_of(spec))
+            return json.dumps(require_enforced(document.examined))
         case "regex":
-            return to_fullmatch(spec.source)
+            return to_fullmatch(document.spec.source)
         case "choice":
-            return "|".join(to_fullmatch(re.escape(option)) for option in _parse(spec))
-    return spec.source
-
-
-def _schema_of(spec: GrammarSpec) -> Any:
-    """The prepared schema of a JSON kind."""
-    if spec.kind == "json_object":
-        return _ANY_OBJECT
-    return prepare_schema(_parse(spec), spec.additional_properties)
-
-
-def _parse(spec: GrammarSpec) -> Any:
-    try:
-        return json.loads(spec.source)
-    except (ValueError, RecursionError) as error:
-        raise GrammarCompileError(f"the {spec.kind} is not JSON: {error}") from error
+            return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
+    return document.spec.source

@@ -17,7 +17,8 @@ from torch import Tensor
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -67,10 +68,12 @@ class GuidedManager:
         except ModelError as error:
             self.error = error
         else:
-            backend = IsolatedBackend(
-                build_backend("auto", self.vocabulary), make=partial(build_backend, "auto")
+            pipeline = GrammarPipeline(
+                build_backend("auto", self.vocabulary),
+                GrammarLimits(),
+                make=partial(build_backend, "auto"),
             )
-            self._queue = GrammarCompileQueue(backend)
+            self._queue = GrammarCompileQueue(pipeline)
         _managers.add(self)
 
     @property

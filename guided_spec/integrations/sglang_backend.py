@@ -14,7 +14,8 @@ from typing import Any
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.sglang_place import Place
@@ -104,7 +105,8 @@ class GuidedBackend:
         super().__init__()
         self._any_whitespace = any_whitespace
         backend = build_backend(kind, vocabulary)
-        self._compiler = IsolatedBackend(backend, make=partial(build_backend, kind))
+        make = partial(build_backend, kind)
+        self._compiler = GrammarPipeline(backend, GrammarLimits(), make=make)
 
     def dispatch_json(self, key_string: str) -> Any:
         """A JSON schema as text, or SGLang's word for any JSON value."""

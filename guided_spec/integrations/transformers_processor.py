@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
-from guided_spec.config import GrammarBackendName
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.backends import GrammarBackendName
+from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -78,7 +79,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
             stop_token_ids = _end_ids(tokenizer, model)
         inner = _backend(tokenizer, backend, tuple(stop_token_ids), size)
         self._vocabulary: Vocabulary = inner.vocabulary
-        self._backend = AfterBackend.from_tokenizer(inner, tokenizer)
+        self._markers = Markers.from_tokenizer(inner.vocabulary, tokenizer)
+        self._backend = GrammarPipeline(inner, markers=self._markers)
         self._compiled: dict[GrammarSpec | None, CompiledGrammar | None] = {None: None}
         for spec in self._specs:
             self._compile(spec)
@@ -131,7 +133,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         grammars = []
         for at, prompt in enumerate(prompts):
             spec = self._spec(at, number)
-            bound = None if spec is None else self._backend.markers.bind(spec, prompt)
+            bound = None if spec is None else self._markers.bind(spec, prompt)
             grammars.append(self._compile(bound))
         return Generation(prompts, grammars, self._vocabulary.vocab_size)
 

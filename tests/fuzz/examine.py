@@ -18,8 +18,9 @@ from guided_spec.errors import GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.completion import EndingsCache
 from guided_spec.grammar.completion_endings import EndLostError
-from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from tests.fuzz.targets import Target
@@ -54,7 +55,7 @@ class Examiner:
         self._left = most_large
         self._endings = EndingsCache(SPECIAL)
         self.backends = {
-            name: IsolatedBackend(
+            name: GrammarPipeline(
                 build_backend(name, SPECIAL), LIMITS, make=partial(build_backend, name)
             )
             for name in names
@@ -93,7 +94,7 @@ class Examiner:
 
     def _is_too_large(self, spec: GrammarSpec) -> bool:
         try:
-            if not check_limits(spec, LIMITS).large:
+            if not check_limits(SpecDocument(spec), LIMITS).large:
                 return False
         except GrammarCompileError as error:
             self._refused("limits", error)

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError
-from guided_spec.grammar.after import AfterBackend, AfterGrammar, AfterMatcher
+from guided_spec.grammar.after import AfterGrammar, AfterMatcher
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.start import Start
+from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import unpack_bitmask
 from tests.grammar.spelled import (
@@ -235,7 +235,7 @@ def test_a_budget_completes_a_marker_that_was_begun() -> None:
 
 
 def test_the_style_follows_the_text() -> None:
-    backend = AfterBackend(XGrammarBackend(SPELLED), MARKERS)
+    backend = GrammarPipeline(XGrammarBackend(SPELLED), markers=MARKERS)
     assert backend.compile(GrammarSpec.regex("a").after("b")).new_style_matcher() is None
     rule, style = text_rule([b"ab", b"a b"], SPELLED), text_rule([b"a b"], SPELLED)
     after = AfterGrammar(ToyCompiled(rule, SPELLED, style), MARKERS.find(Start("c")))
@@ -246,7 +246,7 @@ def test_the_style_follows_the_text() -> None:
 
 
 def test_a_backend_compiles_both() -> None:
-    backend = AfterBackend(XGrammarBackend(SPELLED), MARKERS)
+    backend = GrammarPipeline(XGrammarBackend(SPELLED), markers=MARKERS)
     spec = GrammarSpec.regex("[ab]")
     assert not isinstance(backend.compile(spec), AfterGrammar)
     assert isinstance(backend.compile(spec.after("ab")), AfterGrammar)

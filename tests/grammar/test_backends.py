@@ -26,8 +26,7 @@ from guided_spec.grammar.backends import (
     importable_backends,
     register_grammar_backend,
 )
-from guided_spec.grammar.isolation import IsolatedBackend
-from guided_spec.grammar.request_grammars import RequestGrammars
+from guided_spec.grammar.pipeline import GrammarPipeline, RequestGrammars
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -264,12 +263,12 @@ def test_what_cannot_be_imported_is_compiled_here(default: str) -> None:
     grammars = RequestGrammars.build(config, BYTES, tiny_tokenizer())
     with closing(grammars.queue) as queue:
         isolated = queue._backend
-        assert isinstance(isolated, IsolatedBackend)
+        assert isinstance(isolated, GrammarPipeline)
         assert accepts(queue.submit(words.with_backend(name)).result(60), "599")
-        assert not isolated._workers
+        assert not isolated._workers.pids
         assert [spec.source for spec in made[0].specs] == [words.source]
         with pytest.raises(GrammarCompileError, match="alternatives=10000"):
             queue.submit(wide.with_backend(name)).result(60)
         # What another backend compiles is tried out as ever.
         queue.submit(words.with_backend("xgrammar")).result(60)
-        assert isolated._workers
+        assert isolated._workers.pids

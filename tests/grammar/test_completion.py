@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.completion import CompletingGrammar, CompletingMatcher, EndingsCache
 from guided_spec.grammar.completion_costs import RuleEndings
 from guided_spec.grammar.completion_endings import Endings
 from guided_spec.grammar.completion_search import SearchEndings
 from guided_spec.grammar.llguidance import LLGuidanceBackend
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -248,7 +248,7 @@ def _shortest(rule: Callable[[tuple[int, ...]], frozenset[int]]) -> int:
 @pytest.mark.parametrize("budget", [None, 3])
 @pytest.mark.parametrize("marker", ["ab", "cab", "<s>"])
 def test_a_marker_is_written_in_time(marker: str, budget: int | None) -> None:
-    backend = AfterBackend(XGrammarBackend(SPELLED), MARKERS)
+    backend = GrammarPipeline(XGrammarBackend(SPELLED), markers=MARKERS)
     spec = GrammarSpec.regex("(a|bc){2,4}").after(marker, reasoning_budget=budget)
     compiled = backend.compile(spec)
     endings = EndingsCache(SPELLED).of(compiled)

@@ -72,7 +72,7 @@ def test_a_sound_backend_is_asked_what_it_is_for() -> None:
 
 
 def test_a_start_is_never_dropped() -> None:
-    with pytest.raises(GrammarCompileError, match="AfterBackend"):
+    with pytest.raises(GrammarCompileError, match="GrammarPipeline"):
         GuardedBackend("mine", Listed, BYTES).compile(WORDS.after("x"))
 
 

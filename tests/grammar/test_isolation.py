@@ -11,10 +11,10 @@ from contextlib import closing
 import pytest
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.after import AfterBackend, AfterGrammar
+from guided_spec.grammar.after import AfterGrammar
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large
@@ -34,14 +34,14 @@ def _inner() -> HostileBackend:
 
 
 @pytest.fixture(name="isolated")
-def _isolated(inner: HostileBackend) -> Iterator[IsolatedBackend]:
-    backend = IsolatedBackend(inner, SHORT)
+def _isolated(inner: HostileBackend) -> Iterator[GrammarPipeline]:
+    backend = GrammarPipeline(inner, SHORT)
     yield backend
     backend.close()
 
 
-def pids(backend: IsolatedBackend) -> set[int]:
-    return {worker.process.pid for worker in backend._workers}
+def pids(backend: GrammarPipeline) -> set[int]:
+    return backend._workers.pids
 
 
 def is_alive(pid: int) -> bool:
@@ -52,14 +52,14 @@ def is_alive(pid: int) -> bool:
     return True
 
 
-def test_small_grammars_start_no_worker(isolated: IsolatedBackend, inner: HostileBackend) -> None:
+def test_small_grammars_start_no_worker(isolated: GrammarPipeline, inner: HostileBackend) -> None:
     isolated.compile(SMALL)
     assert inner.compiled == ["small"]
     assert not pids(isolated)
 
 
 def test_each_disaster_is_an_error_of_its_own_request(
-    isolated: IsolatedBackend, inner: HostileBackend
+    isolated: GrammarPipeline, inner: HostileBackend
 ) -> None:
     isolated.compile(large("fine"))
     first = pids(isolated)
@@ -91,7 +91,7 @@ def test_each_disaster_is_an_error_of_its_own_request(
 
 
 def test_workers_are_ended_by_close_and_with_the_backend() -> None:
-    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT)
+    backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT)
     backend.compile(large("fine"))
     (pid,) = pids(backend)
     backend.close()
@@ -101,7 +101,7 @@ def test_workers_are_ended_by_close_and_with_the_backend() -> None:
     with pytest.raises(GrammarCompileError, match="closed"):
         backend.compile(large("fine"))
 
-    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT)
+    backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT)
     backend.compile(large("fine"))
     (pid,) = pids(backend)
     del backend
@@ -111,7 +111,7 @@ def test_workers_are_ended_by_close_and_with_the_backend() -> None:
 
 def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
     limits = GrammarLimits(compile_seconds=WAIT)
-    isolated = IsolatedBackend(HostileBackend(NO_VOCABULARY), limits)
+    isolated = GrammarPipeline(HostileBackend(NO_VOCABULARY), limits)
     compiling = GrammarCompileQueue(isolated, max_workers=1)
     hanging = [compiling.submit(large("hang")), compiling.submit(large("fine"))]
     compiling.submit(SMALL).result(WAIT)
@@ -126,7 +126,7 @@ def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
     assert not is_alive(pid)
 
 
-def test_several_threads_share_the_workers(isolated: IsolatedBackend) -> None:
+def test_several_threads_share_the_workers(isolated: GrammarPipeline) -> None:
     barrier = threading.Barrier(2)
 
     def compile_after(spec: GrammarSpec) -> object:
@@ -139,14 +139,14 @@ def test_several_threads_share_the_workers(isolated: IsolatedBackend) -> None:
 
 
 def test_a_worker_that_does_not_start_is_reported() -> None:
-    backend = IsolatedBackend(HostileBackend(NO_VOCABULARY), SHORT, make=os._exit)  # type: ignore[arg-type]
+    backend = GrammarPipeline(HostileBackend(NO_VOCABULARY), SHORT, make=os._exit)
     with pytest.raises(GrammarCompileError, match="does not start"):
         backend.compile(large("fine"))
     assert not pids(backend)
 
 
 def test_with_xgrammar() -> None:
-    backend = IsolatedBackend(XGrammarBackend(BYTES, compile_threads=1))
+    backend = GrammarPipeline(XGrammarBackend(BYTES, compile_threads=1), GrammarLimits())
     grammar = backend.compile(GrammarSpec.json_schema({"type": "string", "maxLength": 300}))
     assert pids(backend)
     assert accepts(grammar, '"abc"')
@@ -157,7 +157,7 @@ def test_with_xgrammar() -> None:
 
 
 def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
-    backend = IsolatedBackend(AfterBackend(XGrammarBackend(SPELLED), MARKERS), make=XGrammarBackend)
+    backend = GrammarPipeline(XGrammarBackend(SPELLED), GrammarLimits(), markers=MARKERS)
     with closing(backend):
         grammar = backend.compile(GrammarSpec.regex("[abc]{1,300}").after("cab"))
         assert isinstance(grammar, AfterGrammar)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError, GuidedSpecError
-from guided_spec.grammar.isolation import IsolatedBackend
+from guided_spec.grammar.document import SpecDocument, is_large
 from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.size import is_large, measure_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
 from tests.grammar.walks import BYTES, accepts
@@ -118,15 +118,15 @@ HOSTILE = {
 
 
 @pytest.fixture(name="backend", scope="module")
-def _backend() -> Iterator[IsolatedBackend]:
+def _backend() -> Iterator[GrammarPipeline]:
     limits = GrammarLimits(compile_seconds=2.0, compile_bytes=2**30)
-    backend = IsolatedBackend(XGrammarBackend(BYTES, compile_threads=1), limits)
+    backend = GrammarPipeline(XGrammarBackend(BYTES, compile_threads=1), limits)
     yield backend
     backend.close()
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_grammar_is_compiled_or_refused(backend: IsolatedBackend, name: str) -> None:
+def test_a_hostile_grammar_is_compiled_or_refused(backend: GrammarPipeline, name: str) -> None:
     outcome: CompiledGrammar | GuidedSpecError
     try:
         outcome = backend.compile(HOSTILE[name])
@@ -179,7 +179,7 @@ def test_errors_name_limit_value_and_place(
     spec: GrammarSpec, limit: str, found: str, place: str
 ) -> None:
     with pytest.raises(GrammarCompileError) as caught:
-        check_limits(spec, TIGHT)
+        check_limits(SpecDocument(spec), TIGHT)
     where = f" at {place}" if place else ""
     assert f"{limit}: {found}{where}" in str(caught.value)
     assert "; " in str(caught.value)
@@ -201,7 +201,7 @@ def test_errors_name_limit_value_and_place(
     ids=str,
 )
 def test_what_only_looks_like_a_count_passes(spec: GrammarSpec) -> None:
-    check_limits(spec, TIGHT)
+    check_limits(SpecDocument(spec), TIGHT)
 
 
 def test_real_sizes_are_within_the_defaults() -> None:
@@ -212,7 +212,7 @@ def test_real_sizes_are_within_the_defaults() -> None:
         {"type": "object", "properties": many(2_000)},
         nested(100),
     ):
-        check_limits(GrammarSpec.json_schema(schema), LIMITS)
+        check_limits(SpecDocument(GrammarSpec.json_schema(schema)), LIMITS)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_large_at_sight(spec: GrammarSpec, large: bool) -> None:  # noqa: FBT001
 @given(st.text("ab\\()[]{}|,09.^\"'\n", max_size=60))
 def test_any_text_can_be_measured(text: str) -> None:
     for spec in (GrammarSpec.regex(text), GrammarSpec.ebnf(text), raw_schema(text)):
-        size = measure_grammar(spec)
+        size = SpecDocument(spec).size
         assert 0 <= size.nesting.value <= len(text)
         assert size.alternatives.value <= len(text) + 1
 
@@ -264,7 +264,7 @@ def test_any_text_can_be_measured(text: str) -> None:
     )
 )
 def test_any_json_can_be_measured(value: object) -> None:
-    measure_grammar(raw_schema(json.dumps(value)))
+    assert SpecDocument(raw_schema(json.dumps(value))).size
 
 
 def test_the_check_is_quick() -> None:

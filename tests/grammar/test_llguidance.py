@@ -324,7 +324,7 @@ def test_the_style_matcher_fixes_the_whitespace() -> None:
         (GrammarSpec.lark('start: "a" <[256]>'), GrammarCompileError, "<\\[256\\]>"),
         (GrammarSpec.ebnf('root ::= "a"'), GrammarCompileError, "use the backend xgrammar"),
         (GrammarSpec.structural_tag("{}"), GrammarCompileError, "use the backend xgrammar"),
-        (GrammarSpec.regex("a").after("</think>"), GrammarCompileError, "AfterBackend"),
+        (GrammarSpec.regex("a").after("</think>"), GrammarCompileError, "GrammarPipeline"),
     ],
     ids=str,
 )

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError, GrammarStateError
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.completion import CompletingGrammar, EndingsCache, PreparingBackend
+from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.completion_endings import pack_row
 from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.xgrammar import XGrammarBackend
@@ -136,7 +137,7 @@ def test_endings_live_as_long_as_their_grammar() -> None:
 
 def test_what_hangs_on_grammars_keeps_to_the_bound_as_it_grows() -> None:
     cache = EndingsCache(VOCABULARY)
-    backend = PreparingBackend(XGrammarBackend(VOCABULARY), cache)
+    backend = GrammarPipeline(XGrammarBackend(VOCABULARY), endings=cache)
     bound = 600_000
     alive: list[weakref.ref[Any]] = []
     queue = GrammarCompileQueue(backend, cache_bytes=bound, size_of_more=cache.size_of)

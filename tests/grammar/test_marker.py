@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.marker import BYTES, Marker, symbols_of
 from guided_spec.grammar.markers import DEFAULT_MARKERS, Markers
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.start import Start
+from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.spelled import (
     EOS,

@@ -21,14 +21,14 @@ from transformers import PreTrainedTokenizerFast
 from guided_spec.bench.budgets import Document, Times, documents_of, follow
 from guided_spec.bench.schema_corpus import load_cases
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.after import AfterBackend
 from guided_spec.grammar.auto_backend import build_backend
 from guided_spec.grammar.backends import GRAMMAR_BACKENDS, register_grammar_backend
 from guided_spec.grammar.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.completion_endings import NEVER
-from guided_spec.grammar.isolation import IsolatedBackend
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.llguidance import LLGuidanceBackend
+from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -59,10 +59,10 @@ def vocabulary() -> Vocabulary:
 def backend_of(wrapper: str) -> GrammarBackend:
     backend = build_backend("auto", vocabulary())
     if wrapper == "marker":
-        return AfterBackend.from_tokenizer(backend, tokenizer())
+        return GrammarPipeline(backend, markers=Markers.from_tokenizer(vocabulary(), tokenizer()))
     if wrapper == "isolated":
         make = partial(build_backend, "auto")
-        return IsolatedBackend(backend, GrammarLimits(), make=make, name="auto")
+        return GrammarPipeline(backend, GrammarLimits(), make=make, name="auto")
     return backend
 
 

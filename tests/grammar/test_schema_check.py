@@ -19,7 +19,15 @@ KEYWORDS = [
     *("minimum", "maximum", "exclusiveMinimum", "multipleOf", "minLength", "maxItems", "pattern"),
     *("additionalProperties", "prefixItems", "$ref", "$defs", "$schema", "$id", "title", "format"),
     *("uniqueItems", "propertyNames", "contains", "default", "patternProperties", "if", "unknown"),
+    *("id", "definitions", "dependencies", "additionalItems", "exclusiveMaximum", "examples"),
+    *("then", "$comment", "minContains", "unevaluatedItems", "dependentRequired"),
 ]
+NAMES = {
+    "https://json-schema.org/draft/2020-12/schema": jsonschema.Draft202012Validator,
+    "http://json-schema.org/draft-07/schema#": jsonschema.Draft7Validator,
+    "http://json-schema.org/draft-06/schema": jsonschema.Draft6Validator,
+    "http://json-schema.org/draft-04/schema#": jsonschema.Draft4Validator,
+}
 VALUES = st.recursive(
     st.sampled_from(
         [
@@ -38,6 +46,7 @@ VALUES = st.recursive(
             "a+",
             "#/$defs/a",
             "x y",
+            "https://example.com/a#",
         ]
     ),
     lambda inner: (
@@ -49,9 +58,9 @@ VALUES = st.recursive(
 SCHEMAS = st.dictionaries(st.sampled_from(KEYWORDS), VALUES, max_size=4)
 
 
-def is_valid(schema: Any) -> bool:
+def is_valid(schema: Any, draft: Any = jsonschema.Draft202012Validator) -> bool:
     try:
-        jsonschema.Draft202012Validator.check_schema(schema)
+        draft.check_schema(schema)
     except jsonschema.SchemaError:
         return False
     return True
@@ -61,6 +70,48 @@ def is_valid(schema: Any) -> bool:
 def test_what_is_plainly_valid_is_valid(schema: dict[str, Any]) -> None:
     if is_plainly_valid(schema):
         assert is_valid(schema)
+
+
+@given(SCHEMAS, st.sampled_from(sorted(NAMES)))
+def test_so_it_is_in_every_draft(schema: dict[str, Any], name: str) -> None:
+    named = {**schema, "$schema": name}
+    if is_plainly_valid(named):
+        assert is_valid(named, NAMES[name])
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"required": []},
+        {"enum": []},
+        {"enum": ["a", "a"]},
+        {"exclusiveMinimum": 3},
+        {"exclusiveMinimum": True},
+        {"properties": {"a": True}},
+        {"items": []},
+    ],
+    ids=str,
+)
+def test_what_draft_4_refuses(schema: dict[str, Any]) -> None:
+    named = {**schema, "$schema": "http://json-schema.org/draft-04/schema#"}
+    assert not is_plainly_valid(named)
+    with pytest.raises(jsonschema.SchemaError):
+        check_schema(named)
+
+
+def test_ordinary_schemas_of_older_drafts_take_the_quick_way() -> None:
+    for name in NAMES:
+        assert is_plainly_valid(
+            {
+                "$schema": name,
+                "id": "http://example.com/a.json#",
+                "type": "object",
+                "properties": {"a": {"$ref": "#/definitions/a"}, "b": {"enum": ["x", "y"]}},
+                "additionalProperties": False,
+                "required": ["a"],
+                "definitions": {"a": {"type": "string", "maxLength": 3, "x-own": [1]}},
+            }
+        )
 
 
 @given(SCHEMAS)

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from guided_spec.errors import ConfigError, GuidedSpecError
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.start import Start
+from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.training.data.records import read_lines
 from guided_spec.training.data.segments import Encoded, encode_record
 

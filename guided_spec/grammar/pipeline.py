@@ -1,0 +1,154 @@
+"""The way of a grammar, from what a user asks for to what makes matchers."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from guided_spec.config import EngineConfig
+from guided_spec.errors import GrammarError
+from guided_spec.grammar.after import AfterGrammar
+from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.backends import BackendFactory, import_path
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.completion import EndingsCache
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.isolation import Workers
+from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["GrammarPipeline", "RequestGrammars"]
+
+_LONGEST_MESSAGE = 2_000  # characters
+
+
+@runtime_checkable
+class _ReadsDocuments(Protocol):
+    """The backends of this package: they go on with what has been read already."""
+
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar: ...
+
+
+class GrammarPipeline:
+    """Any backend, and what stands around it; safe to use from several threads.
+
+    limits: what one grammar may cost; None for any. What can be seen in its source is checked at
+        once. A grammar that is large at sight is first compiled by a worker process under the
+        limits of time and memory, and here only if that succeeded: the same work a second time,
+        since a compiled grammar can cost far more to hand over than to compile (454 MB of text for
+        3 MB of grammar). Without POSIX there is no worker, and only the source is checked.
+    markers: for specs with a ``start``: these are compiled without it, and bind behind the marker.
+    endings: prepared where grammars are compiled, not while others wait.
+    make: what builds the backend in a worker, a function or class that can be imported; None
+        takes the backend's class.
+    name: of the registered backend that compiles specs which name none; None where ``make`` builds
+        whatever that is. A worker knows registered backends by their import path. One that has
+        none, such as a class in a notebook, compiles here alone: then only the source is checked.
+    """
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        limits: GrammarLimits | None = None,
+        *,
+        markers: Markers | None = None,
+        endings: EndingsCache | None = None,
+        make: BackendFactory | None = None,
+        name: str | None = None,
+    ) -> None:
+        self.vocabulary: Vocabulary = backend.vocabulary
+        self.limits = limits
+        self.markers = markers
+        self._backend = backend
+        self._endings = endings
+        self._name = name
+        self._workers = Workers(type(backend) if make is None else make, self.vocabulary)
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``.
+
+        Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits, and
+        for a marker that is not known or that the vocabulary cannot write.
+        """
+        start = None if self.markers is None else spec.start
+        document = SpecDocument(spec if start is None else replace(spec, start=None))
+        try:
+            self._keep_limits(document)
+            marker = None if self.markers is None or start is None else self.markers.find(start)
+            if isinstance(self._backend, _ReadsDocuments):
+                compiled = self._backend.compile_document(document)
+            else:
+                compiled = self._backend.compile(document.spec)
+        except GrammarError as error:
+            _shorten(error)
+            raise
+        if marker is not None and start is not None:
+            compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
+        if self._endings is not None:
+            self._endings.of(compiled)
+        return compiled
+
+    def close(self) -> None:
+        """End the workers, also those at work; large grammars then fail. May be called again."""
+        self._workers.close()
+
+    def _keep_limits(self, document: SpecDocument) -> None:
+        if self.limits is None:
+            return
+        size = check_limits(document, self.limits)
+        name = document.spec.backend or self._name
+        is_importable = name is None or import_path(name) is not None
+        if size.large and os.name == "posix" and is_importable:
+            self._workers.try_out(replace(document.spec, start=None), self.limits)
+
+
+class RequestGrammars(NamedTuple):
+    """The three parts that every request's grammar meets, in this order.
+
+    markers: bind a spec behind its prompt, where it begins after a marker.
+    queue: compiles it in threads, within limits, and keeps it.
+    endings: how its texts end, to end one within its budget.
+    """
+
+    markers: Markers
+    queue: GrammarCompileQueue
+    endings: EndingsCache
+
+    @classmethod
+    def build(cls, config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> RequestGrammars:
+        """As ``config`` says: its ``grammar_*`` fields and ``compile_threads``.
+
+        Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
+        """
+        name = config.grammar_backend
+        markers = Markers.from_tokenizer(vocabulary, tokenizer)
+        endings = EndingsCache(vocabulary)
+        pipeline = GrammarPipeline(
+            build_backend(name, vocabulary),
+            config.grammar_limits or GrammarLimits(),
+            markers=markers,
+            endings=endings,
+            # Where no other process can import it, that one is for specs which name another.
+            make=partial(build_backend, name if import_path(name) else "auto"),
+            name=name,
+        )
+        queue = GrammarCompileQueue(
+            pipeline,
+            max_workers=config.compile_threads,
+            cache_bytes=config.grammar_cache_bytes,
+            size_of_more=endings.size_of,
+        )
+        return cls(markers, queue, endings)
+
+
+def _shorten(error: GrammarError) -> None:
+    """Messages quote the source, which may be a megabyte."""
+    message = str(error)
+    if len(message) > _LONGEST_MESSAGE:
+        half = _LONGEST_MESSAGE // 2
+        error.args = (f"{message[:half]} […] {message[-half:]}",)
