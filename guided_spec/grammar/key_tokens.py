@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,13 +23,16 @@ class KeyTokens:
     closers: by the decoded rest of a key, the tokens that write it and the quote behind it.
     whole: by a decoded key, the tokens that hold it with both quotes.
     loaded: tokens that may hold the ends of two keys of one object.
-    texts: by its bytes, the tokens without quotes and backslashes.
+    texts: by their bytes, all tokens.
 
     All of it is made at once, where grammars are compiled: a row must not wait for it.
     """
 
-    def __init__(self, token_bytes: Sequence[bytes]) -> None:
+    def __init__(
+        self, token_bytes: Sequence[bytes], ids_by_bytes: Mapping[bytes, Sequence[int]]
+    ) -> None:
         self.data = token_bytes
+        self.texts = ids_by_bytes
         self._is_special = [bool(_SPECIAL.search(data)) for data in self.data]
         self.closers: dict[bytes, list[int]] = {}
         self.whole: dict[bytes, list[int]] = {}
@@ -37,11 +40,6 @@ class KeyTokens:
         self._quoted = self._having(b'"')
         for token in self._quoted.tolist():
             self._add(token, self.data[token])
-        escaped = {*self._quoted.tolist(), *self._having(b"\\").tolist()}
-        self.texts: dict[bytes, list[int]] = {}
-        for token, data in enumerate(self.data):
-            if data and token not in escaped:
-                self.texts.setdefault(data, []).append(token)
         commas = self._having(b",")
         both = np.intersect1d(self._quoted, commas)
         self._turning = {

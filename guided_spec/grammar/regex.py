@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Literal
 
 from guided_spec.errors import GrammarCompileError
@@ -28,6 +29,7 @@ __all__ = ["Place", "to_fullmatch"]
 Place = Literal["text", "json_string"]
 
 _parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
+_SHORT = 4096  # characters of a pattern that is remembered
 _NEWLINE: Ranges = ((10, 10),)
 # Characters by their bytes in UTF-8: at most two, three, four.
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
@@ -55,6 +57,11 @@ def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
 
     Raises GrammarCompileError for a pattern that ``re`` refuses or that is no regular language.
     """
+    write = _write_short if len(pattern) <= _SHORT else _write
+    return write(pattern, place)
+
+
+def _write(pattern: str, place: Place) -> str:
     try:
         parsed = _parser.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
@@ -64,6 +71,9 @@ def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
         return _Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge())
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
+
+
+_write_short = lru_cache(maxsize=256)(_write)  # schemas repeat a few patterns, and formats are some
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 __all__ = [
@@ -76,16 +77,21 @@ def _gaps(numbers: list[Any]) -> list[Any]:
 
 def _not_one_of(texts: Sequence[str]) -> str | None:
     """A pattern for the strings that are none of ``texts``; None if it would be very long."""
+    if sum(map(len, texts)) > _LONGEST // 8 or max(map(len, texts)) > 60:
+        return None
+    written = _write_others(tuple(texts))
+    return written if len(written) <= _LONGEST else None
+
+
+@lru_cache(maxsize=256)  # of a oneOf with a constant, each branch excludes those of all others
+def _write_others(texts: tuple[str, ...]) -> str:
     tree: dict[str, Any] = {}
     for text in texts:
         node = tree
         for char in text:
             node = node.setdefault(char, {})
         node[""] = {}
-    if sum(map(len, texts)) > _LONGEST // 8 or max(map(len, texts)) > 60:
-        return None
-    written = f"^(?:{_outside(tree)})$"
-    return written if len(written) <= _LONGEST else None
+    return f"^(?:{_outside(tree)})$"
 
 
 def _outside(node: dict[str, Any]) -> str:

@@ -96,7 +96,7 @@ class Vocabulary:
     @cached_property
     def key_tokens(self) -> KeyTokens:
         """Which tokens may end, spell or begin a key of a JSON object."""
-        return KeyTokens(self.token_bytes)
+        return KeyTokens(self.token_bytes, self.ids_by_bytes)
 
     @cached_property
     def longest_token(self) -> int:
