@@ -72,7 +72,7 @@ class SpecDocument:
     def _parsed(self) -> Any:
         """The value, or the error in its place."""
         try:
-            return json.loads(self.spec.source) if self.spec.source else None
+            return json.loads(self.spec.source)
         except (ValueError, RecursionError) as error:
             return error
 

@@ -175,7 +175,7 @@ class _Closing:
         if not isinstance(node, dict):
             return node
         plain = dict(node)
-        for keyword in _HOLDS_PARTS.intersection(node) - {"$ref"}:
+        for keyword in [key for key in node if key in _HOLDS_PARTS and key != "$ref"]:
             value = node[keyword]
             if keyword in _MAPS:
                 plain[keyword] = {name: self._as_written(part) for name, part in value.items()}

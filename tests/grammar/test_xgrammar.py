@@ -71,6 +71,7 @@ def test_choice_is_exactly_its_options(options: list[str]) -> None:
 @pytest.mark.parametrize(
     ("spec", "error", "reason"),
     [
+        (GrammarSpec("choice", ""), GrammarCompileError, "not JSON"),
         (GrammarSpec.json_schema("{oops"), GrammarCompileError, "not JSON"),
         (GrammarSpec.json_schema("3"), GrammarCompileError, "not a JSON schema"),
         (
