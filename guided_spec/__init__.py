@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from guided_spec.config import EngineConfig
-    from guided_spec.core import DecodeBatch, Proposer
+    from guided_spec.core import DecodeBatch, Proposer, from_propose
     from guided_spec.engine.chat import ChatCompletion, ChatOutput
     from guided_spec.engine.llm import LLM
     from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
@@ -105,6 +105,7 @@ __all__ = [
     "VocabularyMismatchError",
     "check_grammar_backend",
     "commit",
+    "from_propose",
     "generate",
     "register_grammar_backend",
     "register_proposer",
@@ -135,6 +136,7 @@ _MODULES = {
     "Lookahead": "grammar.lookahead",
     "Noise": "types",
     "Proposer": "core",
+    "from_propose": "core",
     "ProposerContext": "proposers.context",
     "RequestOutput": "engine.outputs",
     "RequestStats": "engine.stats",

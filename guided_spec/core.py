@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -26,14 +26,15 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParam
 __all__ = [
     "Batches",
     "DecodeBatch",
-    "EarlyProposer",
-    "Follower",
+    "DraftInFlight",
+    "FinishedDraft",
     "GraphTarget",
-    "PendingDraft",
     "Proposer",
     "Running",
+    "SimpleProposer",
     "TargetModel",
     "TargetOutput",
+    "from_propose",
 ]
 
 
@@ -226,6 +227,57 @@ class Batches:
         return self._wishes[1]
 
 
+class DraftInFlight(Protocol):
+    """A draft whose tokens the device knows, and the host perhaps not yet."""
+
+    @property
+    def draft(self) -> Draft:
+        """Its ``token_ids`` are final; until ``finish``, ``num_tokens`` [B] is the most that a row
+        may hold, and ``probs`` is None."""
+        ...
+
+    @property
+    def is_walked(self) -> bool:
+        """Whether the host knows the tokens already, and has walked them through the grammars."""
+        ...
+
+    def finish(self) -> Draft:
+        """Wait for the tokens and walk them; the draft with the same ``token_ids``.
+
+        To be called once, before ``Lookahead.finish``, when the target's forward is launched.
+        """
+        ...
+
+    def carry(
+        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
+    ) -> object | None:
+        """Launch what the next ``begin`` goes on from; nothing waits for the device.
+
+        hidden_states: of the verify forward, see ``TargetOutput``. packed: int64 [B, K + 2] on its
+        way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. None: nothing.
+        """
+        ...
+
+
+class FinishedDraft(NamedTuple):
+    """A draft that the host knows: nothing of it is in flight, and nothing is carried on."""
+
+    draft: Draft
+
+    @property
+    def is_walked(self) -> bool:
+        """It is."""
+        return True
+
+    def finish(self) -> Draft:
+        """The draft."""
+        return self.draft
+
+    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+        """Nothing."""
+
+
+@runtime_checkable
 class Proposer(Protocol):
     """Drafts tokens for the target to verify. The contract is in docs/add_a_proposer.md."""
 
@@ -233,11 +285,16 @@ class Proposer(Protocol):
     """Hidden states it wants from the target: index i is the input of layer i, n the output of the
     last of n layers, -1 that output after the final norm. () for none."""
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """Draft up to ``batch.num_draft_tokens`` tokens a request, on ``batch.device``.
 
         Continues after ``lookahead.drafted`` and tells the lookahead every token it drafts, by
-        ``accept`` or ``extend``; the draft returned holds its own tokens only.
+        ``accept`` or ``extend``, now or in ``finish``; the draft holds its own tokens only.
+
+        carry: what the draft of the last step carried on; None where there is nothing. The texts
+        may have gone on otherwise, ended, or changed their slots since.
         """
         ...
 
@@ -246,46 +303,38 @@ class Proposer(Protocol):
         ...
 
 
-class PendingDraft(NamedTuple):
-    """A draft whose tokens the device knows and the host does not yet.
+class SimpleProposer(Protocol):
+    """A proposer that has nothing to overlap: ``from_propose`` makes it a ``Proposer``."""
 
-    draft: its ``token_ids`` are final, its ``num_tokens`` [B] the most that a row may hold, its
-        ``probs`` None.
-    finish: waits for the tokens, walks them through the grammars, and returns the draft with the
-        same ``token_ids``. To be called once, before ``Lookahead.finish``.
-    """
+    aux_hidden_layers: tuple[int, ...]
 
-    draft: Draft
-    finish: Callable[[], Draft]
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """The draft, walked or not; see ``Proposer.begin``."""
+        ...
 
-
-@runtime_checkable
-class EarlyProposer(Protocol):
-    """A proposer that can hand its draft to the target before the host has seen it."""
-
-    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
-        """``propose`` in two halves: the target's forward is launched between them."""
+    def release(self, slots: Sequence[int]) -> None:
+        """See ``Proposer``."""
         ...
 
 
-@runtime_checkable
-class Follower(Protocol):
-    """A proposer that goes on from what was accepted before the host knows what that is."""
+class _FromPropose:
+    def __init__(self, proposer: SimpleProposer) -> None:
+        self.aux_hidden_layers = proposer.aux_hidden_layers
+        self._proposer = proposer
 
-    def follow(
-        self,
-        batch: DecodeBatch,
-        accepted: Accepted,
-        hidden_states: Tensor | None,
-        download: Download,
-    ) -> None:
-        """Launch what the next ``propose`` would begin with; nothing waits for the device.
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
+        del carry
+        return FinishedDraft(lookahead.follow(self._proposer.propose(batch, lookahead)))
 
-        hidden_states: of the verify forward, see ``TargetOutput``. download: int64 [B, K + 2] on
-        its way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. The next
-        ``propose`` has to work whatever becomes of these tokens.
-        """
-        ...
+    def release(self, slots: Sequence[int]) -> None:
+        self._proposer.release(slots)
+
+
+def from_propose(proposer: Proposer | SimpleProposer) -> Proposer:
+    """The whole contract for one that has ``propose`` alone; any other comes back as it is."""
+    return proposer if isinstance(proposer, Proposer) else _FromPropose(proposer)
 
 
 class TargetModel(Protocol):

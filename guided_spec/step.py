@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from guided_spec.core import (
     DecodeBatch,
-    EarlyProposer,
-    Follower,
     GraphTarget,
-    PendingDraft,
     Proposer,
     TargetModel,
-    TargetOutput,
 )
 from guided_spec.errors import (
     GrammarDeadEndError,
@@ -38,16 +32,18 @@ class Step(NamedTuple):
     """One step's outcome: what was accepted, of which draft, under which masks.
 
     num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
+    packed: for ``commit``: ``accepted`` on its way to the host.
+    carry: for the next step of these requests, see ``Proposer.begin``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
-    follow: for ``commit``; None where the proposer is no ``Follower``.
     """
 
     accepted: Accepted
     draft: Draft
     lookahead: Lookahead
     num_drafted: Download
+    packed: Download
+    carry: object | None = None
     logprobs: Logprobs | None = None
-    follow: Callable[[Download], None] | None = None
 
 
 class Committed(NamedTuple):
@@ -59,73 +55,63 @@ class Committed(NamedTuple):
 
 
 def speculative_step(
-    target: TargetModel, proposer: Proposer, batch: DecodeBatch, noise: Noise | None = None
+    target: TargetModel,
+    proposer: Proposer,
+    batch: DecodeBatch,
+    noise: Noise | None = None,
+    *,
+    carry: object | None = None,
 ) -> Step:
     """Draft, verify in one forward, and keep what the batch's verifier accepts.
 
     noise: None draws what the batch's seeds give for a draft of this length.
+    carry: of the step before; None is always right, and may be slower.
 
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     with named_range("draft"):
-        pending = _begin(target, proposer, batch, lookahead)
+        flight = proposer.begin(batch, lookahead, carry)
+        # Another thread would hold the interpreter while the forward is to be launched. That pays
+        # where the launch takes long; else ``finish`` fills the rows when it is done.
+        if flight.is_walked and not (isinstance(target, GraphTarget) and target.launches_at_once):
+            lookahead.start()
     with named_range("verify"):
-        output = target.verify(batch, pending.draft)
+        output = target.verify(batch, flight.draft)
     # From here on the host works beside the forward.
-    draft = pending.finish()
+    draft = flight.finish()
     num_drafted = Download(draft.num_tokens)  # now: later it would wait for the proposer too
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
-    follow = _following(proposer, batch, accepted, output)
-    step = Step(accepted, draft, lookahead, num_drafted, follow=follow)
-    if batch.logprobs is None:
-        return step
-    scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
-    found = gather_logprobs(scores, step.accepted.token_ids, batch.logprobs)
-    return step._replace(logprobs=found)
+    logprobs = None
+    if batch.logprobs is not None:
+        scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
+        logprobs = gather_logprobs(scores, accepted.token_ids, batch.logprobs)
+    packed = pack(accepted)  # before what is carried on, which it would wait for
+    carried = flight.carry(accepted, output.hidden_states, packed)
+    return Step(accepted, draft, lookahead, num_drafted, packed, carried, logprobs)
 
 
-def _begin(
-    target: TargetModel, proposer: Proposer, batch: DecodeBatch, lookahead: Lookahead
-) -> PendingDraft:
-    if isinstance(proposer, EarlyProposer):
-        return proposer.begin(batch, lookahead)
-    draft = proposer.propose(batch, lookahead)
-    # Another thread would hold the interpreter while the forward is to be launched. That pays where
-    # the launch takes long; else ``finish`` fills the rows when it is done.
-    is_quick = isinstance(target, GraphTarget) and target.launches_at_once
-    draft = lookahead.follow(draft) if is_quick else lookahead.start(draft)
-    return PendingDraft(draft, lambda: draft)
-
-
-def _following(
-    proposer: Proposer, batch: DecodeBatch, accepted: Accepted, output: TargetOutput
-) -> Callable[[Download], None] | None:
-    if not isinstance(proposer, Follower):
-        return None
-    return partial(proposer.follow, batch, accepted, output.hidden_states)
+def pack(accepted: Accepted) -> Download:
+    """int64 [B, K + 2] on its way to the host: ``num_accepted``, then the ``token_ids``."""
+    return Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
 
 
 def commit(
-    batch: DecodeBatch,
-    accepted: Accepted,
-    follow: Callable[[Download], None] | None = None,
+    batch: DecodeBatch, accepted: Accepted, packed: Download | None = None
 ) -> list[Committed]:
     """Move the matchers over the accepted tokens; one download.
 
     Those of texts that go on read them later, while the device works: the fork when the next step
     needs a row, the original at the next commit.
 
-    follow: of the step. The proposer then goes on while the host commits.
+    packed: of the step; None packs ``accepted`` now.
 
     Returns one record a request. A request whose grammar is at a dead end or refuses a token, or
     whose bans leave no token, gets the error; the others are not affected.
     """
-    packed = Download(torch.cat([accepted.num_accepted.unsqueeze(1), accepted.token_ids], 1))
-    if follow is not None:
-        follow(packed)
+    packed = pack(accepted) if packed is None else packed
     for constraint in batch.constraints:
         if constraint is not None:
             constraint.settle()

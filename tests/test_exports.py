@@ -26,7 +26,7 @@ PROMISED = {
     *("RequestOutput", "Completion", "ChoiceOutput", "Chunk", "RequestStats"),
     *("TokenLogprobs", "TopLogprob", "ChatOutput", "ChatCompletion", "ToolCall"),
     *("Draft", "Accepted", "Noise", "rejection_sample"),
-    *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext"),
+    *("PROPOSERS", "register_proposer", "Proposer", "ProposerContext", "from_propose"),
     *("DecodeBatch", "Lookahead", "speculative_step", "commit"),
     *("generate", "GrammarLogitsProcessor"),
     *("GRAMMAR_BACKENDS", "register_grammar_backend", "check_grammar_backend"),

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.core import DecodeBatch, TargetOutput, from_propose
 from guided_spec.errors import GrammarDeadEndError, GrammarStateError, NoTokenLeftError
 from guided_spec.grammar import lookahead
 from guided_spec.grammar.constraint import Constraint
@@ -85,7 +85,9 @@ class Guesser:
 @given(seed=st.integers(0, 99))
 def test_greedy_is_plain_greedy(how: str, error_rate: float, seed: int) -> None:
     rules = [hashed_rule(seed), None, text_rule([b"abcd", b'{"a":1}']), hashed_rule(seed + 1, 0.2)]
-    found = speculate(TARGET, Guesser(rules, how, error_rate), rules, PROMPT, length=10)
+    found = speculate(
+        TARGET, from_propose(Guesser(rules, how, error_rate)), rules, PROMPT, length=10
+    )
     assert found == [plain_greedy(TARGET, rule, PROMPT, 10) for rule in rules]
 
 
@@ -94,7 +96,7 @@ def test_an_oracle_saves_steps() -> None:
     oracle = Guesser(rules, "blind", 0.0)
     batch = toy_batch([PROMPT], [Constraint(ToyCompiled(rules[0]))], k=5)
     oracle.guess = lambda *_: plain_greedy(TARGET, rules[0], PROMPT, 5)  # type: ignore[method-assign]
-    step = speculative_step(TARGET, oracle, batch)
+    step = speculative_step(TARGET, from_propose(oracle), batch)
     assert step.accepted.num_accepted.item() == step.draft.num_tokens.item() > 1
     assert step.num_drafted.wait().tolist() == step.draft.num_tokens.tolist()
 
@@ -117,7 +119,7 @@ def emit(rule: Rule, seed: int, draft_seed: int, length: int) -> torch.Tensor:
             params=[SamplingParams(temperature=1.0)] * len(live),
             seeds=[1000 * seed + row for row in live],
         )
-        step = speculative_step(target, drafter, batch)
+        step = speculative_step(target, from_propose(drafter), batch)
         for row, committed in zip(live, commit(batch, step.accepted), strict=True):
             assert committed.error is None
             outputs[row] += committed.token_ids
@@ -190,7 +192,7 @@ def test_a_broken_request_fails_alone(
         contexts = [PROMPT + outputs[row] for row in live]
         batch = toy_batch(contexts, [constraints[row] for row in live])
         proposer = ToyDrafter(TARGET) if drafts else NONE
-        step = speculative_step(TARGET, proposer, batch)
+        step = speculative_step(TARGET, from_propose(proposer), batch)
         for row, committed in zip(list(live), commit(batch, step.accepted), strict=True):
             outputs[row] += committed.token_ids
             if committed.error is not None:
@@ -225,7 +227,7 @@ def test_a_thread_fills_beside_a_slow_launch_only(
 
     monkeypatch.setattr(target, "verify", watched)
     for text in ([0], [1], [EOS]):
-        step = speculative_step(target, NONE, batch)
+        step = speculative_step(target, from_propose(NONE), batch)
         assert [row.token_ids for row in commit(batch, step.accepted)] == [text]
         batch = replace(batch, contexts=([*batch.contexts[0], *text],))
     assert filling == [not isinstance(target, QuickTarget)] * 3
@@ -247,9 +249,9 @@ def test_log_probabilities_follow_the_committed_tokens() -> None:
     batch = toy_batch([PROMPT] * 2, [Constraint(ToyCompiled(text_rule([b"ab"]))), None])
     oracle = Guesser(rules, "blind", 0.0)
     oracle.guess = lambda *_: [0, 1, EOS]  # type: ignore[method-assign]
-    assert speculative_step(TARGET, oracle, batch).logprobs is None
+    assert speculative_step(TARGET, from_propose(oracle), batch).logprobs is None
     batch.logprobs = LogprobsPlan.stack(params, CPU)
-    step = speculative_step(TARGET, oracle, batch)
+    step = speculative_step(TARGET, from_propose(oracle), batch)
     committed = commit(batch, step.accepted)
     assert step.logprobs is not None
     asked, quiet = step.logprobs.records([row.token_ids for row in committed])

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.types import Draft
 
 __all__ = ["TurnTaking", "Turns"]
 
@@ -46,13 +45,15 @@ class TurnTaking:
         self.num_steps = 0
         self.held: set[int] = set()
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """The draft of whoever's turn it is."""
         names = self._turns.names
         name = self.chosen or names[self.num_steps // self._turns.length % len(names)]
         self.num_steps += 1
         self.held.update(batch.slots)
-        return self._proposers[name].propose(batch, lookahead)
+        return self._proposers[name].begin(batch, lookahead, carry)
 
     def release(self, slots: Sequence[int]) -> None:
         """Each of them may have drafted for these."""

@@ -54,6 +54,7 @@ class Engine:
         # texts do not depend on it.
         self._keys_vary = self._draft_length.learns and config.verifier == "rejection"
         self._num_added = 0
+        self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
 
     @property
@@ -241,9 +242,11 @@ class Engine:
         features = self._target.take_features(tuple(request.text.slot for request in requests))
         texts = [request.text for request in requests]
         batch = self._batches.make(texts, num_draft_tokens, features)
-        step = speculative_step(self._target, self._proposer, batch)
+        carry, self._carry = self._carry, None
+        step = speculative_step(self._target, self._proposer, batch, carry=carry)
+        self._carry = step.carry
         with named_range("commit"):
-            committed = commit(batch, step.accepted, step.follow)
+            committed = commit(batch, step.accepted, step.packed)
             num_accepted = [row.num_accepted for row in committed]
             self._target.commit(batch, num_accepted)
         num_drafted = step.num_drafted.wait().tolist()

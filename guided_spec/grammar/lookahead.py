@@ -237,16 +237,14 @@ class Lookahead:
         self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
         return draft.cut(width)._replace(num_tokens=lengths.to(draft.num_tokens.device))
 
-    def start(self, draft: Draft) -> Draft:
-        """``follow``; and begin to fill the rows that are still missing, beside what runs next."""
-        draft = self.follow(draft)
+    def start(self) -> None:
+        """Begin to fill the rows that are still missing, beside what runs next."""
         if self._asleep is None:
             missing = sum(walk.num_missing for walk in self._walks)
         else:  # nothing is drafted: one row each
             missing = len(self._asleep)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
             self._filling = self._rows.fill_beside(partial(self._fill, self._walks))
-        return draft
 
     def finish(self, num_draft: int) -> Tensor | None:
         """int32 [B, num_draft + 1, W] on the device: the mask of every target row.

@@ -127,7 +127,7 @@ class HostDrafter:
         order = sorted(range(len(requests)), key=lambda at: requests[at].slot)
         batch = self._batch([requests[at] for at in order])
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        self._proposer.propose(batch, lookahead)
+        self._proposer.begin(batch, lookahead).finish()
         drafts: list[list[int]] = [[] for _ in requests]
         for at, drafted in zip(order, lookahead.drafted, strict=True):
             drafts[at] = [*drafted]

@@ -105,7 +105,7 @@ class Drafting:
         if lookahead is None:
             lookahead = Lookahead.fork([None], self._rows, [self.num_draft])
         text = self._texts[key]
-        self._proposer.propose(self._batch(text, constraint), lookahead)
+        self._proposer.begin(self._batch(text, constraint), lookahead).finish()
         drafted = [*lookahead.drafted[0]]
         refused = lookahead.refused[0]
         if refused is not None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from guided_spec.errors import ConfigError, UnknownProposerError
 
 if TYPE_CHECKING:  # names are listed where torch is not loaded
-    from guided_spec.core import Proposer
+    from guided_spec.core import Proposer, SimpleProposer
     from guided_spec.proposers.context import ProposerContext
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "register_proposer",
 ]
 
-Factory: TypeAlias = "Callable[[ProposerContext], Proposer]"
+Factory: TypeAlias = "Callable[[ProposerContext], Proposer | SimpleProposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
 
 PROPOSERS: dict[str, str | Factory] = {
@@ -70,7 +70,9 @@ def build_proposer(spec: str, context: ProposerContext) -> Proposer:
     Raises UnknownProposerError, and whatever the proposer's own constructor raises.
     """
     name, _, argument = spec.partition(":")
-    return _find(name)(replace(context, argument=argument))
+    from guided_spec.core import from_propose  # loads torch
+
+    return from_propose(_find(name)(replace(context, argument=argument)))
 
 
 def _find(name: str) -> Factory:

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
-from guided_spec.core import DecodeBatch, Proposer
+from torch import Tensor
+
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.ops.download import Download
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import concatenate, no_draft
-from guided_spec.types import Draft
+from guided_spec.types import Accepted, Draft
 
 __all__ = ["Chain", "Lead"]
 
@@ -25,6 +28,47 @@ class Lead(Protocol):
     def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether it would draft anything after the request's draft so far."""
         ...
+
+
+class _Carried(tuple[object | None, ...]):
+    """What each member carries on."""
+
+
+class _Turns:
+    """One member's turns in a step: what it carries is for the first, and comes from the last."""
+
+    def __init__(self, proposer: Proposer, carry: object | None) -> None:
+        self.proposer = proposer
+        self.last: DraftInFlight | None = None
+        self._carry = carry
+
+    def draft(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """The member's next tokens, walked."""
+        carry, self._carry = self._carry, None
+        self.last = self.proposer.begin(batch, lookahead, carry)
+        return self.last.finish()
+
+
+class _ChainDraft(NamedTuple):
+    """The draft of a chain, which the host has walked; see ``DraftInFlight``."""
+
+    draft: Draft
+    turns: Sequence[_Turns]
+
+    @property
+    def is_walked(self) -> bool:
+        return True
+
+    def finish(self) -> Draft:
+        return self.draft
+
+    def carry(
+        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
+    ) -> object | None:
+        return _Carried(
+            None if turns.last is None else turns.last.carry(accepted, hidden_states, packed)
+            for turns in self.turns
+        )
 
 
 class Chain:
@@ -48,19 +92,23 @@ class Chain:
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
         self.aux_hidden_layers: tuple[int, ...] = tuple(sorted(layers))
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """The members in turn, each from where the draft stands, until none has more to say.
 
         The members behind the first draft K tokens of each request between them at most. They stop
         where the first one leads again, and go on behind it. What one request drafts never decides
         how much another does: both may draw with the same noise.
         """
-        lead, *fillers = self._members
+        carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
+        turns = [_Turns(*pair) for pair in zip(self._members, carried, strict=True)]
+        lead, *fillers = turns
         for filler in fillers:
-            if filler.aux_hidden_layers:
+            if filler.proposer.aux_hidden_layers:
                 # Hidden states come once: it has to get them even if its turn never comes.
-                filler.propose(replace(batch, num_draft_tokens=0), lookahead)
-        draft = lead.propose(batch, lookahead)
+                filler.draft(replace(batch, num_draft_tokens=0), lookahead)
+        draft = lead.draft(batch, lookahead)
         left = [batch.num_draft_tokens] * len(batch)
         while any(_rooms(lookahead, left)):
             before = left
@@ -75,11 +123,11 @@ class Chain:
             ends = [batch.mask_rows.depths * is_on for is_on in gained]
             with lookahead.pausing(_never, ends):
                 if any(lookahead.is_open):
-                    draft = _join(draft, lead.propose(batch, lookahead), batch, lookahead)
-        return draft
+                    draft = _join(draft, lead.draft(batch, lookahead), batch, lookahead)
+        return _ChainDraft(draft, turns)
 
     def _fill(
-        self, filler: Proposer, batch: DecodeBatch, lookahead: Lookahead, left: Sequence[int]
+        self, filler: _Turns, batch: DecodeBatch, lookahead: Lookahead, left: Sequence[int]
     ) -> Draft:
         """``left[request]`` tokens of each request at most."""
         lead, most = self._members[0], max(_rooms(lookahead, left))
@@ -90,7 +138,7 @@ class Chain:
         batch = replace(batch, num_draft_tokens=most, limits=limits)
         leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else _never
         with lookahead.pausing(leads, ends):
-            return filler.propose(batch, lookahead)
+            return filler.draft(batch, lookahead)
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""

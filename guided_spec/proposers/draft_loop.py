@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_vocabulary import DraftVocabulary
 from guided_spec.ops.download import Download
@@ -31,7 +31,7 @@ from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_policy import used_policies
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
-from guided_spec.types import Draft, DraftPolicy
+from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = ["DraftLoop", "draft_autoregressively"]
 
@@ -78,10 +78,28 @@ class _Place(NamedTuple):
     rescued: Tensor | None
 
 
+class _Unwalked(NamedTuple):
+    """A loop's draft on its way to the host; see ``DraftInFlight``."""
+
+    draft: Draft
+    loop: DraftLoop
+    later: Download | None
+
+    @property
+    def is_walked(self) -> bool:
+        return False
+
+    def finish(self) -> Draft:
+        return self.loop.walk_as(self.draft, self.later)
+
+    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+        """A model of its own has nothing to read before it is told the tokens."""
+
+
 class DraftLoop:
     """What is drafted in one step, and how each request keeps to its grammar.
 
-    ``run``, ``take`` or ``take_masked`` once, then ``finish`` or ``pending`` once. The arguments
+    ``run``, ``take`` or ``take_masked`` once, then ``finish`` or ``in_flight`` once. The arguments
     are those of ``draft_autoregressively``.
     chooser: kept by the drafter from step to step, made with the target ids of ``vocabulary``; None
         launches every choice by itself.
@@ -153,20 +171,19 @@ class DraftLoop:
         draft = host_draft(self._batch, rows)
         return self._with_probs(draft)
 
-    def pending(self) -> PendingDraft:
+    def in_flight(self) -> DraftInFlight:
         """The draft as the target may read it at once."""
         if not self._places:
-            draft = self.finish()
-            return PendingDraft(draft, lambda: draft)
+            return FinishedDraft(self.finish())
         ids = torch.stack([place.readable for place in self._places], 1)
         most = torch.full_like(ids[:, 0], ids.shape[1])
-        walked = self._download()
+        return _Unwalked(Draft(ids, most), self, self._download())
 
-        def finish() -> Draft:
-            lengths = host_integers([len(row) for row in self._walk(walked)])
-            return self._with_probs(Draft(ids, lengths.to(ids.device, non_blocking=True)))
-
-        return PendingDraft(Draft(ids, most), finish)
+    def walk_as(self, draft: Draft, later: Download | None) -> Draft:
+        """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
+        lengths = host_integers([len(row) for row in self._walk(later)])
+        lengths = lengths.to(draft.token_ids.device, non_blocking=True)
+        return self._with_probs(Draft(draft.token_ids, lengths))
 
     def _goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
@@ -20,7 +20,6 @@ from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_policy import read_policy
 from guided_spec.proposers.drafting import shared_prompts
-from guided_spec.types import Draft
 
 __all__ = ["DraftModel"]
 
@@ -58,13 +57,12 @@ class DraftModel:
         self._chooser = DraftChooser.on(context.device, None)
         self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """Up to K tokens a request: masked, and sampled where the request's temperature says so."""
-        return self._draft(batch, lookahead).finish()
-
-    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
-        """See ``EarlyProposer``."""
-        return self._draft(batch, lookahead).pending()
+        del carry  # the cache is behind the text by what was accepted, and reads it now
+        return self._draft(batch, lookahead).in_flight()
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots' caches start anew with their next requests."""

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.completion import without_budget
 from guided_spec.grammar.constraint import Constraint
@@ -26,7 +26,6 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft
-from guided_spec.types import Draft
 
 __all__ = ["ForcedSearch", "GrammarForced"]
 
@@ -45,10 +44,13 @@ class GrammarForced:
         self._styles: dict[int, _Style] = {}
         self._known: dict[int, _Known] = {}
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """The forced tokens after each request's draft so far; none for free requests."""
+        del carry
         drafts = [self._draft(batch, lookahead, request) for request in range(len(batch))]
-        return host_draft(batch, lookahead.extend_forced(drafts))
+        return FinishedDraft(host_draft(batch, lookahead.extend_forced(drafts)))
 
     def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether anything is forced after the request's draft so far."""

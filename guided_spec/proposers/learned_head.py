@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.errors import ModelError
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.models.draft_head import DraftHead
@@ -27,7 +27,7 @@ from guided_spec.proposers.masked_walk import MaskedWalk
 from guided_spec.proposers.unread_states import UnreadStates
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
-__all__ = ["LearnedHead"]
+__all__ = ["HeadDraft", "LearnedHead"]
 
 DEFAULT_POLICY: DraftPolicy = "mask"
 # Tokens of a batch that may wait to be read while nobody drafts: a forward reads them in little
@@ -35,14 +35,41 @@ DEFAULT_POLICY: DraftPolicy = "mask"
 MOST_UNREAD = 1024
 
 
-class _Ahead(NamedTuple):
-    """What was read ahead.
+class _ReadAhead(NamedTuple):
+    """What was read of the accepted tokens before the host knew them.
 
-    places: by slot, the row and the length of the text before it. download: see ``Follower``.
+    rows: by slot, the row of ``packed`` and the length of the text before it. packed: see
+    ``DraftInFlight.carry``.
     """
 
-    places: dict[int, tuple[int, int]]
-    download: Download
+    rows: dict[int, tuple[int, int]]
+    packed: Download
+
+
+class HeadDraft(NamedTuple):
+    """A draft of ``head`` in flight: it goes on from the tokens that become of it."""
+
+    inner: DraftInFlight
+    head: LearnedHead
+    batch: DecodeBatch
+
+    @property
+    def draft(self) -> Draft:
+        return self.inner.draft
+
+    @property
+    def is_walked(self) -> bool:
+        return self.inner.is_walked
+
+    def finish(self) -> Draft:
+        return self.inner.finish()
+
+    def carry(
+        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
+    ) -> object | None:
+        if hidden_states is None:
+            return None
+        return self.head.read_ahead(self.batch, accepted, hidden_states, packed)
 
 
 class _Piece(NamedTuple):
@@ -82,51 +109,36 @@ class LearnedHead:
         self._masked: MaskedWalk | None = None
         if isinstance(self._head, PackedSlotHead) and can_share(context.device):
             self._masked = MaskedWalk(self._head, target_ids, context)
-        self._ahead: _Ahead | None = None
         self._unread = UnreadStates()
 
-    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
+        self._confirm(batch, carry)
         self._read(batch)
-        if batch.num_draft_tokens == 0:
-            return no_draft(batch)
-        return self._draft(batch, lookahead).finish()
+        if batch.num_draft_tokens == 0:  # the next step may be another without a draft
+            return FinishedDraft(no_draft(batch))
+        return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
 
-    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
-        """See ``EarlyProposer``."""
-        if batch.num_draft_tokens == 0:
-            draft = self.propose(batch, lookahead)
-            return PendingDraft(draft, lambda: draft)
-        self._read(batch)
-        return self._draft(batch, lookahead).pending()
-
-    def follow(
-        self,
-        batch: DecodeBatch,
-        accepted: Accepted,
-        hidden_states: Tensor | None,
-        download: Download,
-    ) -> None:
-        """See ``Follower``: the head reads the accepted tokens while the host commits them."""
-        if batch.num_draft_tokens == 0:
-            return  # the next step may be another without a draft
+    def read_ahead(
+        self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor, packed: Download
+    ) -> object | None:
+        """The head reads the accepted tokens while the host commits them; for ``begin``."""
         head, lengths = self._head, [len(context) for context in batch.contexts]
         known = [head.length(slot) + 1 for slot in batch.slots]
-        if not isinstance(head, PackedSlotHead) or hidden_states is None or known != lengths:
-            return
-        if head.can_read_ahead(batch.slots, accepted.token_ids.shape[1]):
-            places = dict(zip(batch.slots, enumerate(lengths), strict=True))
-            self._ahead = _Ahead(places, download)
-            ids, last = accepted.token_ids, accepted.num_accepted
-            head.read_ahead(batch.slots, ids, hidden_states, last)
+        if not isinstance(head, PackedSlotHead) or known != lengths or min(lengths) < 2:
+            return None
+        if not head.can_read_ahead(batch.slots, accepted.token_ids.shape[1]):
+            return None
+        head.read_ahead(batch.slots, accepted.token_ids, hidden_states, accepted.num_accepted)
+        return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
         for slot in slots:
             self._unread.forget(slot)
-            if self._ahead is not None:
-                self._ahead.places.pop(slot, None)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
@@ -193,22 +205,21 @@ class LearnedHead:
         has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
         return has_room and self._head.length(slot) > 0
 
-    def _confirm(self, batch: DecodeBatch) -> None:
-        """What ``follow`` read counts where it is what became of the text."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is None or not isinstance(self._head, PackedSlotHead):
+    def _confirm(self, batch: DecodeBatch, carry: object | None) -> None:
+        """What was read ahead counts where it is what became of the text."""
+        if not isinstance(carry, _ReadAhead) or not isinstance(self._head, PackedSlotHead):
             return
-        rows = ahead.download.wait().tolist()
+        rows = carry.packed.wait().tolist()
         for slot, context in zip(batch.slots, batch.contexts, strict=True):
-            if slot in ahead.places:
-                at, length = ahead.places[slot]
+            at, length = carry.rows.get(slot, (0, 0))
+            # A slot that was released since is at 0, whatever its new text is.
+            if length > 0 and self._head.length(slot) + 1 == length:
                 num_accepted, *token_ids = rows[at]
                 if list(context[length:]) == token_ids[: num_accepted + 1]:
                     self._head.confirm(slot, num_accepted + 1)
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet; a little of it waits while K is 0."""
-        self._confirm(batch)
         head, unread = self._head, self._unread
         features = batch.features or (None,) * len(batch)
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):

@@ -138,8 +138,8 @@ def test_cancelled_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyP
     """The step is finished, what it gave the cancelled request goes nowhere; its slot is free."""
     entered, resume = threading.Event(), threading.Event()
 
-    def held(target: Any, proposer: Any, batch: DecodeBatch, *noise: Any) -> Step:
-        step = speculative_step(target, proposer, batch, *noise)
+    def held(target: Any, proposer: Any, batch: DecodeBatch, **carry: Any) -> Step:
+        step = speculative_step(target, proposer, batch, **carry)
         if len(batch) == 2 and int(step.accepted.num_accepted.min()) > 0:
             entered.set()
             assert resume.wait(PATIENCE)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.core import from_propose
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import PROPOSERS, build_proposer
@@ -152,7 +153,9 @@ def test_toys(setting: dict[str, Any], k: int) -> None:
     rules = [hashed_rule(1), None, text_rule([b'{"ab":1}', b'{"cd":0}']), hashed_rule(2)]
     target, params = ToyTarget(2), SamplingParams(**setting)
     context = toy_context(draft=build("llama", vocab_size=TOY_SIZE))
-    expected = speculate(target, NoDraft(context), rules, [4], length=10, k=0, params=params)
+    expected = speculate(
+        target, from_propose(NoDraft(context)), rules, [4], length=10, k=0, params=params
+    )
     for spec in (*WITHOUT_HEADS, *CHAINS, *POLICIES):
         if spec != "auto":
             with torch.inference_mode():

@@ -171,7 +171,8 @@ class LookaheadMachine(RuleBasedStateMachine):
         width = min(max(map(len, self.drafted)) + wider, DEPTHS - 1)
         padded = [row + [0] * (width - len(row)) for row in self.drafted]
         lengths = torch.tensor([len(row) for row in self.drafted])
-        self.step.start(Draft(torch.tensor(padded).view(3, width), lengths))
+        self.step.follow(Draft(torch.tensor(padded).view(3, width), lengths))
+        self.step.start()
         masks = self.step.finish(width)
         assert masks is not None
         assert masks.shape[:2] == (3, width + 1)
@@ -250,7 +251,8 @@ def test_nobody_is_constrained() -> None:
 def test_drafts_that_nobody_announced_are_walked() -> None:
     compiled = ToyCompiled(text_rule([b"abcd"]))
     lookahead, rows = toy_lookahead(compiled)
-    lookahead.start(Draft(torch.tensor([[0, 1, 5, 0]]), torch.tensor([4])))
+    lookahead.follow(Draft(torch.tensor([[0, 1, 5, 0]]), torch.tensor([4])))
+    lookahead.start()
     masks = lookahead.finish(4)
     assert masks is not None
     assert masks[0, :, 0].tolist() == [1 << 0, 1 << 1, 1 << 2, -1, -1]
@@ -293,7 +295,8 @@ def test_forks_are_asked_for_when_they_are_needed() -> None:
     constraint = Constraint(ToyCompiled(text_rule([b"abcd"])), [EOS])
     assert constraint.commit_ahead([0]) == [0]
     lookahead = Lookahead.fork([constraint], MaskRows(1, DEPTHS, VOCAB_SIZE, CPU), [4])
-    lookahead.start(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
+    lookahead.follow(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
+    lookahead.start()
     assert lookahead.is_open == [True]
     assert constraint._fork.matcher.tokens == []  # type: ignore[attr-defined]
     masks = lookahead.finish(0)
@@ -325,7 +328,8 @@ def test_a_failure_on_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch
     compiled = ToyCompiled(text_rule([b"ab"]))
     lookahead, rows = toy_lookahead(compiled)
     monkeypatch.setattr(ToyMatcher, "fill_next_token_bitmask", lambda *_: 1 / 0)
-    lookahead.start(Draft(torch.tensor([[0]]), torch.tensor([1])))
+    lookahead.follow(Draft(torch.tensor([[0]]), torch.tensor([1])))
+    lookahead.start()
     with pytest.raises(ZeroDivisionError):
         lookahead.finish(1)
     rows.clear()

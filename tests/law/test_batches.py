@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guided_spec import proposers
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.ops.noise import DraftNoise, Stream, noise_key
 from guided_spec.proposers import build_proposer
@@ -118,27 +118,30 @@ def test_the_same_text_alone_and_in_company(name: str) -> None:
         assert texts == COMPANIES[name].alone(seed)
 
 
-def one_budget(self: Chain, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+def one_budget(
+    self: Chain, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+) -> DraftInFlight:
     """The mistake: K columns for the batch, so that one row's draft ends another's."""
+    del carry
     lead, *fillers = self._members
-    draft, left = lead.propose(batch, lookahead), batch.num_draft_tokens
+    draft, left = lead.begin(batch, lookahead).finish(), batch.num_draft_tokens
     while left > 0 and any(lookahead.is_open):
         before = left
         for filler in fillers:
             given = replace(batch, num_draft_tokens=left)
             leads = partial(cast("Lead", lead).leads, given, lookahead)
             with lookahead.pausing(leads):
-                more = filler.propose(given, lookahead)
+                more = filler.begin(given, lookahead).finish()
             draft = concatenate(draft, more)
             left -= more.token_ids.shape[1]
         if left == before:
             break
-        draft = concatenate(draft, lead.propose(batch, lookahead))
-    return draft.cut(max(map(len, lookahead.drafted)) + 1)
+        draft = concatenate(draft, lead.begin(batch, lookahead).finish())
+    return FinishedDraft(draft.cut(max(map(len, lookahead.drafted)) + 1))
 
 
 def test_one_budget_for_the_batch(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Chain, "propose", one_budget)
+    monkeypatch.setattr(Chain, "begin", one_budget)
     company = COMPANIES["chain"]
     found = company.texts(range(SEEDS))
     assert min(p_values(found)) < UNLIKELY

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guided_spec import core
-from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.core import DecodeBatch, TargetOutput, from_propose
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
 from guided_spec.grammar.mask_rows import MaskRows
@@ -202,7 +202,7 @@ def emit_by_hand(case: Case, rows: int) -> Tensor:
                 [constraints[row] for row in live],
                 [start + row for row in live],
             )
-            step = speculative_step(models, models, batch)
+            step = speculative_step(models, from_propose(models), batch)
             for row, committed in zip(live, commit(batch, step.accepted), strict=True):
                 assert committed.error is None
                 texts[row] += committed.token_ids
@@ -235,7 +235,7 @@ def test_the_harness_drafts_as_the_package_does(kind: str, setting: str) -> None
         constraint.commit(text)
     real = whole_batch(case, texts, constraints, live.tolist())
     lookahead = Lookahead.fork(real.constraints, real.mask_rows, real.limits)
-    expected = lookahead.start(Tables(case).propose(real, lookahead))
+    expected = lookahead.follow(Tables(case).propose(real, lookahead))
     nodes, wide = rows.nodes(live), rows.batch(live)
     wide.limits = real.limits
     fields = Fields(nodes, torch.tensor(real.limits))

@@ -52,7 +52,9 @@ def test_forced_text_leads_and_lookup_follows() -> None:
     rule = text_rule([b"abcdabcd1", b"abcdabcd0", b"abcdbbbb1", b"abcda1"])
     batch = toy_batch([[0, 1, 2, 3]], [Constraint(ToyCompiled(rule))], k=2, limits=[9])
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = build_proposer("chain:grammar_forced+ngram", toy_context()).propose(batch, lookahead)
+    draft = (
+        build_proposer("chain:grammar_forced+ngram", toy_context()).begin(batch, lookahead).finish()
+    )
     assert lookahead.drafted[0][:6] == [0, 1, 2, 3, 0, 1]
     assert lookahead.forced[0][:4] == [0, 1, 2, 3]
     assert draft.token_ids[0, : int(draft.num_tokens)].tolist() == lookahead.drafted[0]
@@ -77,7 +79,7 @@ def test_members_continue_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
         one, two = Fixed([ones[row] for row in rows]), Fixed([twos[row] for row in rows])
         batch = toy_batch([[0]] * len(rows), [None] * len(rows), k=2, limits=[8] * len(rows))
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        draft = chain(monkeypatch, one=one, two=two).propose(batch, lookahead)
+        draft = chain(monkeypatch, one=one, two=two).begin(batch, lookahead).finish()
         pairs = zip(draft.token_ids.tolist(), draft.num_tokens.tolist(), strict=True)
         lists = [tokens[:length] for tokens, length in pairs]
         assert lists == lookahead.drafted
@@ -113,7 +115,7 @@ def test_an_illegal_token_at_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     batch = toy_batch([[0]], [Constraint(ToyCompiled(text_rule([b"ab"])))], k=3)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     built = chain(monkeypatch, one=Fixed([[0]]), two=Illegal([[]]))
-    draft = built.propose(batch, lookahead)
+    draft = built.begin(batch, lookahead).finish()
     assert draft.token_ids.tolist() == [[0, 9]]
     assert draft.num_tokens.tolist() == [2]
     assert lookahead.drafted == [[0]]

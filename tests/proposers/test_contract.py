@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from guided_spec import proposers
-from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, Proposer, from_propose
 from guided_spec.errors import ConfigError, UnknownProposerError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
@@ -143,7 +143,7 @@ def test_contract(
     batch = make_batch(proposer, k, temperature)
     with torch.inference_mode():
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        draft = proposer.propose(batch, lookahead)
+        draft = proposer.begin(batch, lookahead).finish()
     check_shapes(draft, batch)
     lists = [
         row[:length]
@@ -151,7 +151,7 @@ def test_contract(
     ]
     for drafted, refused, row in zip(lookahead.drafted, lookahead.refused, lists, strict=True):
         assert row == drafted or ("validate" in spec and row == [*drafted, refused])
-    lookahead.start(draft)
+    lookahead.start()
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     assert bitmask is not None
     check_probs(draft, None if "validate" in spec else bitmask)
@@ -224,7 +224,7 @@ def test_draft_model_drafts(make: Make) -> None:
     batch = make_batch(proposer, 4, 0.0)
     with torch.inference_mode():
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-        draft = proposer.propose(batch, lookahead)
+        draft = proposer.begin(batch, lookahead).finish()
     assert draft.num_tokens.tolist()[2:] == [4, 0, 0, 2]
 
 
@@ -242,7 +242,7 @@ def test_the_argument_stands_behind_the_colon(monkeypatch: pytest.MonkeyPatch) -
 
     def factory(context: ProposerContext) -> Proposer:
         seen.append(context.argument)
-        return ToyDrafter(TARGET)
+        return from_propose(ToyDrafter(TARGET))
 
     monkeypatch.setitem(proposers.PROPOSERS, "toy", factory)
     build_proposer("toy:one:two", toy_context())
@@ -251,9 +251,9 @@ def test_the_argument_stands_behind_the_colon(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_first_draft_row_is_the_models_own(make: Make) -> None:
-    batch = make_batch(ToyDrafter(TARGET), 1, 1.0)
+    batch = make_batch(from_propose(ToyDrafter(TARGET)), 1, 1.0)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    draft = make("toy_registered").propose(batch, lookahead)
+    draft = make("toy_registered").begin(batch, lookahead).finish()
     logits = ToyTarget(7).logits(CONTEXTS[1])
     assert draft.probs is not None
     rule = RULES[1]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, from_propose
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
@@ -68,8 +68,11 @@ class TableDrafter:
 class EarlyDrafter(TableDrafter):
     """The same, whose draft the target reads before the host has seen it."""
 
-    def begin(self, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
-        return self.run(batch, lookahead).pending()
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
+        del carry
+        return self.run(batch, lookahead).in_flight()
 
 
 @pytest.mark.parametrize("kind", [TableDrafter, EarlyDrafter])
@@ -86,7 +89,7 @@ def test_what_is_emitted_is_the_targets(
     constraints = [Constraint(compiled) if row % 2 == 0 else None for row in range(2 * rows)]
     batch = toy_batch([[4]] * (2 * rows), constraints, k=2, params=params)
     with torch.inference_mode():
-        step = speculative_step(TARGET, kind(policy, vocabulary), batch)
+        step = speculative_step(TARGET, from_propose(kind(policy, vocabulary)), batch)
     committed = commit(batch, step.accepted)
     assert max(len(one.token_ids) for one in committed) == 3  # drafts are accepted at all
     for parity, rule in enumerate(rules):
@@ -139,7 +142,7 @@ def test_a_draft_that_is_read_early_is_the_same(
         batch.policies = tuple(one.draft_policy for one in params)
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         loop = TableDrafter("mask", vocabulary).run(batch, lookahead)
-        pending = loop.pending() if is_early else None
+        pending = loop.in_flight() if is_early else None
         draft = loop.finish() if pending is None else pending.finish()
         if pending is not None:
             read = pending.draft
@@ -229,7 +232,7 @@ def test_each_request_has_its_own_policy(monkeypatch: pytest.MonkeyPatch) -> Non
     assert lists(draft) == alone
     assert lists(draft)[1] == lists(draft)[2]
     assert {request for request, _ in fills} == {0}  # only the masked one needs its masks now
-    lookahead.start(draft)
+    lookahead.start()
     lookahead.finish(draft.token_ids.shape[1])
     assert set(fills.values()) == {1}
 
@@ -240,7 +243,7 @@ def test_each_request_has_its_own_policy(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_greedy_text(policy: DraftPolicy, vocabulary: DraftVocabulary | None, k: int) -> None:
     rules = [hashed_rule(1), None, text_rule([b'{"ab":1}', b'{"cd":0}']), hashed_rule(2)]
     drafter = TableDrafter(policy, vocabulary)
-    found = speculate(TARGET, drafter, rules, [4], length=10, k=k)
+    found = speculate(TARGET, from_propose(drafter), rules, [4], length=10, k=k)
     assert found == [plain_greedy(TARGET, rule, [4], 10) for rule in rules]
 
 

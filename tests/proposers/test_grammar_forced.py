@@ -89,7 +89,7 @@ def propose(
     proposer = GrammarForced(toy_context(config=config))
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     leads = proposer.leads(batch, lookahead, 0)
-    draft = proposer.propose(batch, lookahead)
+    draft = proposer.begin(batch, lookahead).finish()
     assert leads == bool(lookahead.drafted[0])
     assert draft.num_tokens.tolist() == [len(lookahead.drafted[0]), 0]
     return lookahead.drafted[0], lookahead.forced[0]

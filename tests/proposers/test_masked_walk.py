@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, PendingDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.grammar.constraint import Constraint
 from guided_spec.grammar.lookahead import Lookahead
@@ -24,6 +24,7 @@ from guided_spec.ops import mailbox
 from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.ops.mailbox import is_awaited
 from guided_spec.proposers import build_proposer, learned_head
+from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.proposers.masked_walk import MaskedDraft
 from guided_spec.types import Draft, SamplingParams
@@ -103,7 +104,12 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         if count is None:
             Device.join()
 
+    def finish(self: DraftLoop) -> DraftInFlight:
+        """A CPU reads at once what it is given, and would find nothing yet."""
+        return FinishedDraft(self.finish())
+
     monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
+    monkeypatch.setattr(DraftLoop, "in_flight", finish)
 
 
 def build(headed: HeadedTarget, *, is_waiting: bool) -> LearnedHead:
@@ -133,7 +139,7 @@ def draft(
     proposer = build(headed, is_waiting=is_waiting)
     batch = make_batch(proposer, temperatures, limits)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    found = proposer.propose(batch, lookahead)
+    found = proposer.begin(batch, lookahead).finish()
     return Drafted(found, lookahead.drafted, lookahead.starved)
 
 
@@ -162,14 +168,14 @@ def test_a_walk_that_fails_lets_the_device_go(
     proposer = build(headed, is_waiting=True)
     batch = make_batch(proposer, (0.0,) * 3, (3, 3, 3))
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    monkeypatch.setattr(lookahead, "accept_ids", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        proposer.propose(batch, lookahead)
+    with monkeypatch.context() as patch:
+        patch.setattr(lookahead, "accept_ids", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            proposer.begin(batch, lookahead).finish()
     Device.join()  # it waits for no mask any more
     assert not is_awaited()
-    monkeypatch.undo()
     again = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    found = proposer.propose(batch, again)
+    found = proposer.begin(batch, again).finish()
     Device.join()
     assert (
         found.token_ids.tolist()
@@ -218,15 +224,8 @@ def generate(
     options |= {"kernels": "packed", "max_batch_size": 3}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
-        patch.setattr(LearnedHead, "begin", begin_and_finish)
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             return llm.generate(PROMPTS, params)
-
-
-def begin_and_finish(self: LearnedHead, batch: DecodeBatch, lookahead: Lookahead) -> PendingDraft:
-    """A CPU reads at once what it is given."""
-    found = self.propose(batch, lookahead)
-    return PendingDraft(found, lambda: found)
 
 
 @pytest.fixture(scope="module")

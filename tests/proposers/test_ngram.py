@@ -54,7 +54,7 @@ class Read(list[int]):
 def propose(proposer: Proposer, context: list[int]) -> list[int]:
     batch = toy_batch([context], [None], k=3, limits=[4])
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    proposer.propose(batch, lookahead)
+    proposer.begin(batch, lookahead).finish()
     return [*lookahead.drafted[0]]
 
 
@@ -98,10 +98,10 @@ def test_drafts_continue_behind_the_draft_and_stop_at_the_first_illegal_token() 
     batch.constraints[0].commit([0])  # type: ignore[union-attr]
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     proposer = build_proposer("ngram", toy_context())
-    draft = proposer.propose(batch, lookahead)
+    draft = proposer.begin(batch, lookahead).finish()
     assert lookahead.drafted == [[1, 2], [1, 2], []]  # cut: illegal, at the limit, no match
     assert draft.num_tokens.tolist() == [2, 2, 0]
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, [0, 4, 4])
     lookahead.extend([[], [1], [0]])
-    proposer.propose(batch, lookahead)
+    proposer.begin(batch, lookahead).finish()
     assert lookahead.drafted == [[], [1, 2, 3, 9], [0, 5, 0]]
