@@ -15,8 +15,13 @@ if TYPE_CHECKING:
     from guided_spec.core import DecodeBatch, Proposer, from_propose
     from guided_spec.engine.chat import ChatCompletion, ChatOutput
     from guided_spec.engine.llm import LLM
-    from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
-    from guided_spec.engine.stats import RequestStats
+    from guided_spec.engine.outputs import (
+        ChoiceOutput,
+        Chunk,
+        Completion,
+        RequestOutput,
+        RequestStats,
+    )
     from guided_spec.errors import (
         BudgetTooSmallError,
         ConfigError,
@@ -36,15 +41,15 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         VocabularyMismatchError,
     )
-    from guided_spec.grammar.backends import GRAMMAR_BACKENDS, register_grammar_backend
-    from guided_spec.grammar.conformance import check_grammar_backend
-    from guided_spec.grammar.lookahead import Lookahead
+    from guided_spec.grammar.backends.conformance import check_grammar_backend
+    from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
     from guided_spec.grammar.spec import GrammarSpec
-    from guided_spec.grammar.tool import ToolCall
+    from guided_spec.grammar.tools.format import ToolCall
     from guided_spec.grammar.vocabulary import Vocabulary
-    from guided_spec.integrations.transformers import GrammarLogitsProcessor, generate
-    from guided_spec.ops.rejection import rejection_sample
+    from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor, generate
+    from guided_spec.masks.lookahead import Lookahead
+    from guided_spec.ops.sampling.rejection import rejection_sample
     from guided_spec.proposers import PROPOSERS, register_proposer
     from guided_spec.proposers.context import ProposerContext
     from guided_spec.step import commit, speculative_step
@@ -116,7 +121,7 @@ __all__ = [
 __version__: str
 
 _MODULES = {
-    "GRAMMAR_BACKENDS": "grammar.backends",
+    "GRAMMAR_BACKENDS": "grammar.backends.registry",
     "LLM": "engine.llm",
     "PROPOSERS": "proposers",
     "Accepted": "types",
@@ -133,24 +138,24 @@ _MODULES = {
     "GrammarLogitsProcessor": "integrations.transformers",
     "GrammarMatcher": "grammar.protocol",
     "GrammarSpec": "grammar.spec",
-    "Lookahead": "grammar.lookahead",
+    "Lookahead": "masks.lookahead",
     "Noise": "types",
     "Proposer": "core",
     "from_propose": "core",
     "ProposerContext": "proposers.context",
     "RequestOutput": "engine.outputs",
-    "RequestStats": "engine.stats",
+    "RequestStats": "engine.outputs",
     "SamplingParams": "types",
     "TokenLogprobs": "types",
-    "ToolCall": "grammar.tool",
+    "ToolCall": "grammar.tools.format",
     "TopLogprob": "types",
     "Vocabulary": "grammar.vocabulary",
-    "check_grammar_backend": "grammar.conformance",
+    "check_grammar_backend": "grammar.backends.conformance",
     "commit": "step",
     "generate": "integrations.transformers",
-    "register_grammar_backend": "grammar.backends",
+    "register_grammar_backend": "grammar.backends.registry",
     "register_proposer": "proposers",
-    "rejection_sample": "ops.rejection",
+    "rejection_sample": "ops.sampling.rejection",
     "speculative_step": "step",
 }
 

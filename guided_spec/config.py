@@ -9,7 +9,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.types import Verifier
 
 if TYPE_CHECKING:
-    from guided_spec.grammar.backends import GrammarBackendName
+    from guided_spec.grammar.backends.registry import GrammarBackendName
     from guided_spec.grammar.limits import GrammarLimits
 
 __all__ = ["EngineConfig", "Kernels"]

@@ -10,17 +10,16 @@ import torch
 from torch import Tensor
 
 from guided_spec.config import EngineConfig
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.download import Download
-from guided_spec.ops.host_integers import host_integers
-from guided_spec.ops.logprobs import LogprobsPlan
-from guided_spec.ops.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
-from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import draw_noise
-from guided_spec.ops.warp import Sampling, VerifyRows
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.logprobs import LogprobsPlan
+from guided_spec.ops.sampling.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
+from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.verify import draw_noise
+from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
 __all__ = [

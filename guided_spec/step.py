@@ -18,11 +18,10 @@ from guided_spec.errors import (
     GuidedSpecError,
     NoTokenLeftError,
 )
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.download import Download
-from guided_spec.ops.logprobs import Logprobs, Scores, gather_logprobs
-from guided_spec.ops.ranges import named_range
-from guided_spec.ops.verify import VERIFIERS, verify
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.ops.host import Download, named_range
+from guided_spec.ops.sampling.logprobs import Logprobs, Scores, gather_logprobs
+from guided_spec.ops.sampling.verify import VERIFIERS, verify
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = ["VERIFIERS", "Committed", "Step", "commit", "speculative_step"]

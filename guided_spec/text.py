@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from guided_spec.errors import GuidedSpecError
-from guided_spec.grammar.completion import EndingsCache
-from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.noise import noise_key
-from guided_spec.ops.token_rules import TokenRules
+from guided_spec.masks.constraint import Constraint
+from guided_spec.ops.sampling.noise import noise_key
+from guided_spec.ops.sampling.token_rules import TokenRules
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 
@@ -30,7 +30,7 @@ class GuidedText:
     constraint: its place in the grammar; None for free text.
     rules: the biases, bans and penalties of ``params``.
     stop_ids: the tokens that end it. grammar_ends: those that end a text of a grammar.
-    noise_key: of ``seed``, prompt and grammar; see ``guided_spec.ops.noise``.
+    noise_key: of ``seed``, prompt and grammar; see ``guided_spec.ops.sampling.noise``.
     prefill: the same for all texts whose prompts were read as one, see ``DecodeBatch``.
     ended: why it has ended, None while it has not. error: what went wrong, where that is "error".
     """

@@ -9,12 +9,12 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.models.graph_pool import GraphPool
+from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.draft_choice import choose_draft
-from guided_spec.ops.draft_probs import DraftChoice
-from guided_spec.ops.noise import DraftNoise, Stream, exponential_noise
-from guided_spec.ops.warp import Sampling
+from guided_spec.ops.sampling.draft_choice import choose_draft
+from guided_spec.ops.sampling.noise import DraftNoise, Stream, exponential_noise
+from guided_spec.ops.sampling.rejection import DraftChoice
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.types import SamplingParams
 

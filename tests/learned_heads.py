@@ -12,11 +12,11 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
-from guided_spec.models.draft_head import DraftHead
+from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.loading import load_model
-from tests.models import mtp_checkpoints
-from tests.models.fresh import write_mtp
-from tests.models.heads import write_eagle, write_eagle3
+from tests.models.heads import mtp_checkpoints
+from tests.models.heads.fresh import write_mtp
+from tests.models.heads.heads import write_eagle, write_eagle3
 from tests.models.tiny import build
 
 __all__ = ["TARGETS", "HeadedTarget", "overfit", "write_head"]

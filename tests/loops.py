@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import Proposer
-from guided_spec.grammar.constraint import Constraint
+from guided_spec.masks.constraint import Constraint
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
-from guided_spec.ops.warp import warp
+from guided_spec.ops.sampling.warp import warp
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import SamplingParams
 from tests.toys import EOS, VOCAB_SIZE, Rule, ToyCompiled, ToyTarget, toy_batch

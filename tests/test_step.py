@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 
 from guided_spec.core import DecodeBatch, TargetOutput, from_propose
 from guided_spec.errors import GrammarDeadEndError, GrammarStateError, NoTokenLeftError
-from guided_spec.grammar import lookahead
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.logprobs import LogprobsPlan
-from guided_spec.proposers.drafting import host_draft
-from guided_spec.proposers.none import NoDraft
+from guided_spec.masks import lookahead
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.ops.sampling.logprobs import LogprobsPlan
+from guided_spec.proposers.drafting import NoDraft, host_draft
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Accepted, Draft, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs

@@ -1,10 +1,8 @@
-"""``guided-spec bench``: a workload file in, a table and JSON out; ``bench gpu`` for a machine."""
+"""``guided-spec bench``: a workload file in, a table and JSON out."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,31 +16,21 @@ from guided_spec.cli.console import (
     print_json,
     print_table,
     stderr,
-    stdout,
     working,
 )
-from guided_spec.config import EngineConfig
-from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
-    from guided_spec.bench.gpu import GpuPlan
-    from guided_spec.bench.measurement import Measurement
+    from guided_spec.evaluate.measurement import Measurement
 
-__all__ = ["bench_app"]
+__all__ = ["bench"]
 
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )
 
-SECTIONS = "kernels, steps, end-to-end, peers, plugins"  # of ``bench.gpu``, not imported for help
 
-bench_app = typer.Typer(invoke_without_command=True)
-
-
-@bench_app.callback()
 def bench(
-    context: typer.Context,
     workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
     proposers: Annotated[
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
@@ -70,11 +58,7 @@ def bench(
     Plain constrained decoding and transformers' own generate are measured beside them; the latter
     at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
     held-out documents that come with the package are used.
-
-    `gpu` is another benchmark, with options of its own.
     """
-    if context.invoked_subcommand is not None:
-        return
     load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
     load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
     load["verifier"] = verifier
@@ -102,11 +86,11 @@ class _Asked(NamedTuple):
 def _compare(
     asked: _Asked, model: str | None, load: dict[str, Any], profile: Path | None
 ) -> list[Measurement]:
-    from guided_spec.bench.compare import Plan, run_plan
-    from guided_spec.bench.workload import load_workload
+    from guided_spec.cli.profile import profiling
     from guided_spec.engine.llm import LLM
-    from guided_spec.engine.profile import profiling
     from guided_spec.engine.setup import bundled_asset
+    from guided_spec.evaluate.measurement import Plan, run_plan
+    from guided_spec.evaluate.workload import load_workload
 
     items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
     with_transformers = load["max_batch_size"] == 1 and asked.params.temperature == 0
@@ -117,112 +101,9 @@ def _compare(
         return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
 
-@bench_app.command()
-def gpu(
-    sections: Annotated[
-        str | None, typer.Option(help=f"Some of {SECTIONS}, comma-separated; all by default.")
-    ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
-    eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
-    work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
-    batches: Annotated[str | None, typer.Option(help="Such as 1,8,64.")] = None,
-    temperatures: Annotated[str | None, typer.Option(help="Such as 0,0.7.")] = None,
-    proposers: Annotated[str | None, typer.Option(help="Names, comma-separated.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
-    engine_option: Annotated[
-        list[str] | None, typer.Option(help="NAME=VALUE of EngineConfig; may be repeated.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to time.")] = 60,
-    warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 16,
-    prompt_length: Annotated[int, typer.Option(help="Prompt tokens when steps are timed.")] = 1000,
-    requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
-    vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
-    vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
-    vllm_logs: Annotated[Path | None, typer.Option(help="Folder for vLLM's output.")] = None,
-    vllm_methods: Annotated[str | None, typer.Option(help="Such as eagle3+exact.")] = None,
-    vllm_limit: Annotated[float, typer.Option(help="Seconds for each of them.")] = 540.0,
-    device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
-    dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
-    output: Annotated[Path | None, typer.Option(help="Write the JSON here, as it grows.")] = None,
-    as_json: Json = False,
-    _verbose: Verbose = False,
-) -> None:
-    """Measure kernels, engine steps, whole documents and other engines on one device.
-
-    Without --model the bundled target and its EAGLE-3 head are measured in the shape of an 8B
-    Llama. docs/benchmarks.md says what each figure means.
-    """
-    named = SECTIONS.split(", ") if sections is None else sections.split(",")
-    where: dict[str, Any] = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
-    where |= {"device": device, "dtype": dtype}
-    shared = _shared(batches, temperatures, proposers)
-    shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
-    timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
-    whole = {"max_tokens": max_tokens, "requests": requests}
-    vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
-    vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
-    _run_gpu(_gpu_plan(where, shared | timed, shared | whole, vllm), output, as_json=as_json)
-
-
-def _gpu_plan(
-    where: dict[str, Any], steps: dict[str, Any], documents: dict[str, Any], vllm: dict[str, Any]
-) -> GpuPlan:
-    """Each holds fields of the record that is made of it."""
-    from guided_spec.bench.gpu import GpuPlan
-    from guided_spec.bench.gpu_end_to_end import DocumentPlan
-    from guided_spec.bench.gpu_peers import VllmEnvironment
-    from guided_spec.bench.gpu_steps import StepPlan
-
-    plans = {"steps": StepPlan(**steps), "documents": DocumentPlan(**documents)}
-    return GpuPlan(**where, **plans, vllm=VllmEnvironment(**vllm))  # type: ignore[arg-type]
-
-
-def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:
-    from guided_spec.bench.gpu import run_gpu
-
-    report: dict[str, Any] = {}
-    for section in run_gpu(plan, lambda message: stderr().print(message, markup=False)):
-        report[section.name] = section.records
-        for heading, table in () if as_json else section.tables.items():
-            stdout().print(heading)
-            stdout().print(table) if isinstance(table, str) else print_table(table)
-        _write(output, report)
-    if as_json:
-        for name, records in report.items():
-            print_json({"section": name, **records})
-
-
 def _write(output: Path | None, report: Any) -> None:
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _options(pairs: list[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if name not in {field.name for field in fields(EngineConfig)} or not separator:
-            raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
-        found[name] = int(value) if value.isdigit() else value
-    return found
-
-
-def _shared(batches: str | None, temperatures: str | None, proposers: str | None) -> dict[str, Any]:
-    """What was given of the lists that steps and documents have in common."""
-    lists = {
-        "batches": _split("batches", batches, int),
-        "temperatures": _split("temperatures", temperatures, float),
-        "proposers": _split("proposers", proposers, str),
-    }
-    return {name: values for name, values in lists.items() if values}
-
-
-def _split(argument: str, text: str | None, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    try:
-        return tuple(kind(part) for part in text.split(",")) if text else ()
-    except ValueError as error:
-        raise ConfigError(argument, text, "must be numbers, comma-separated") from error
 
 
 def _default_proposers(model: str | None) -> str:

@@ -142,7 +142,7 @@ def _generate(
     llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer, trace: Path | None = None
 ) -> _Run:
     """Run once; an error of the request is raised."""
-    from guided_spec.engine.profile import profiling
+    from guided_spec.cli.profile import profiling
 
     with llm:
         writer.status.update(f"reading the prompt ({llm.proposer})")

@@ -12,7 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 import guided_spec
-from guided_spec.cli.bench import bench_app
+from guided_spec.cli.bench import bench
 from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.generate import generate
@@ -48,7 +48,7 @@ app = typer.Typer(
 app.command()(generate)
 app.command()(proposers)
 app.command()(check)
-app.add_typer(bench_app, name="bench")
+app.command()(bench)
 app.command(cls=TrainCommand)(train)
 
 

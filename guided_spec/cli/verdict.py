@@ -13,13 +13,13 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.auto_backend import build_backend
+from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-from guided_spec.grammar.schema import Unenforced, find_unenforced
-from guided_spec.grammar.schema_closed import close_objects
-from guided_spec.grammar.schema_keys import free_keys
-from guided_spec.grammar.schema_lower import lower
-from guided_spec.grammar.schema_prepare import examine_schema, lower_checked
+from guided_spec.grammar.schema.closed import close_objects
+from guided_spec.grammar.schema.keys import free_keys
+from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
+from guided_spec.grammar.schema.rewrite import Unenforced, find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary

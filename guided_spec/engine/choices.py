@@ -15,8 +15,8 @@ from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.engine.setup import Setup
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.canonical import CanonicalTokens
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
+from guided_spec.grammar.vocabulary import CanonicalTokens
 from guided_spec.types import SamplingParams
 
 __all__ = ["Chooser"]

@@ -1,34 +1,148 @@
 """The loop: admit, read prompts, speculate, commit. One call of ``step`` is one round of it.
 
 An engine is used by one thread. ``guided_spec.engine.llm`` runs it in a thread of its own.
+
+Which requests hold a slot, and which of them work in the next forward.
+
+Which prompts are read together: rows of one forward are padded to its longest.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
+from typing import NamedTuple
 
 import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import Batches, DecodeBatch, Proposer
-from guided_spec.engine.acceptance import Outcome
-from guided_spec.engine.draft_length import Brought, Room, build_draft_length
+from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
-from guided_spec.engine.prefill import group_prompts
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.scoring import score_rows
 from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.ops.noise import noise_key
-from guided_spec.ops.ranges import named_range
+from guided_spec.ops.host import named_range
+from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.types import TokenLogprobs
 
-__all__ = ["Engine"]
+__all__ = [
+    "Engine",
+    "PromptGroup",
+    "Scheduler",
+    "group_prompts",
+]
+
+
+class Scheduler:
+    """First come, first served, as soon as a slot is free and the grammar is compiled.
+
+    num_slots: requests that can run at once; the others wait.
+    """
+
+    def __init__(self, num_slots: int) -> None:
+        self._waiting: deque[Request] = deque()
+        self._running: dict[int, Request] = {}  # by slot, ascending
+        self._free = list(range(num_slots))
+
+    @property
+    def num_free(self) -> int:
+        """Slots that nobody holds."""
+        return len(self._free)
+
+    def add(self, request: Request) -> None:
+        """Queue a request."""
+        self._waiting.append(request)
+
+    def __iter__(self) -> Iterator[Request]:
+        """Every request that has not ended: first the running ones by slot, then the queue."""
+        return iter([*self._running.values(), *self._waiting])
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting or self._running)
+
+    def running(self, state: State | None = None) -> list[Request]:
+        """The requests that hold a slot, by slot; only those in ``state`` if one is given."""
+        requests = list(self._running.values())
+        return requests if state is None else [r for r in requests if r.state is state]
+
+    def ready(self) -> list[Request]:
+        """Waiting requests whose grammar is done, at most as many as there are free slots.
+
+        A request whose grammar is still being compiled is overtaken by those behind it.
+        """
+        if not self._free:
+            return []
+        done = [r for r in self._waiting if r.job.grammar is None or r.job.grammar.done()]
+        return done[: len(self._free)]
+
+    def admit(self, request: Request) -> None:
+        """Give a waiting request the lowest free slot."""
+        self._waiting.remove(request)
+        self._free.sort()
+        request.text.slot = self._free.pop(0)
+        request.state = State.PREFILL
+        self._running = dict(sorted([*self._running.items(), (request.text.slot, request)]))
+
+    def remove_finished(self) -> list[int]:
+        """Take out the requests that have ended; returns the slots that became free."""
+        if any(r.state is State.FINISHED for r in self._waiting):
+            self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
+        slots = [slot for slot, r in self._running.items() if r.state is State.FINISHED]
+        for slot in slots:
+            del self._running[slot]
+        self._free.extend(slots)
+        return slots
+
+
+# Padded tokens that one forward may hold. A forward reads all weights, so that a few hundred tokens
+# take hardly longer than a few: that many are wasted before another forward is cheaper.
+WORTH_A_FORWARD = 256
+
+
+class PromptGroup(NamedTuple):
+    """Rows of one forward. members: indices into the lengths, ascending. width: tokens a row."""
+
+    members: list[int]
+    width: int
+
+
+def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
+    """Deal the prompts that are read next to forwards of rows about as long as each other.
+
+    lengths: tokens that each prompt has left, at least 1. budget: tokens of all forwards together,
+        padding included.
+
+    The first prompts come first; those that the budget has no room for are in no group. A prompt
+    longer than the budget is cut to it, and then alone.
+    """
+    chosen: list[int] = []
+    width = 0
+    for at, length in enumerate(lengths):
+        wider = max(width, min(length, budget))
+        if chosen and wider * (len(chosen) + 1) > budget:
+            break
+        chosen.append(at)
+        width = wider
+    groups: list[PromptGroup] = []
+    padding = 0
+    for at in sorted(chosen, key=lambda at: lengths[at]):
+        length = min(lengths[at], budget)
+        if groups:
+            last = groups[-1]
+            padding += (length - last.width) * len(last.members)
+            if padding <= WORTH_A_FORWARD:
+                groups[-1] = PromptGroup([*last.members, at], length)
+                continue
+        groups.append(PromptGroup([at], length))
+        padding = 0
+    return [PromptGroup(sorted(group.members), group.width) for group in groups]
+
 
 # Prompt tokens that a verify forward may read besides: so few cost a GPU little more than none, and
 # less than a forward of their own, which reads the weights again.

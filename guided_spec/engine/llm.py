@@ -1,4 +1,9 @@
-"""LLM: the public face of the engine."""
+"""LLM: the public face of the engine.
+
+Which failures of requests are raised, and which come back with their outputs.
+
+A bar on stderr: how many requests of a call are done.
+"""
 
 from __future__ import annotations
 
@@ -8,28 +13,91 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import wait
 from dataclasses import fields
-from typing import Any, Unpack, overload
+from typing import Any, Literal, NamedTuple, Unpack, get_args, overload
+
+from tqdm.auto import tqdm
 
 from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput
 from guided_spec.engine.choices import Chooser
-from guided_spec.engine.failures import Failures, OnError
-from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput
+from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats
 from guided_spec.engine.parallel import SeedSource
-from guided_spec.engine.progress import ProgressBar
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
-from guided_spec.engine.stats import RequestStats
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.token_ids import check_token_ids, spell_bad_words
+from guided_spec.ops.sampling.token_rules import check_token_ids, spell_bad_words
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = ["LLM"]
+__all__ = ["LLM", "Failures", "OnError", "ProgressBar"]
+
+OnError = Literal["raise", "return"]
+
+
+class Failures(NamedTuple):
+    """of_written: whether to raise what ended a text that had begun. of_unwritten: all others."""
+
+    of_unwritten: bool
+    of_written: bool
+
+    @classmethod
+    def before_the_first_token(cls, on_error: OnError) -> Failures:
+        """With "raise" only those that left no text. Raises ConfigError for another word."""
+        return cls(_is_raised(on_error), of_written=False)
+
+    @classmethod
+    def at_any_time(cls, on_error: OnError) -> Failures:
+        """With "raise" all of them. Raises ConfigError for another word."""
+        is_raised = _is_raised(on_error)
+        return cls(is_raised, is_raised)
+
+    def look_at(self, chunk: Chunk, num_prompts: int) -> None:
+        """Raise the error of a request's last chunk, if it is one of these.
+
+        Among several prompts a note on the error says which one it was.
+        """
+        completion = chunk.completion
+        if completion is None or completion.error is None:
+            return
+        if self.of_written if completion.token_ids else self.of_unwritten:
+            if num_prompts > 1:
+                place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
+                # Set, not added: a grammar's error is remembered, and raised by other calls too.
+                completion.error.__notes__ = [f'{place}; on_error="return" serves the others']
+            raise completion.error
+
+
+def _is_raised(on_error: str) -> bool:
+    if on_error not in get_args(OnError):
+        raise ConfigError("on_error", on_error, f"must be one of {', '.join(get_args(OnError))}")
+    return on_error == "raise"
+
+
+class ProgressBar:
+    """A context manager. total: prompts of the call; None shows nothing."""
+
+    def __init__(self, total: int | None) -> None:
+        self._bar: Any = tqdm(total=total, unit="prompt", disable=total is None)
+        self._num_tokens = 0
+
+    def update(self, chunk: Chunk) -> None:
+        """Count a finished sample; the prompt counts with its first one."""
+        if chunk.completion is None:
+            return
+        self._num_tokens += len(chunk.completion.token_ids)
+        self._bar.set_postfix(tokens=self._num_tokens, refresh=False)
+        self._bar.update(int(chunk.sample_index == 0))
+
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 

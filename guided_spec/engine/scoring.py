@@ -13,7 +13,7 @@ from guided_spec.engine.request import Request
 from guided_spec.errors import NoTokenLeftError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
-from guided_spec.models.padding import pad_ids
+from guided_spec.models.packed.graph_pool import pad_ids
 
 __all__ = ["score_rows"]
 

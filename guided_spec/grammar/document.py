@@ -1,26 +1,267 @@
-"""A spec on its way to a backend: read, measured, lowered and prepared once, whoever asks."""
+"""A spec on its way to a backend: read, measured, lowered and prepared once, whoever asks.
+
+How big a grammar's source is in the ways that cost, read off without building anything.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.schema_lowering import Lowered
-from guided_spec.grammar.schema_prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema_report import PreparedSchema
-from guided_spec.grammar.size import (
-    ENDLESS,
-    LARGE_SOURCE,
-    Extent,
-    GrammarSize,
-    measure_json,
-    measure_text,
-)
+from guided_spec.grammar.schema.lowering import Lowered
+from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
+from guided_spec.grammar.schema.report import PreparedSchema, escape
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["SpecDocument", "is_large"]
+__all__ = [
+    "ENDLESS",
+    "LARGE_SOURCE",
+    "Extent",
+    "GrammarSize",
+    "SpecDocument",
+    "is_large",
+    "measure_json",
+    "measure_text",
+]
+
+LARGE_SOURCE = 16_384
+LARGE_TEXT = 4_096
+LARGE_LIST = 512
+LARGE_BOUNDED_OBJECT = 24
+LARGE_REPEATS = 256
+LARGE_REPEATS_IN_ALL = 2_048
+LARGE_EXPANSION = 10.0  # as a power of 2
+_DIGITS = 19
+ENDLESS = 10**18  # counts are not told apart beyond this
+
+_Path = tuple["_Path", str | int] | None
+
+_SCHEMA_MAPS = frozenset(
+    {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
+)
+_DATA = frozenset({"const", "enum", "default", "examples"})
+_COUNTS = frozenset({"minLength", "maxLength", "minItems", "maxItems"})
+_COUNTS_OF_KEYS = frozenset({"minProperties", "maxProperties"})
+_BRANCHES = frozenset({"anyOf", "oneOf", "allOf"})
+_NEUTRAL = frozenset({"$ref", "title", "description", "default", "examples", "$comment"})
+_STRING = r'"(?:[^"\\\n]|\\.)*"|'
+_TOKEN = r"\\.|\[\^?\]?|[].()|]|\{(\d*)(?:,(\d*))?\}"
+_WIDE = frozenset({".", "]", *(f"\\{letter}" for letter in "dDwWsSpP")})
+_IN_REGEX = re.compile(_TOKEN, re.DOTALL)
+_IN_GRAMMAR = re.compile(_STRING + _TOKEN, re.DOTALL)
+
+
+class Extent(NamedTuple):
+    """The largest of one kind. place: a JSON pointer; None where the source is not JSON."""
+
+    value: int = 0
+    place: str | None = None
+
+
+class GrammarSize(NamedTuple):
+    """What of a grammar's source drives the cost of compiling it.
+
+    nesting: JSON lists and objects, or parentheses, inside each other.
+    repetitions: the largest count, of minLength to maxItems or ``{m,n}``. Counts of groups inside
+        each other are multiplied.
+    alternatives: the most members of one list or object, or the number of ``|`` in one regex or
+        grammar, plus 1.
+    characters: the largest single count that is about characters, not about items.
+    large: whether compiling it may take seconds, or more.
+    """
+
+    nesting: Extent
+    repetitions: Extent
+    alternatives: Extent
+    characters: int
+    large: bool
+
+
+def measure_json(value: Any, length: int) -> GrammarSize:
+    """The size of a grammar that is a JSON value, in linear time; length: of its source."""
+    walk = _Walk(length)
+    if isinstance(value, dict | list):
+        walk.run(value)
+    return walk.size()
+
+
+def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
+    """The size of a regex, or of a grammar that holds some, in linear time."""
+    found = _Scanner().run(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
+    large = len(source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
+    large = large or found.alternatives > LARGE_LIST
+    largest, alternatives = Extent(found.largest), Extent(found.alternatives)
+    return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, large=large)
+
+
+class _Walk:
+    """One pass over a JSON value, without recursion."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.nesting: tuple[int, _Path] = (0, None)
+        self.repetitions: tuple[int, _Path] = (0, None)
+        self.alternatives: tuple[int, _Path] = (0, None)
+        self.characters = 0
+        self.counts: dict[str | int, int] = {}  # of each pattern and each count
+        self.repeated = 0
+        self.expansion = 0.0  # log2 of how often references can be written out
+        self.has_reference = self.has_joined = self.has_bounded_object = False
+
+    def run(self, root: Any) -> None:
+        """Depth first; ``is_data`` marks what stands for itself and is no schema."""
+        stack: list[tuple[Any, int, _Path, bool, bool]] = [(root, 1, None, False, False)]
+        while stack:
+            node, depth, path, is_data, is_map = stack.pop()
+            if depth > self.nesting[0]:
+                self.nesting = (depth, path)
+            if len(node) > self.alternatives[0]:
+                self.alternatives = (len(node), path)
+            if isinstance(node, list):
+                for index, value in enumerate(node):
+                    if isinstance(value, dict | list):
+                        stack.append((value, depth + 1, (path, index), is_data, False))
+                continue
+            for key, value in node.items():
+                if isinstance(value, dict | list):
+                    data = is_data or (not is_map and key in _DATA)
+                    maps = not is_map and key in _SCHEMA_MAPS
+                    stack.append((value, depth + 1, (path, key), data, maps))
+            self._keywords(node, path, is_data=is_data)
+
+    def _keywords(self, node: dict[str, Any], path: _Path, *, is_data: bool) -> None:
+        for key, value in node.items():
+            match value:
+                case bool():
+                    pass
+                case int() if key in _COUNTS:
+                    self._count(value, (path, key), is_data=is_data)
+                case int() if key in _COUNTS_OF_KEYS:
+                    self.has_bounded_object = True
+                case str() if key in ("pattern", "grammar"):
+                    self._pattern(value, (path, key), is_data=is_data)
+                case str() if key == "$ref":
+                    self.has_reference = True
+                case dict() if key == "patternProperties":
+                    for pattern in value:
+                        self._pattern(pattern, ((path, key), pattern), is_data=is_data)
+                case list() if key in _BRANCHES:
+                    self.expansion += math.log2(max(len(value), 1))
+                    rest = node.keys() - {key} - _NEUTRAL
+                    self.has_joined |= key == "allOf" or bool(rest)
+
+    def _pattern(self, pattern: str, path: _Path, *, is_data: bool) -> None:
+        found = _Scanner().run(pattern, _IN_REGEX)
+        self.counts[pattern] = found.repeated  # equal ones are compiled once
+        self.repeated += found.repeated
+        self.characters = max(self.characters, found.longest)
+        if not is_data:
+            self.repetitions = max(self.repetitions, (found.largest, path), key=_value)
+            self.alternatives = max(self.alternatives, (found.alternatives, path), key=_value)
+            self.nesting = max(self.nesting, (found.nesting, path), key=_value)
+
+    def _count(self, value: int, path: tuple[_Path, str], *, is_data: bool) -> None:
+        value = max(0, min(value, ENDLESS))
+        if path[1] in ("minLength", "maxLength"):
+            self.characters = max(self.characters, value)
+        self.counts[value] = value
+        self.repeated += value
+        if not is_data and value > self.repetitions[0]:
+            self.repetitions = (value, path)
+
+    def size(self) -> GrammarSize:
+        large = (
+            self.length > LARGE_SOURCE
+            or self.alternatives[0] > LARGE_LIST
+            or sum(self.counts.values()) > LARGE_REPEATS
+            or self.repeated > LARGE_REPEATS_IN_ALL
+            or (self.has_bounded_object and self.alternatives[0] > LARGE_BOUNDED_OBJECT)
+            # Branches are written out together with what stands beside them, again at each level.
+            or (self.has_reference and self.has_joined and self.expansion > LARGE_EXPANSION)
+        )
+        return GrammarSize(
+            _extent(self.nesting),
+            _extent(self.repetitions),
+            _extent(self.alternatives),
+            self.characters,
+            large=large,
+        )
+
+
+def _value(found: tuple[int, _Path]) -> int:
+    return found[0]
+
+
+def _extent(found: tuple[int, _Path]) -> Extent:
+    value, path = found
+    tokens: list[str] = []
+    while path is not None:
+        path, key = path
+        tokens.append(escape(str(key)))
+    return Extent(value, "".join(f"/{token}" for token in reversed(tokens)))
+
+
+class _Scan(NamedTuple):
+    """Of one regex or grammar. repeated: its character classes, each as often as it is repeated.
+
+    largest, longest: of the counts, with those inside each other multiplied, and each by itself.
+    """
+
+    nesting: int
+    largest: int
+    repeated: int
+    alternatives: int
+    longest: int
+
+
+class _Scanner:
+    """One pass over a regex or grammar, right or not; keeps no more than its open groups."""
+
+    def __init__(self) -> None:
+        self.groups = [0]  # what each open group repeats
+        self.closed = -1  # where the last class or group ended
+        self.inner = 0  # what that one repeats
+        self.nesting = self.largest = self.longest = 0
+        self.alternatives = 1
+
+    def run(self, text: str, tokens: re.Pattern[str]) -> _Scan:
+        in_class = False
+        for match in tokens.finditer(text):
+            token = match.group()
+            if in_class and token != "]":
+                continue
+            in_class = token[0] == "["
+            if token == "(":
+                self.groups.append(0)
+                self.nesting = max(self.nesting, len(self.groups) - 1)
+            elif token == ")" and len(self.groups) > 1:
+                self._close(match.end(), self.groups.pop())
+            elif token == "|":
+                self.alternatives += 1
+            elif token in _WIDE:
+                self._close(match.end(), 1)
+            elif token[0] == "{":
+                self._repeat(match)
+        repeated = sum(self.groups)
+        return _Scan(self.nesting, self.largest, repeated, self.alternatives, self.longest)
+
+    def _close(self, end: int, inner: int) -> None:
+        self.closed, self.inner = end, inner
+        self.groups[-1] = min(self.groups[-1] + inner, ENDLESS)
+
+    def _repeat(self, match: re.Match[str]) -> None:
+        numbers = [number for number in match.groups() if number]
+        upper = max((int(n) if len(n) < _DIGITS else ENDLESS for n in numbers), default=1)
+        before = self.inner if self.closed == match.start() else 0
+        count = min(upper * max(before, 1), ENDLESS)
+        self.groups[-1] = min(self.groups[-1] - before + count, ENDLESS)
+        self.largest = max(self.largest, count)
+        self.longest = max(self.longest, upper)
+
 
 _TEXTS = ("regex", "ebnf", "lark")
 _ANY_OBJECT = {"type": "object"}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from guided_spec.errors import GrammarCompileError, GrammarError
-from guided_spec.grammar.backends import (
+from guided_spec.grammar.backends.registry import (
     GRAMMAR_BACKENDS,
     BackendFactory,
     importable_backends,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 
 from guided_spec.errors import ConfigError, GrammarCompileError
-from guided_spec.grammar.document import SpecDocument
-from guided_spec.grammar.size import ENDLESS, Extent, GrammarSize
+from guided_spec.grammar.document import ENDLESS, Extent, GrammarSize, SpecDocument
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["GrammarLimits", "check_limits"]

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.after import AfterGrammar
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.backends import BackendFactory, import_path
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.completion import EndingsCache
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.isolation import Workers
 from guided_spec.grammar.limits import GrammarLimits, check_limits
-from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.markers.after import AfterGrammar
+from guided_spec.grammar.markers.markers import Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.backends import GrammarBackendName, require_grammar_backend
-from guided_spec.grammar.schema_closed import AdditionalProperties
+from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
+from guided_spec.grammar.schema.closed import AdditionalProperties
 
 __all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Start", "Unsupported"]
 
@@ -247,9 +247,12 @@ class GrammarSpec:
 
         Raises ConfigError naming the tool.
         """
-        from guided_spec.grammar.tool import read_choice, read_tools  # here: few specs need them
-        from guided_spec.grammar.tool_format import ToolRules
-        from guided_spec.grammar.tool_formats import get_tool_format
+        from guided_spec.grammar.tools.format import (  # here: few specs need them
+            ToolRules,
+            read_choice,
+            read_tools,
+        )
+        from guided_spec.grammar.tools.formats import get_tool_format
 
         choice, left = read_choice(tool_choice, read_tools(tools))
         content = get_tool_format(tool_format).content(ToolRules(left, choice, parallel_tool_calls))

@@ -17,11 +17,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.json_keys import START, Keys, Mode, Place
-from guided_spec.grammar.key_tokens import KeyTokens
+from guided_spec.grammar.key_tokens import START, Keys, KeyTokens, Mode, Place
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
-from guided_spec.grammar.schema_keys import free_keys
-from guided_spec.grammar.schema_report import Unenforced
+from guided_spec.grammar.schema.keys import free_keys
+from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [

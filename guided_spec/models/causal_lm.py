@@ -11,14 +11,13 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.hidden_capture import check_layers
-from guided_spec.models.linear_state import SavedState
-from guided_spec.models.packed_decoder import PackedDecoder
-from guided_spec.models.packed_lm import PackedLM, Rows
-from guided_spec.models.refusal import errors_naming
-from guided_spec.models.slot_trial import SlotTrial
-from guided_spec.models.stock_decoder import StockDecoder
-from guided_spec.models.stock_slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+from guided_spec.models.packed.decoder import PackedDecoder
+from guided_spec.models.packed.lm import PackedLM, Rows
+from guided_spec.models.stock.decoder import StockDecoder
+from guided_spec.models.stock.kv_cache import SavedState
+from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
+from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+from guided_spec.models.target import check_layers
 
 __all__ = [
     "CausalLM",

@@ -32,18 +32,18 @@ Factory: TypeAlias = "Callable[[ProposerContext], Proposer | SimpleProposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
 
 PROPOSERS: dict[str, str | Factory] = {
-    "auto": "guided_spec.proposers.auto:auto",
+    "auto": "guided_spec.engine.setup:auto",
     "chain": "guided_spec.proposers.chain:Chain",
-    "deepseek_mtp": "guided_spec.proposers.heads:deepseek_mtp",
+    "deepseek_mtp": "guided_spec.proposers.learned_head:deepseek_mtp",
     "draft_model": "guided_spec.proposers.draft_model:DraftModel",
-    "eagle": "guided_spec.proposers.heads:eagle",
-    "eagle3": "guided_spec.proposers.heads:eagle3",
-    "glm4_moe_mtp": "guided_spec.proposers.heads:glm4_moe_mtp",
+    "eagle": "guided_spec.proposers.learned_head:eagle",
+    "eagle3": "guided_spec.proposers.learned_head:eagle3",
+    "glm4_moe_mtp": "guided_spec.proposers.learned_head:glm4_moe_mtp",
     "grammar_forced": "guided_spec.proposers.grammar_forced:GrammarForced",
-    "mtp": "guided_spec.proposers.heads:mtp",
+    "mtp": "guided_spec.proposers.learned_head:mtp",
     "ngram": "guided_spec.proposers.ngram:NGram",
-    "none": "guided_spec.proposers.none:NoDraft",
-    "qwen3_5_mtp": "guided_spec.proposers.heads:qwen3_5_mtp",
+    "none": "guided_spec.proposers.drafting:NoDraft",
+    "qwen3_5_mtp": "guided_spec.proposers.learned_head:qwen3_5_mtp",
 }
 
 

@@ -1,21 +1,73 @@
-"""The choice of a draft's tokens, as a draft loop makes it: by itself, or as a CUDA graph."""
+"""The choice of a draft's tokens, as a draft loop makes it: by itself, or as a CUDA graph.
+
+How a CUDA graph that draws a draft is told what to sample with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.models.graph_pool import GraphPool, Inputs, bucket
-from guided_spec.models.padding import pad_rows
-from guided_spec.ops.draft_choice import choose_draft
-from guided_spec.ops.noise import DraftNoise
-from guided_spec.ops.warp import Sampling
-from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
+from guided_spec.ops.sampling.draft_choice import choose_draft
+from guided_spec.ops.sampling.noise import DraftNoise
+from guided_spec.ops.sampling.warp import Sampling
 
-__all__ = ["Chosen", "DraftChooser"]
+__all__ = [
+    "Chosen",
+    "DraftChooser",
+    "GraphSampling",
+    "read_sampling",
+    "sampling_key",
+]
+
+PARAMETERS = ("temperature", "top_k", "top_p", "min_p")  # of ``Sampling``, that a graph reads
+
+
+class GraphSampling:
+    """Which parameters the graphs of one drafter hold: they are copied when they change."""
+
+    def __init__(self) -> None:
+        self._held: dict[Hashable, tuple[Sampling, int]] = {}
+
+    def changed(
+        self, graph: Hashable, sampling: Sampling, noise: DraftNoise, batch: int
+    ) -> dict[str, Tensor]:
+        """What to give a graph that draws for ``batch`` rows; from then on it holds that.
+
+        graph: its key. The same object ``sampling`` means the same parameters.
+        """
+        held = self._held.get(graph)
+        if held is not None and held[0] is sampling and held[1] == batch:
+            return {}
+        self._held[graph] = (sampling, batch)
+        return {"seeds": noise.seeds, **{name: getattr(sampling, name) for name in PARAMETERS}}
+
+
+def sampling_key(sampling: Sampling, noise: DraftNoise | None) -> tuple[Hashable, ...]:
+    """What a graph depends on besides the tensors that it reads."""
+    flags = (sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p)
+    return (*flags, noise and noise[2:])
+
+
+def read_sampling(
+    inputs: Inputs, depth: int, sampling: Sampling, noise: DraftNoise | None
+) -> tuple[Sampling, DraftNoise | None]:
+    """Both, with a graph's own tensors, for the token ``depth`` places behind its "positions".
+
+    Without noise nothing is sampled, and nothing read.
+    """
+    if noise is None:
+        return sampling, None
+    parameters: Any = {name: inputs[name] for name in PARAMETERS}
+    positions = inputs["positions"] + depth
+    own = noise._replace(seeds=inputs["seeds"], positions=positions)
+    return replace(sampling, **parameters), own
+
 
 # Logits of a graph at most. More of them keep the device busy for longer than the launches take,
 # and a graph that samples keeps as many probabilities for itself.

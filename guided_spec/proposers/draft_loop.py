@@ -5,10 +5,12 @@
 - ``validate``: the model drafts freely. The host walks the draft afterwards, in one download; the
   first illegal token stays in it, and the verifier refuses it exactly.
 
-Under each, the drafter's logits are adjusted like the target's (``guided_spec.ops.adjust``).
+Under each, the drafter's logits are adjusted like the target's (``ops.sampling.adjust``).
 
 Which one a request gets changes how much is accepted, never the distribution of the text: a draft
 sampled under a mask is verified with its masked probabilities, and one sampled freely with those.
+
+The adjustments of a batch, applied to a drafter's own logits as its draft grows.
 """
 
 from __future__ import annotations
@@ -21,19 +23,70 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.ops.download import Download
-from guided_spec.ops.host_integers import host_integers
-from guided_spec.ops.noise import DraftNoise
-from guided_spec.proposers.draft_adjustments import DraftAdjustments
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import DraftChooser
-from guided_spec.proposers.draft_policy import used_policies
-from guided_spec.proposers.drafting import host_draft
+from guided_spec.proposers.drafting import host_draft, used_policies
 from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
-__all__ = ["DraftLoop", "draft_autoregressively"]
+__all__ = [
+    "DraftAdjustments",
+    "DraftLoop",
+    "draft_autoregressively",
+]
+
+NO_TOKEN = -1
+
+
+class DraftAdjustments:
+    """Biases, bans and penalties behind each request's draft so far. Costs nothing without any.
+
+    drafted: [B] tokens that the requests' drafts hold already.
+    vocabulary: what the drafter's logits score; None: the target's own V tokens.
+    """
+
+    def __init__(
+        self,
+        batch: DecodeBatch,
+        drafted: Sequence[Sequence[int]],
+        vocabulary: DraftVocabulary | None,
+    ) -> None:
+        self._adjustments = batch.adjustments
+        self._vocabulary = vocabulary
+        if self._adjustments is None:
+            return
+        lengths = [len(row) for row in drafted]
+        width = max(lengths) + batch.num_draft_tokens
+        padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in drafted]
+        tokens = torch.tensor(padded, dtype=torch.int64).view(len(batch), width)
+        self._tokens = tokens.to(batch.device, non_blocking=True)
+        self._lengths = torch.tensor(lengths).to(batch.device, non_blocking=True)
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Logits [B, D] of the next token to such logits, in float32 where anything is adjusted."""
+        if self._adjustments is None:
+            return logits
+        if self._vocabulary is None:
+            return self._apply(self._adjustments, logits)
+        # In target ids there and back: the rules name target tokens.
+        target_ids = self._vocabulary.target_ids
+        full = logits.new_full((len(logits), self._vocabulary.target_size), float("-inf"))
+        full = full.index_copy(1, target_ids, logits)
+        return self._apply(self._adjustments, full)[:, target_ids]
+
+    def append(self, token_ids: Tensor) -> None:
+        """One more drafted token for each request, int64 [B] target ids; -1 for none."""
+        if self._adjustments is None:
+            return
+        self._tokens.scatter_(1, self._lengths.unsqueeze(1), token_ids.unsqueeze(1))
+        self._lengths = self._lengths + 1
+
+    def _apply(self, adjustments: Adjustments, logits: Tensor) -> Tensor:
+        return adjustments.apply(logits.unsqueeze(1), self._tokens, self._lengths).squeeze(1)
 
 
 def draft_autoregressively(

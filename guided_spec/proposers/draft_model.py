@@ -11,15 +11,14 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.errors import ConfigError, VocabularyMismatchError
-from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
-from guided_spec.models.padding import pad_ids
+from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
-from guided_spec.proposers.draft_policy import read_policy
-from guided_spec.proposers.drafting import shared_prompts
+from guided_spec.proposers.drafting import read_policy, shared_prompts
 
 __all__ = ["DraftModel"]
 

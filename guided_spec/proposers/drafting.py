@@ -1,4 +1,9 @@
-"""What all proposers share: how a draft is put together."""
+"""What all proposers share: how a draft is put together.
+
+Which draft policy a request gets, and what that means for how a draft can be made.
+
+No drafts: plain constrained decoding, for comparison.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +13,25 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
-from guided_spec.models.padding import pad_ids
-from guided_spec.ops.draft_probs import dense_probs
-from guided_spec.ops.host_integers import host_integers
-from guided_spec.types import Draft
+from guided_spec.errors import ConfigError
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.packed.graph_pool import pad_ids
+from guided_spec.ops.host import host_integers
+from guided_spec.ops.sampling.rejection import dense_probs
+from guided_spec.proposers.context import ProposerContext
+from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 
-__all__ = ["concatenate", "host_draft", "no_draft", "shared_prompts"]
+__all__ = [
+    "NoDraft",
+    "concatenate",
+    "drafts_best",
+    "drafts_masked",
+    "host_draft",
+    "no_draft",
+    "read_policy",
+    "shared_prompts",
+    "used_policies",
+]
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -85,3 +103,62 @@ def _over_target(draft: Draft) -> Draft:
         return draft
     probs = dense_probs(draft, len(draft.columns))
     return draft._replace(probs=probs, columns=None)
+
+
+def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
+    """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
+
+    Raises ConfigError for another word.
+    """
+    for policy in (default, *DRAFT_POLICIES):
+        if argument in ("", policy):
+            return policy  # type: ignore[return-value]
+    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
+
+
+def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
+    """[B]: what each request drafts under; policy: of those that do not ask for one."""
+    return [own or policy for own in batch.policies or (None,) * len(batch)]
+
+
+def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+    """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
+
+    policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
+    to ``DraftLoop.take``.
+    """
+    if batch.adjustments is not None:
+        return False
+    masked = [used == "mask" for used in used_policies(batch, policy)]
+    waits = zip(masked, batch.constraints, strict=True)
+    return batch.sampling.all_greedy and not any(
+        is_masked and constraint is not None for is_masked, constraint in waits
+    )
+
+
+def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+    """Whether every request of the batch drafts under masks, and nothing but them changes logits.
+
+    policy: of the requests that do not ask for one. Such a draft can be made by a ``MaskedWalk``,
+    and handed to ``DraftLoop.take_masked``.
+    """
+    is_constrained = any(constraint is not None for constraint in batch.constraints)
+    is_masked = all(used == "mask" for used in used_policies(batch, policy))
+    return batch.adjustments is None and is_constrained and is_masked
+
+
+class NoDraft:
+    """Proposes nothing, so that every step yields one token."""
+
+    aux_hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, context: ProposerContext) -> None:
+        del context
+
+    def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
+        """An empty draft, [B, 0]."""
+        del lookahead
+        return no_draft(batch)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing is kept."""

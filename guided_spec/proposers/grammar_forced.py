@@ -16,13 +16,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
-from guided_spec.grammar.canonical import CanonicalTokens
-from guided_spec.grammar.completion import without_budget
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import row_allows
+from guided_spec.grammar.completion.completion import without_budget
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import row_allows
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft

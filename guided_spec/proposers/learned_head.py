@@ -1,33 +1,85 @@
-"""A learned draft head drafts for the target: EAGLE, EAGLE-3 and MTP, all by this one class."""
+"""A learned draft head drafts for the target: EAGLE, EAGLE-3 and MTP, all by this one class.
+
+Hidden states that a draft head was given and has not read yet.
+
+The learned draft heads by name: which checkpoint each is read from.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
-from guided_spec.errors import ModelError
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.models.draft_head import DraftHead
-from guided_spec.models.packed_eagle3 import PackedEagle3
-from guided_spec.models.packed_slot_head import PackedSlotHead
-from guided_spec.models.padding import pad_ids
-from guided_spec.models.slot_head import SlotHead, SlotRoom
-from guided_spec.ops.download import Download
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.loading import load_head
+from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed.graph_pool import pad_ids
+from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.ops.host import Download
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
-from guided_spec.proposers.draft_policy import drafts_best, drafts_masked, read_policy
-from guided_spec.proposers.drafting import no_draft, shared_prompts
+from guided_spec.proposers.drafting import (
+    drafts_best,
+    drafts_masked,
+    no_draft,
+    read_policy,
+    shared_prompts,
+)
 from guided_spec.proposers.masked_walk import MaskedWalk
-from guided_spec.proposers.unread_states import UnreadStates
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
-__all__ = ["HeadDraft", "LearnedHead"]
+__all__ = [
+    "HeadDraft",
+    "LearnedHead",
+    "UnreadStates",
+    "deepseek_mtp",
+    "eagle",
+    "eagle3",
+    "glm4_moe_mtp",
+    "mtp",
+    "qwen3_5_mtp",
+]
+
+
+class UnreadStates:
+    """The states of some slots, in the order of their texts; made when they are taken."""
+
+    def __init__(self) -> None:
+        self._parts: dict[int, list[tuple[Sequence[Tensor | None], int]]] = {}
+        self._counts: dict[int, int] = {}
+
+    def count(self, slot: int) -> int:
+        """Tokens of the slot whose states are expected to wait here."""
+        return self._counts.get(slot, 0)
+
+    def add(self, slot: int, features: Sequence[Tensor | None], row: int, count: int) -> None:
+        """``features[row]`` goes on with the slot's text, by ``count`` tokens."""
+        self._parts.setdefault(slot, []).append((features, row))
+        self._counts[slot] = self.count(slot) + count
+
+    def take(self, slot: int) -> Tensor:
+        """All that waits of one slot, [n, H], and forget it; n may not be what was expected."""
+        found = [features[row] for features, row in self._parts.get(slot, ())]
+        self.forget(slot)
+        known = [states for states in found if states is not None]
+        if not known:
+            return torch.empty(0, 0)
+        return known[0] if len(known) == 1 else torch.cat(known)
+
+    def forget(self, slot: int) -> None:
+        """The slot's text is another from here on."""
+        self._parts.pop(slot, None)
+        self._counts.pop(slot, None)
+
 
 DEFAULT_POLICY: DraftPolicy = "mask"
 # Tokens of a batch that may wait to be read while nobody drafts: a forward reads them in little
@@ -294,3 +346,43 @@ def _over_slots(
         if packed is not None:
             return PackedSlotHead(packed, room, device=context.device, dtype=context.dtype)
     return SlotHead(head, room, device=context.device, dtype=context.dtype)
+
+
+def eagle(context: ProposerContext) -> LearnedHead:
+    """EAGLE and EAGLE-2 weights (arXiv:2401.15077, arXiv:2406.16858), drafting a chain."""
+    return _build("eagle", context)
+
+
+def eagle3(context: ProposerContext) -> LearnedHead:
+    """EAGLE-3 (arXiv:2503.01840) from SafeAILab, SpecForge or speculators."""
+    return _build("eagle3", context)
+
+
+def deepseek_mtp(context: ProposerContext) -> LearnedHead:
+    """The MTP layers in a DeepSeek-V3, R1 or V3.2 checkpoint (arXiv:2412.19437)."""
+    return _build("deepseek_mtp", context)
+
+
+def glm4_moe_mtp(context: ProposerContext) -> LearnedHead:
+    """The MTP layers in a GLM-4.5 or GLM-4.5-Air checkpoint."""
+    return _build("glm4_moe_mtp", context)
+
+
+def qwen3_5_mtp(context: ProposerContext) -> LearnedHead:
+    """The MTP layers in a Qwen3-Next or Qwen3.5 checkpoint."""
+    return _build("qwen3_5_mtp", context)
+
+
+def mtp(context: ProposerContext) -> LearnedHead:
+    """MTP layers of the target's own kind in a folder of their own, for any target."""
+    return _build("mtp", context)
+
+
+def _build(method: str, context: ProposerContext) -> LearnedHead:
+    if context.target is None:
+        fix = f"{method} needs a transformers model as target; use another proposer"
+        raise ConfigError("proposer", method, fix)
+    if context.draft is not None and not isinstance(context.draft, str | Path):
+        fix = f"{method} takes the folder or hub id of its checkpoint"
+        raise ConfigError("draft", type(context.draft).__name__, fix)
+    return LearnedHead(context, load_head(method, context.draft, context.target))

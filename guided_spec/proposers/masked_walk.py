@@ -14,17 +14,16 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.models.graph_pool import Inputs, bucket
-from guided_spec.models.packed_slot_head import PackedSlotHead
-from guided_spec.models.padding import pad_rows
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.packed.graph_pool import Inputs, bucket, pad_rows
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.ops.draft_choice import choose_draft
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
-from guided_spec.ops.noise import DraftNoise
-from guided_spec.ops.warp import Sampling
+from guided_spec.ops.sampling.draft_choice import choose_draft
+from guided_spec.ops.sampling.noise import DraftNoise
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.context import ProposerContext
-from guided_spec.proposers.graph_sampling import GraphSampling, read_sampling, sampling_key
+from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 
 __all__ = ["MaskedDraft", "MaskedWalk", "Room"]
 
@@ -167,7 +166,7 @@ class MaskedWalk:
 
 
 class _Picker(NamedTuple):
-    """See ``guided_spec.models.picker.Picker``; batch: rows that are used."""
+    """See ``guided_spec.models.packed.slot_head.Picker``; batch: rows that are used."""
 
     walk: MaskedWalk
     ticket: int

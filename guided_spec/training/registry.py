@@ -28,10 +28,17 @@ _BUILT_IN = "guided_spec.training.algorithms."
 
 # name: the class, or the module that registers it when it is imported
 ALGORITHMS: dict[str, type | str] = {
-    "draft_model": "guided_spec.training.algorithms.draft_model.core",
-    "eagle": "guided_spec.training.algorithms.eagle.core",
-    "eagle3": "guided_spec.training.algorithms.eagle3.core",
-    "mtp": "guided_spec.training.algorithms.mtp.core",
+    "draft_model": "guided_spec.training.algorithms.draft_model",
+    "eagle": "guided_spec.training.algorithms.eagle",
+    "eagle3": "guided_spec.training.algorithms.eagle3",
+    "mtp": "guided_spec.training.algorithms.mtp",
+}
+# Their options, in a module that loads no torch.
+_CONFIGS = {
+    "draft_model": "DraftModelConfig",
+    "eagle": "EagleConfig",
+    "eagle3": "Eagle3Config",
+    "mtp": "MtpConfig",
 }
 
 
@@ -76,8 +83,8 @@ def find_config(name: str) -> type:
     """The class of the options of ``name``: of a built-in one without torch. Raises ConfigError."""
     found = ALGORITHMS.get(name)
     if isinstance(found, str) and found.startswith(_BUILT_IN):
-        module = importlib.import_module(f"{found.rpartition('.')[0]}.config")
-        config: type = vars(module)[module.__all__[0]]
+        options = importlib.import_module(f"{_BUILT_IN}options")
+        config: type = vars(options)[_CONFIGS[name]]
     else:
         config = find_algorithm(name).config_class
     return config

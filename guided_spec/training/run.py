@@ -1,34 +1,214 @@
-"""A whole training run: target, data, draft, training, export, validation, report."""
+"""A whole training run: target, data, draft, training, export, validation, report.
+
+The end of a run, tried before its first step: a draft is exported, loaded and asked.
+
+What cannot be written, read back or decoded is refused here, by the very code that would refuse it
+after hours of training. A new algorithm or layout has nothing to declare for that.
+
+The processes of a run: one, or those that torchrun or ``accelerate launch`` started.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib.util
 import json
+import os
+import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.errors import ConfigError, TrainingStoppedError
+from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
+from guided_spec.evaluate.workload import WorkItem
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
-from guided_spec.training.checkpoints import check_folder, check_output
-from guided_spec.training.corpus import Corpus
-from guided_spec.training.feature_files import KeptFeatures
-from guided_spec.training.features import Features, OnlineFeatures
+from guided_spec.training.data.corpus import Corpus
+from guided_spec.training.features import Features, KeptFeatures, OnlineFeatures
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.processes import close_accelerator, make_accelerator, shard_layers
 from guided_spec.training.registry import find_algorithm
-from guided_spec.training.rehearsal import Rehearsal, choose_layout
-from guided_spec.training.trainer import Trainer, TrainingResult
-from guided_spec.training.validation import decode_heldout, decoding_params
+from guided_spec.training.trainer import Trainer, TrainingResult, check_folder, check_output
+from guided_spec.training.validation import check_decoding, decode_heldout, decoding_params
 
-__all__ = ["REPORT", "TrainingReport", "train"]
+__all__ = [
+    "REPORT",
+    "Rehearsal",
+    "TrainingReport",
+    "choose_layout",
+    "close_accelerator",
+    "make_accelerator",
+    "shard_layers",
+    "train",
+]
+
+FOLDER = "rehearsal"
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What a run will do once its draft is trained; a context manager.
+
+    Entering makes an untrained draft and exports it below the output folder, leaving deletes both.
+    The generators of random numbers are left as they were. algorithm: a ``DraftAlgorithm`` class.
+
+    Raises what ``algorithm`` and its ``export`` raise.
+    """
+
+    options: TrainOptions
+    algorithm: Any
+    algorithm_options: Mapping[str, Any]
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+    @property
+    def folder(self) -> Path:
+        """Where the untrained draft is."""
+        return Path(self.options.output) / FOLDER
+
+    @property
+    def _text_config(self) -> Any:
+        return self.target.config.get_text_config(decoder=True)
+
+    def __enter__(self) -> Rehearsal:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        try:
+            self._export()
+        except BaseException:
+            self._clean()
+            raise
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._clean()
+
+    def decode(self, items: Sequence[WorkItem]) -> None:
+        """Begin to decode ``items`` with the untrained draft.
+
+        Raises ConfigError where ``decode_heldout`` would raise something.
+        """
+        options = self.options
+        if not items:
+            return
+        try:
+            check_decoding(
+                self.target,
+                self.tokenizer,
+                self.folder,
+                items,
+                decoding_params(options),
+                num_draft_tokens=options.num_draft_tokens,
+            )
+        except GuidedSpecError as error:
+            fix = f"{error}; correct that, or pass --decode-limit 0"
+            raise ConfigError("decode_limit", options.decode_limit, fix) from error
+
+    def _export(self) -> None:
+        device = self.target.device
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            model = self.algorithm.from_training_args(
+                self._text_config,
+                target=self.target,
+                vocabulary=self._vocabulary(),
+                **self.algorithm_options,
+            )
+            layout = choose_layout(self.options, tuple(model.layouts))
+            model.export(self.folder, layout=layout)
+
+    def _vocabulary(self) -> DraftVocabulary | None:
+        """Of the size that is asked for; which tokens are in it is not known yet."""
+        size, target_size = self.options.draft_vocab_size, self._text_config.vocab_size
+        if size is None:
+            return None
+        if size > target_size:
+            raise ConfigError("draft_vocab_size", size, f"the target has {target_size} tokens")
+        return DraftVocabulary(torch.arange(size, device=self.target.device), target_size)
+
+    def _clean(self) -> None:
+        forget_head(self.folder, self.target)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def choose_layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
+    """The layout that is asked for, or the first. Raises ConfigError for one not in ``layouts``."""
+    if options.layout is not None and options.layout not in layouts:
+        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
+        raise ConfigError("layout", options.layout, fix)
+    return options.layout or layouts[0]
+
+
+PACKAGES = ("accelerate", "datasets", "tensorboard")
+LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
+
+
+def make_accelerator(options: TrainOptions) -> Any:
+    """The ``accelerate.Accelerator`` of this process; on CUDA it computes in bfloat16.
+
+    Raises ModelError where a package is missing, and ConfigError where the device is, or where
+    there is nothing to shard over.
+    """
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        fix = "pip install 'guided-spec[train]'"
+        raise ModelError(f"training needs {', '.join(missing)}: {fix}")
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import InitProcessGroupKwargs, set_seed
+
+    has_cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not has_cuda:
+        raise ConfigError("device", "cuda", "torch sees no CUDA device; pass cpu")
+    on_cpu = options.device == "cpu" or not has_cuda
+    plugin = None
+    if options.sharding == "fsdp":
+        _check_sharding(on_cpu=on_cpu)
+        plugin = FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
+        )
+    accelerator = Accelerator(
+        cpu=on_cpu,
+        mixed_precision="no" if on_cpu else "bf16",
+        gradient_accumulation_steps=options.gradient_accumulation,
+        log_with="tensorboard",
+        project_dir=Path(options.output) / "logs",
+        fsdp_plugin=plugin,
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
+    )
+    set_seed(options.seed)
+    return accelerator
+
+
+def close_accelerator(accelerator: Any) -> None:
+    """End a run; nothing may use its model any more. One of several processes starts no other."""
+    # What is wrapped for several processes has to go before their connection does.
+    accelerator.free_memory()
+    gc.collect()
+    accelerator.end_training()
+
+
+def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:
+    """Tell FSDP, where it is used, to shard each of ``layers``; before the model is prepared."""
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is not None:
+        plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
+
+
+def _check_sharding(*, on_cpu: bool) -> None:
+    if on_cpu:
+        raise ConfigError("sharding", "fsdp", "needs CUDA devices; pass none")
+    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
+        fix = "needs several processes: start with torchrun --nproc-per-node=<devices> ..."
+        raise ConfigError("sharding", "fsdp", fix)
+
 
 REPORT = "training.json"
 BUNDLED = "bundled"  # as a target: the one that comes with the package

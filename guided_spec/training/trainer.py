@@ -1,29 +1,305 @@
-"""The training loop, on one device or many."""
+"""The training loop, on one device or many.
+
+What a run reports while it goes on: a progress bar, TensorBoard, and lines of JSON.
+
+The optimizer and its learning rate.
+
+Signals that ask a run to stop, agreed on by all of its processes.
+
+Checkpoints of a run that is still going on, so that it can be resumed where it was killed.
+"""
 
 from __future__ import annotations
 
+import json
 import math
+import shutil
+import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed, nn
+from tqdm import tqdm
 
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
-from guided_spec.models.attention_kernels import shape_free_kernels
-from guided_spec.training.batch import TrainingBatch
-from guided_spec.training.checkpoints import CHECKPOINTS, Checkpoints, Progress, check_output
+from guided_spec.models.attention import shape_free_kernels
+from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.features import Features
-from guided_spec.training.metrics import MetricSums, acceptance_lengths
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.run_log import RunLog
-from guided_spec.training.schedule import make_optimizer, rate_factor
-from guided_spec.training.stopping import StopRequest
-from guided_spec.training.validation import evaluate
+from guided_spec.training.validation import MetricSums, acceptance_lengths, evaluate
 
-__all__ = ["Trainer", "TrainingData", "TrainingResult"]
+__all__ = [
+    "CHECKPOINTS",
+    "LINES",
+    "Checkpoints",
+    "Progress",
+    "RunLog",
+    "StopRequest",
+    "Trainer",
+    "TrainingData",
+    "TrainingResult",
+    "check_folder",
+    "check_output",
+    "ignore_stop_signals",
+    "make_optimizer",
+    "rate_factor",
+]
+
+LINES = "metrics.jsonl"
+
+
+class RunLog:
+    """Writes on the main process only; a context manager.
+
+    accelerator: an ``accelerate.Accelerator`` that logs with TensorBoard. folder: for ``LINES``.
+    done, total: optimizer steps done before, and of the whole run. What an earlier process logged
+    for later steps is dropped: they are run again.
+    """
+
+    def __init__(self, accelerator: Any, folder: Path, *, done: int, total: int) -> None:
+        self._accelerator = accelerator
+        self._path = folder / LINES
+        self._done = done
+        # disable: None is where stderr is no terminal.
+        is_hidden = None if accelerator.is_main_process else True
+        self._bar = tqdm(total=total, initial=done, unit="step", disable=is_hidden)
+
+    def __enter__(self) -> RunLog:
+        if self._accelerator.is_main_process:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            lines = self._path.read_text().splitlines() if self._path.exists() else []
+            kept = [line for line in lines if json.loads(line)["step"] <= self._done]
+            self._path.write_text("".join(line + "\n" for line in kept))
+        settings = {"tensorboard": {"purge_step": self._done + 1}}
+        self._accelerator.init_trackers("", init_kwargs=settings)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._bar.close()
+        for tracker in self._accelerator.trackers:
+            tracker.finish()
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Scalars of one step, under their names."""
+        if self._accelerator.is_main_process:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **values}) + "\n")
+            if "loss" in values:
+                self._bar.set_postfix_str(f"loss {values['loss']:.4f}")
+        self._accelerator.log(dict(values), step=step)
+
+    def advance(self, step: int) -> None:
+        """Move the bar to ``step``."""
+        self._bar.update(step - self._bar.n)
+
+
+FLOOR = 0.1  # what is left of the learning rate at the end
+BETAS = (0.9, 0.95)  # as EAGLE-3 trains its heads: https://github.com/SafeAILab/EAGLE
+
+
+def rate_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
+    """What the learning rate is multiplied with in step ``step``, counted from 0.
+
+    Rises linearly to 1 over the first ``warmup_steps``, then falls along half a cosine to ``FLOOR``
+    at ``total_steps``. Never 0, so that every step moves the parameters.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
+    return FLOOR + (1 - FLOOR) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizer(
+    model: nn.Module, *, learning_rate: float, weight_decay: float
+) -> torch.optim.Optimizer:
+    """AdamW over the parameters that take a gradient; vectors (norms, biases) do not decay."""
+    trained = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Takes SIGTERM and SIGINT while it is entered; the loop asks ``agreed`` between steps.
+
+    The handlers that were there come back when it is left. Outside of the main thread there are
+    none to set, and nothing is taken. A second SIGINT raises KeyboardInterrupt, but for a run of
+    several processes: torchrun hands on the one that its terminal sent to all of them already.
+    """
+
+    def __init__(self, accelerator: Any) -> None:
+        self._is_alone = accelerator.num_processes == 1
+        # Between hosts: the devices go on meanwhile, and need no answer.
+        self._group = None if self._is_alone else distributed.new_group(backend="gloo")
+        self._received = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is threading.main_thread():
+            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._group is not None and error is None:
+            distributed.destroy_process_group(self._group)
+
+    def agreed(self) -> signal.Signals | None:
+        """The signal that any process has received; every process has to call it, as often."""
+        number = self._received
+        if self._group is not None:
+            found = torch.tensor([number])
+            distributed.all_reduce(found, distributed.ReduceOp.MAX, group=self._group)
+            number = int(found)
+        return signal.Signals(number) if number else None
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        del frame
+        if self._received and number == signal.SIGINT and self._is_alone:
+            raise KeyboardInterrupt
+        self._received = number
+
+
+def ignore_stop_signals(worker: int) -> None:
+    """For ``DataLoader(worker_init_fn=...)``: the trainer ends its workers, once it has saved.
+
+    A signal often goes to all processes of a job, and a worker that dies takes the trainer along.
+    """
+    del worker
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+
+
+CHECKPOINTS = "checkpoints"  # in the output folder of a run
+
+PROGRESS = "progress.json"
+PARTIAL = "unfinished"
+MODEL_FILES = ("config.json", "model.safetensors", "model.safetensors.index.json")
+
+
+def check_output(folder: Path, *, resume: bool) -> None:
+    """Refuse the output folder of a run that it cannot write to, or that holds another one's files.
+
+    Raises ConfigError where a model would be overwritten, where there are checkpoints that
+    ``resume`` does not ask for, and for a folder that cannot be written.
+    """
+    has_checkpoints = Checkpoints(folder / CHECKPOINTS, 1, {}).newest() is not None
+    if has_checkpoints and not resume:
+        fix = "holds the checkpoints of a run: pass --resume, or another folder"
+        raise ConfigError("output", str(folder), fix)
+    models = [name for name in MODEL_FILES if (folder / name).exists()]
+    if models and not has_checkpoints:
+        fix = f"holds a model ({', '.join(models)}) that would be overwritten: pass another folder"
+        raise ConfigError("output", str(folder), fix)
+    check_folder("output", folder)
+
+
+def check_folder(option: str, folder: Path) -> None:
+    """Make a folder, and raise ConfigError, naming the option, where it cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    except OSError as error:
+        fix = f"cannot be written to ({error}): pass another folder"
+        raise ConfigError(option, str(folder), fix) from error
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    step: optimizer steps done. epoch: the one it is in, from 0. batch: batches of that epoch done
+    by each process. tokens: document tokens seen by all processes. seconds: of training.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+class Checkpoints:
+    """The newest few checkpoints of one run, in a folder each.
+
+    folder: where they are. keep: how many. identity: what must not change when the run is resumed,
+        because the order of the data depends on it; JSON values.
+    """
+
+    def __init__(self, folder: Path, keep: int, identity: Mapping[str, Any]) -> None:
+        self._folder, self._keep = folder, keep
+        self._identity = dict(identity)
+
+    def newest(self) -> Path | None:
+        """The folder of the last complete checkpoint; None where there is none."""
+        found = self._complete()
+        return found[-1] if found else None
+
+    def save(self, accelerator: Any, progress: Progress) -> Path:
+        """Write model, optimizer, random states and ``progress``; every process has to call it.
+
+        Returns its folder, which gets its name when it is complete: a kill leaves no broken one.
+        """
+        partial, final = self._folder / PARTIAL, self._folder / f"step_{progress.step:06d}"
+        if accelerator.is_main_process:
+            shutil.rmtree(partial, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        accelerator.save_state(str(partial))
+        accelerator.wait_for_everyone()
+        if accelerator.is_main_process:
+            record = {"progress": asdict(progress), "identity": self._identity}
+            (partial / PROGRESS).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            shutil.rmtree(final, ignore_errors=True)
+            partial.rename(final)
+            for old in self._complete()[: -self._keep]:
+                shutil.rmtree(old)
+        accelerator.wait_for_everyone()
+        return final
+
+    def load(self, accelerator: Any) -> Progress:
+        """Restore the newest checkpoint; every process has to call it. A fresh start if none.
+
+        Raises ConfigError when the run's identity was another one.
+        """
+        folder = self.newest()
+        if folder is None:
+            return Progress()
+        record = json.loads((folder / PROGRESS).read_text(encoding="utf-8"))
+        for name, value in self._identity.items():
+            before = record["identity"].get(name)
+            if before != value:
+                fix = f"was {before!r} in {folder}: pass that, or start anew in another folder"
+                raise ConfigError(name, value, fix)
+        accelerator.load_state(str(folder))
+        return Progress(**record["progress"])
+
+    def _complete(self) -> list[Path]:
+        found = [path.parent for path in self._folder.glob(f"step_*/{PROGRESS}")]
+        return sorted(found, key=lambda path: int(path.name.removeprefix("step_")))
 
 
 class TrainingData(NamedTuple):

@@ -1,4 +1,7 @@
-"""How good a draft is on documents it was not trained on: by its metrics, and by decoding."""
+"""How good a draft is on documents it was not trained on: by its metrics, and by decoding.
+
+Metrics added up over steps and processes.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,68 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from guided_spec.bench.measurement import Measurement, measure_completions
-from guided_spec.bench.validity import valid_share
-from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ModelError
-from guided_spec.training.algorithm import Metric
-from guided_spec.training.batch import TrainingBatch
+from guided_spec.evaluate.measurement import Measurement, measure_completions, valid_share
+from guided_spec.evaluate.workload import WorkItem
+from guided_spec.training.algorithm import Metric, TrainingBatch
 from guided_spec.training.features import Features
-from guided_spec.training.metrics import MetricSums, acceptance_lengths
 from guided_spec.training.options import TrainOptions
 from guided_spec.types import SamplingParams
 
-__all__ = ["check_decoding", "decode_heldout", "decoding_params", "evaluate"]
+__all__ = [
+    "MetricSums",
+    "acceptance_lengths",
+    "check_decoding",
+    "decode_heldout",
+    "decoding_params",
+    "evaluate",
+]
+
+
+class MetricSums:
+    """Totals and counts by name, on the device they come from: adding never waits for it."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Add the metrics of one batch."""
+        for name, metric in metrics.items():
+            both = torch.stack([metric.total.detach().double(), metric.count.detach().double()])
+            known = self._sums.get(name)
+            self._sums[name] = both if known is None else known + both
+
+    def means(self, accelerator: Any) -> dict[str, float]:
+        """The means over all processes, NaN where nothing was counted; starts anew.
+
+        Every process has to call it, after batches with the same names.
+        """
+        names = sorted(self._sums)
+        if not names:
+            return {}
+        sums = accelerator.reduce(torch.stack([self._sums[name] for name in names]), "sum").cpu()
+        self._sums = {}
+        means = (sums[:, 0] / sums[:, 1]).tolist()
+        return dict(zip(names, means, strict=True))
+
+
+def acceptance_lengths(means: Mapping[str, float]) -> dict[str, float]:
+    """Estimates of the tokens that one forward of the target commits, from teacher-forced metrics.
+
+    acceptance_length: of greedy decoding, 1 + the sum of ``accept_{depth}``.
+    sampled_acceptance_length: at temperature 1, likewise from ``overlap_{depth}``. One is missing
+    where its metrics are.
+    """
+    found = {}
+    pairs = (("acceptance_length", "accept_"), ("sampled_acceptance_length", "overlap_"))
+    for name, prefix in pairs:
+        shares = [value for metric, value in means.items() if metric.startswith(prefix)]
+        if shares:
+            found[name] = 1 + sum(shares)
+    return found
+
 
 BATCH_SIZE = 8  # documents decoded at a time
 

@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 from guided_spec.errors import UnsupportedSchemaError
-from guided_spec.grammar.backends import GRAMMAR_BACKENDS
+from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from tests.grammar.own_backends import Listed
+from tests.grammar.backends.own_backends import Listed
 
 TWO_PATTERNS = {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}
 

@@ -19,12 +19,11 @@ from rich.status import Status
 from typer.testing import CliRunner, Result
 
 import guided_spec
-from guided_spec.bench.gpu import SECTIONS
-from guided_spec.bench.measurement import Measurement
 from guided_spec.cli.bench import DEFAULT_PROPOSERS
 from guided_spec.cli.bench import _table as measurement_table
 from guided_spec.cli.main import app
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.evaluate.measurement import Measurement
 from guided_spec.proposers import PROPOSERS, proposer_names
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
@@ -203,7 +202,6 @@ def test_errors_as_json(
     [
         ("check", "absent.json"),
         ("bench", "--workload", "absent.jsonl"),
-        ("bench", "gpu", "--sections", "none"),
         ("train", "--algorithm", "none"),
     ],
 )
@@ -380,7 +378,6 @@ def test_help() -> None:
     assert result.exit_code == 0
     for command in ("generate", "proposers", "check", "bench", "train"):
         assert command in result.stdout
-    assert all(name in run("bench", "gpu", "--help").stdout for name in SECTIONS)
 
 
 def test_version() -> None:

@@ -15,13 +15,13 @@ from guided_spec.cli.main import app
 HEAVY = ("llguidance", "torch", "transformers", "xgrammar")
 LIGHT_MODULES = (
     *("guided_spec", "guided_spec.errors", "guided_spec.types", "guided_spec.config"),
-    *("guided_spec.grammar.spec", "guided_spec.grammar.backends", "guided_spec.proposers"),
+    *("guided_spec.grammar.spec", "guided_spec.grammar.backends.registry", "guided_spec.proposers"),
     *("guided_spec.training.options", "guided_spec.training.registry"),
 )
 LIGHT_COMMANDS = (
     *("--help", "--version", "generate --help", "check --help", "train --help"),
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
-    *("bench --help", "bench gpu --help", "proposers", "proposers --json"),
+    *("bench --help", "proposers", "proposers --json"),
 )
 
 # The arguments are lines; prints what each of them has loaded, as JSON.

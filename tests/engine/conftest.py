@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from guided_spec.core import DecodeBatch
-from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import PROPOSERS
 from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft

@@ -12,11 +12,11 @@ import torch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, ConfigError
-from guided_spec.grammar import completion_places
-from guided_spec.grammar.completion import CompletingGrammar, EndingsCache
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion import places as completion_places
+from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy

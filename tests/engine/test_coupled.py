@@ -18,7 +18,7 @@ from guided_spec.core import from_propose
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers import PROPOSERS, build_proposer
-from guided_spec.proposers.none import NoDraft
+from guided_spec.proposers.drafting import NoDraft
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS as GREEDY
 from tests.engine.test_equality import PROMPTS, SCHEMA, STORY_PAIR

@@ -16,18 +16,21 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine.acceptance import Acceptance, Outcome, OwnAcceptance
 from guided_spec.engine.draft_length import (
+    Acceptance,
     AdaptiveLength,
     Brought,
     FixedLength,
+    Outcome,
+    OwnAcceptance,
     Room,
+    StepCost,
+    Timing,
     build_draft_length,
 )
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.step_cost import StepCost, Timing
 from guided_spec.errors import ConfigError
-from guided_spec.ops.noise import Stream, uniform_noise
+from guided_spec.ops.sampling.noise import Stream, uniform_noise
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, tokens
 from tests.law.harness import Case, check_law, emit

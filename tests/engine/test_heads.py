@@ -18,18 +18,18 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.engine import engine
-from guided_spec.engine.kept_states import TakenStates
 from guided_spec.engine.outputs import Completion
+from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.rows import MaskRows
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.head_loading import load_head
-from guided_spec.models.packed_slot_head import PackedSlotHead
-from guided_spec.models.slot_head import SlotHead
-from guided_spec.ops.download import Download
+from guided_spec.models.heads.loading import load_head
+from guided_spec.models.heads.slot_head import SlotHead
+from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.ops.host import Download
 from guided_spec.proposers import learned_head
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from guided_spec.bench.validity import is_valid
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams

@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
-from guided_spec.models.head_loading import load_head
+from guided_spec.models.heads.loading import load_head
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
-from guided_spec.ops.logprobs import gather_logprobs
+from guided_spec.ops.sampling.logprobs import gather_logprobs
 from guided_spec.types import LogprobsMode, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, overfit, write_head
-from tests.ops.test_warp import reference_probs
+from tests.ops.sampling.test_warp import reference_probs
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
 PROPOSERS = ("none", "ngram", "draft_model", "chain:grammar_forced+draft_model", "eagle3")

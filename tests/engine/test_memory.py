@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.engine import memory
-from guided_spec.engine.memory import SlotPlan, plan_slots
+from guided_spec.engine import setup as memory
+from guided_spec.engine.setup import SlotPlan, plan_slots
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
-from guided_spec.models.kv_cache import _zeros
+from guided_spec.models.stock.kv_cache import _zeros
 from tests.tiny_llm import make_llm, tiny_model
 
 LENGTH = 64
@@ -101,7 +101,7 @@ def test_memory_shortens_the_context_before_it_takes_slots(
         plan(100 * token - 1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 4
     first = caplog.records[0]
-    assert first.name == "guided_spec.engine.memory"
+    assert first.name == "guided_spec.engine.setup"
     assert (
         "texts may have 504 tokens, the model's own 512: the KV cache may take"
         in first.getMessage()

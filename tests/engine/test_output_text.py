@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.engine.output_text import OutputText
+from guided_spec.engine.request import OutputText
 from guided_spec.grammar.vocabulary import Vocabulary
 
 texts = st.text("aab.é你\n", max_size=14)

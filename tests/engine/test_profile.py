@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from guided_spec.engine.profile import profiling
+from guided_spec.cli.profile import profiling
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.ops.ranges import named_range
+from guided_spec.ops.host import named_range
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, tiny_model
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.training.data.segments import encode_record
+from guided_spec.training.data.dataset import encode_record
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ message.role + ' ' + message.content + ' ' }}"

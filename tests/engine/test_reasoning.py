@@ -10,10 +10,10 @@ from functools import cache
 import jsonschema
 import pytest
 
-from guided_spec.bench.validity import is_valid
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarCompileError
+from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_tokenizer

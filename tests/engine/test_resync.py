@@ -12,9 +12,9 @@ from guided_spec import step
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.constraint import Constraint, Fork
 from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy

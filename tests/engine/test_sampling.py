@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.target import SlotTarget
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.types import MAX_SEED, SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model

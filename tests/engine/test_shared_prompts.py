@@ -13,8 +13,8 @@ from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.packed_slot_head import PackedSlotHead
-from guided_spec.models.slot_head import SlotHead
+from guided_spec.models.heads.slot_head import SlotHead
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
 from tests.models.tiny import build

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from guided_spec.engine.stats import RequestStats
+from guided_spec.engine.outputs import RequestStats
 
 
 def test_steps_are_counted_by_position() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
-from guided_spec.grammar.completion import CompletingGrammar
+from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy

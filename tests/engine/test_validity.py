@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, GrammarCompileError
-from guided_spec.grammar.auto_backend import AutoBackend
+from guided_spec.grammar.backends.auto import AutoBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.strategies import regexes, schemas

@@ -15,17 +15,17 @@ import jsonschema
 import numpy as np
 
 from guided_spec.errors import GrammarCompileError, GuidedSpecError
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.completion import EndingsCache
-from guided_spec.grammar.completion_endings import EndLostError
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.endings import EndLostError
 from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from tests.fuzz.targets import Target
-from tests.grammar.test_tools import SPECIAL
-from tests.grammar.walks import accepts, walk
+from tests.grammar.tools.test_tools import SPECIAL
+from tests.masks.walks import accepts, walk
 
 __all__ = ["Examiner", "FuzzFailureError"]
 

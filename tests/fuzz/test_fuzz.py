@@ -15,7 +15,7 @@ from tests.fuzz.examine import Examiner, FuzzFailureError
 from tests.fuzz.inputs import texts
 from tests.fuzz.schemas import adversarial, of_metaschema, values
 from tests.fuzz.targets import TARGETS
-from tests.grammar.walks import accepts
+from tests.masks.walks import accepts
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # what such patterns and schemas bring about
 

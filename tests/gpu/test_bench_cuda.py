@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from guided_spec.bench.gpu import GpuPlan, run_gpu
-from guided_spec.bench.gpu_end_to_end import DocumentPlan
-from guided_spec.bench.gpu_kernels import measure_kernels
-from guided_spec.bench.gpu_steps import StepPlan
-from tests.bench.small_llama import write_small
+from benchmarks.gpu.documents import DocumentPlan
+from benchmarks.gpu.kernels import measure_kernels
+from benchmarks.gpu.run import GpuPlan, run_gpu
+from benchmarks.gpu.steps import StepPlan
+from tests.benchmarks.small_llama import write_small
 
 pytestmark = pytest.mark.gpu
 

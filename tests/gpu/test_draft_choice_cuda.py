@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.models.graph_pool import GraphPool
-from guided_spec.ops.draft_choice import choose_draft, choose_draft_reference
-from guided_spec.ops.draft_probs import DraftChoice
-from guided_spec.ops.warp import Sampling
+from guided_spec.models.packed.graph_pool import GraphPool
+from guided_spec.ops.sampling.draft_choice import choose_draft, choose_draft_reference
+from guided_spec.ops.sampling.rejection import DraftChoice
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.types import SamplingParams
 from tests.draft_choices import (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.models.head_loading import load_head
+from guided_spec.models.heads.loading import load_head
 from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
 from guided_spec.proposers import learned_head
 from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.masks.rows import MaskRows
 from tests.toys import row_writer
 
 pytestmark = pytest.mark.gpu

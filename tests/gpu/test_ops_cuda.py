@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
-from guided_spec.ops.noise import Stream, exponential_noise, philox, uniform_noise
-from guided_spec.ops.rejection import rejection_sample
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
+from guided_spec.ops.sampling.rejection import rejection_sample
+from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import Draft, Noise, SamplingParams
 
 pytestmark = pytest.mark.gpu

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.coupled import coupled_sample
-from guided_spec.ops.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.verify import coupled_sample
 from guided_spec.types import Draft, Noise, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.tiny_llm import make_llm, near_copy, tiny_model

@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.adjust import Adjustments
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.noise import NoiseKeys
-from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.verify import verify
-from guided_spec.ops.warp import Sampling, VerifyRows
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.noise import NoiseKeys
+from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.verify import verify
+from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, SamplingParams, Verifier
-from tests.ops.verify_cases import Case, narrowed, unexplained
+from tests.ops.sampling.verify_cases import Case, narrowed, unexplained
 from tests.toys import chi_square_p_value
 
 pytestmark = pytest.mark.gpu

@@ -9,12 +9,12 @@ from concurrent.futures import CancelledError, Future
 import pytest
 
 from guided_spec.errors import GrammarCompileError, GrammarError
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
-from guided_spec.grammar.xgrammar import XGrammarBackend, XGrammarGrammar
-from tests.grammar.walks import BYTES, accepts
+from tests.masks.walks import BYTES, accepts
 
 WAIT = 30
 

@@ -11,15 +11,15 @@ from contextlib import closing
 import pytest
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.after import AfterGrammar
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.markers.after import AfterGrammar
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
+from tests.grammar.completion.spelled import MARKERS, SPELLED
 from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large
-from tests.grammar.spelled import MARKERS, SPELLED
-from tests.grammar.walks import BYTES, accepts
+from tests.masks.walks import BYTES, accepts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError, GuidedSpecError
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.document import SpecDocument, is_large
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
-from tests.grammar.walks import BYTES, accepts
+from tests.masks.walks import BYTES, accepts
 
 LIMITS = GrammarLimits()
 TIGHT = GrammarLimits(source_bytes=500, nesting=4, repetitions=1_000, alternatives=8)

@@ -11,14 +11,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.schema import find_unenforced
-from guided_spec.grammar.schema_keys import free_keys
-from guided_spec.grammar.schema_prepare import prepare_schema
+from guided_spec.grammar.schema.keys import free_keys
+from guided_spec.grammar.schema.prepare import prepare_schema
+from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
-from guided_spec.grammar.xgrammar import XGrammarBackend
-from tests.grammar.walks import BYTES, accepts, walk
+from tests.masks.walks import BYTES, accepts, walk
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
 NAMES = st.text('abé^]-\\"\n\u2028😀', max_size=4)

@@ -18,21 +18,21 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from guided_spec.bench.budgets import Document, Times, documents_of, follow
-from guided_spec.bench.schema_corpus import load_cases
+from benchmarks.budgets import Document, Times, documents_of, follow
+from benchmarks.schema_corpus import load_cases
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.backends import GRAMMAR_BACKENDS, register_grammar_backend
-from guided_spec.grammar.completion import CompletingMatcher, EndingsCache
-from guided_spec.grammar.completion_endings import NEVER
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
+from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
+from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.llguidance import LLGuidanceBackend
-from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.markers.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from tests.grammar.test_completion import check_agreement, legal
+from tests.grammar.completion.test_completion import check_agreement, legal
 
 DATA = Path(__file__).parents[1] / "data"
 CASES = load_cases([DATA / "bfcl", DATA / "json_schema_test_suite"])

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.completion import EndingsCache
-from guided_spec.grammar.completion_costs import RuleEndings
-from guided_spec.grammar.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.places import RuleEndings
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
-from tests.grammar.walks import BYTES, accepts, walk
+from tests.masks.walks import BYTES, accepts, walk
 from tests.strategies import regexes
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)

@@ -7,10 +7,10 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.grammar.schema_ebnf import schema_ebnf
+from guided_spec.grammar.backends.ebnf import schema_ebnf
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.xgrammar import XGrammarBackend
-from tests.grammar.walks import BYTES, accepts
+from tests.masks.walks import BYTES, accepts
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
 WORDS = st.text('ae1F\\x"\xa0éÿ\u0101\u2028中😀', max_size=4)

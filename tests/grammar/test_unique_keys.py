@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import UnsupportedSchemaError
-from guided_spec.grammar.after import AfterGrammar, AfterMatcher
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.completion import EndingsCache
-from guided_spec.grammar.conformance import check_grammar_backend
-from guided_spec.grammar.json_keys import START, Keys, Place, follow
-from guided_spec.grammar.marker import Marker
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.conformance import check_grammar_backend
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.key_tokens import START, Keys, Place, follow
+from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
+from guided_spec.grammar.markers.marker import Marker
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
-from guided_spec.grammar.schema_keys import free_keys
+from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar, UniqueKeysMatcher
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -12,11 +12,11 @@ import pytest
 from typing_extensions import TypedDict
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.auto_backend import AutoBackend
+from guided_spec.grammar.backends.auto import AutoBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.types import SamplingParams
-from tests.grammar.walks import BYTES, accepts, walk
+from tests.masks.walks import BYTES, accepts, walk
 
 
 class Colour(enum.Enum):

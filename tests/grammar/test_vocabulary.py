@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from guided_spec.engine.request import TextDecoder
 from guided_spec.errors import ModelError
-from guided_spec.grammar.text import TextDecoder
 from guided_spec.grammar.vocabulary import Vocabulary
-from tests.grammar.walks import BYTES
+from tests.masks.walks import BYTES
 
 CORPUS = ['{"name": "Zoë", "n": [1, 2]}', "hello world, hello words", "你好 🎉\n\t"] * 4
 TEXT = ' {"name": "Zoë 🎉"}\n你好 hello'

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.auto_backend import build_backend
-from guided_spec.grammar.constraint import Constraint
+from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
+from guided_spec.masks.constraint import Constraint
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

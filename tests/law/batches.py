@@ -15,10 +15,15 @@ from itertools import product
 import torch
 
 from guided_spec.core import DecodeBatch, Proposer
-from guided_spec.engine.acceptance import OwnAcceptance
-from guided_spec.engine.draft_length import AdaptiveLength, DraftLength, FixedLength, Room
+from guided_spec.engine.draft_length import (
+    AdaptiveLength,
+    DraftLength,
+    FixedLength,
+    OwnAcceptance,
+    Room,
+)
 from guided_spec.engine.engine import _brought
-from guided_spec.grammar.constraint import Constraint
+from guided_spec.masks.constraint import Constraint
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DraftPolicy, SamplingParams
 from tests.loops import target_probs

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.token_rules import Bans, Penalties, RuleTable, TokenRules
-from guided_spec.ops.verify import verify as decide
-from guided_spec.ops.warp import Sampling
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.token_rules import Bans, Penalties, RuleTable, TokenRules
+from guided_spec.ops.sampling.verify import verify as decide
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, SamplingParams, Verifier
 from tests.law.fields import Fields, WideLoop
 from tests.law.world import (

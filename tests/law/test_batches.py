@@ -14,8 +14,8 @@ from torch import Tensor
 
 from guided_spec import proposers
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.ops.noise import DraftNoise, Stream, noise_key
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.ops.sampling.noise import DraftNoise, Stream, noise_key
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.chain import Chain, Lead
 from guided_spec.proposers.drafting import concatenate

@@ -15,16 +15,16 @@ from torch import Tensor
 
 from guided_spec import core
 from guided_spec.core import DecodeBatch, TargetOutput, from_propose
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops import verify as decision
-from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.draft_probs import dense_probs
-from guided_spec.ops.noise import Stream, exponential_noise, uniform_noise
-from guided_spec.ops.token_rules import RuleTable, TokenRules
-from guided_spec.ops.warp import Sampling
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.ops.sampling import verify as decision
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
+from guided_spec.ops.sampling.rejection import dense_probs
+from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import Draft, Verifier

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch
-from guided_spec.ops import verify as decision
-from guided_spec.ops.adjust import Adjustments
-from guided_spec.ops.noise import DraftNoise, Stream, exponential_noise
-from guided_spec.ops.rejection import rejection_sample
-from guided_spec.ops.warp import Sampling, warp
+from guided_spec.ops.sampling import verify as decision
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.noise import DraftNoise, Stream, exponential_noise
+from guided_spec.ops.sampling.rejection import rejection_sample
+from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.step import VERIFIERS
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 from tests.law.fields import Fields

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.types import SamplingParams
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models import checkpoint as module
 from guided_spec.models.checkpoint import Checkpoint
-from tests.models.heads import Files, save
+from tests.models.heads.heads import Files, save
 
 CONFIG = {"hidden_size": 4, "nested": {"a": [1]}}
 TENSORS = {

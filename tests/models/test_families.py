@@ -13,8 +13,9 @@ import transformers
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models import causal_lm, kv_cache
+from guided_spec.models import causal_lm
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.stock import kv_cache
 from tests.models.families import ENCODER, FAMILIES, NOT_BUILT, build_family
 from tests.models.family_sweep import EQUAL, NO_PACKED_FORM, outcome_of
 from tests.models.tiny import build

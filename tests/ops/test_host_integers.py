@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.ops.host_integers import host_integers
+from guided_spec.ops.host import host_integers
 
 INTEGERS = st.integers(-(2**63), 2**63 - 1)
 TABLES = st.integers(0, 4).flatmap(

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.grammar.mask_rows import MaskRows
+from guided_spec.masks.rows import MaskRows
 from guided_spec.ops import mailbox
 from guided_spec.ops.mailbox import (
     LAST_TICKET,

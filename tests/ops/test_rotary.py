@@ -7,7 +7,7 @@ import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from guided_spec.ops.rotary import rotate_and_store
+from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
 
@@ -17,8 +17,8 @@ SLOTS, LENGTH = 4, 9
 COMPARE = """
 import torch
 from guided_spec.ops.slot_attention import HeadNorms
-from guided_spec.ops.rotary import rotate_and_store
-from guided_spec.ops.rotary_triton import rotate_and_store as kernel
+from guided_spec.ops.pointwise import rotate_and_store
+from guided_spec.ops.pointwise_triton import rotate_and_store as kernel
 from tests.ops.test_rotary import SHAPES, empty, make
 
 for shape in SHAPES:

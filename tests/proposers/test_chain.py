@@ -11,8 +11,8 @@ from guided_spec import proposers
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, Proposer
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.step import commit, speculative_step

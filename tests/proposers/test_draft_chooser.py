@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
-from guided_spec.ops.warp import Sampling
+from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import draft_chooser
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.types import SamplingParams

@@ -11,13 +11,13 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, from_propose
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.grammar.mask_rows import MaskRows
-from guided_spec.models.draft_vocabulary import DraftVocabulary
-from guided_spec.ops.draft_probs import dense_probs
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers.draft_loop import DraftLoop, draft_autoregressively
-from guided_spec.proposers.draft_policy import read_policy
+from guided_spec.proposers.drafting import read_policy
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs

@@ -6,10 +6,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.ops.draft_probs import dense_probs
+from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers.drafting import concatenate, host_draft
 from guided_spec.types import Draft
-from tests.ops.verify_cases import narrowed
+from tests.ops.sampling.verify_cases import narrowed
 from tests.toys import VOCAB_SIZE, toy_batch
 
 SIZE = 3

@@ -7,14 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from guided_spec.config import EngineConfig
-from guided_spec.grammar.canonical import CanonicalTokens
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.grammar.xgrammar import XGrammarBackend
+from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers.grammar_forced import LONGEST_TEXT, ForcedSearch, GrammarForced
-from tests.grammar.walks import BYTES
+from tests.masks.walks import BYTES
 from tests.toys import EOS, TEXTS, VOCABULARY, Rule, ToyCompiled, text_rule, toy_batch, toy_context
 
 KEYS = {

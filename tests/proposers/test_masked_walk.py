@@ -15,14 +15,14 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
-from guided_spec.models import packed_slot_head
-from guided_spec.models.graph_pool import NOTHING, GraphPool, Inputs
-from guided_spec.models.packed_slot_head import Scored
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.packed import slot_head as packed_slot_head
+from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
+from guided_spec.models.packed.slot_head import Scored
 from guided_spec.ops import mailbox
-from guided_spec.ops.draft_probs import dense_probs
 from guided_spec.ops.mailbox import is_awaited
+from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead

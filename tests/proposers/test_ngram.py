@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.core import Proposer
-from guided_spec.grammar.constraint import Constraint
-from guided_spec.grammar.lookahead import Lookahead
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.ngram import LONGEST, LOOKS_BACK, continue_ngram
 from tests.toys import ToyCompiled, text_rule, toy_batch, toy_context

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.proposers.unread_states import UnreadStates
+from guided_spec.proposers.learned_head import UnreadStates
 
 
 class Lazy(Sequence[Tensor | None]):

@@ -12,11 +12,10 @@ from transformers import PreTrainedModel
 
 from guided_spec import SamplingParams
 from guided_spec.errors import ConfigError
-from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import load_model
 from guided_spec.ops.bitmask import num_mask_words, pack_bitmask
-from guided_spec.training.algorithm import TrainingOutput
-from guided_spec.training.batch import TrainingBatch
+from guided_spec.training.algorithm import TrainingBatch, TrainingOutput
 from guided_spec.training.features import OnlineFeatures
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm, register
 from tests.models.tiny import build

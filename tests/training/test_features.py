@@ -13,15 +13,15 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.training.batch import TargetStates, TrainingBatch
-from guided_spec.training.feature_files import (
+from guided_spec.training.algorithm import TargetStates, TrainingBatch
+from guided_spec.training.features import (
     KeptFeatures,
+    OnlineFeatures,
     StoredFeatures,
     feature_file,
     write_features,
 )
-from guided_spec.training.features import OnlineFeatures
-from guided_spec.training.target_head import TargetHead
+from guided_spec.training.target_rows import TargetHead
 from tests.models.tiny import BASE, build
 
 LENGTHS = (5, 9, 1)

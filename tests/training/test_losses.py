@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.training.losses import LOSSES, LossMixture, LossRows
+from guided_spec.training.objective import LOSSES, LossMixture, LossRows
 from guided_spec.training.target_rows import forbid
 
 LOGITS = st.lists(st.floats(-6, 6, width=32), min_size=5, max_size=5)

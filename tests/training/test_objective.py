@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.training.algorithm import TrainingOutput
-from guided_spec.training.batch import TargetStates, TrainingBatch
+from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.objective import DraftLogits, Objective, measure
 from guided_spec.training.target_rows import TargetRows
 

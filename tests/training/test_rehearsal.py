@@ -11,12 +11,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
-from guided_spec.models.head_loading import find_method, load_head
+from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.training.algorithm import DraftAlgorithm
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
-from guided_spec.training.rehearsal import Rehearsal
-from guided_spec.training.run import train
+from guided_spec.training.run import Rehearsal, train
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from guided_spec.training.schedule import FLOOR, make_optimizer, rate_factor
+from guided_spec.training.trainer import FLOOR, make_optimizer, rate_factor
 
 
 @given(st.integers(0, 50), st.integers(1, 200))

@@ -12,17 +12,16 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.loading import load_model
-from guided_spec.models.qwen_mtp import QwenMtpHead
-from guided_spec.training.algorithm import TrainingOutput
-from guided_spec.training.batch import TargetStates, TrainingBatch
+from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.head_training import forward_head
 from guided_spec.training.objective import Objective
-from guided_spec.training.target_head import TargetHead
-from tests.models import mtp_checkpoints
-from tests.models.heads import SPECULATORS_CONFIG, write_eagle3
-from tests.models.test_qwen_mtp import build_speculators
+from guided_spec.training.target_rows import TargetHead
+from tests.models.heads import mtp_checkpoints
+from tests.models.heads.heads import SPECULATORS_CONFIG, write_eagle3
+from tests.models.heads.test_qwen_mtp import build_speculators
 from tests.models.tiny import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # another package's

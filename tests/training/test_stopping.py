@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from guided_spec.errors import TrainingStoppedError
 from guided_spec.training.run import TrainingReport, train
-from guided_spec.training.stopping import StopRequest, ignore_stop_signals
+from guided_spec.training.trainer import StopRequest, ignore_stop_signals
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.models.draft_head import DraftHead
-from guided_spec.models.head_loading import load_head
-from guided_spec.models.slot_head import SlotHead, SlotRoom
-from guided_spec.training.unroll import unroll, unroll_mask
+from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.loading import load_head
+from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.training.head_training import unroll, unroll_mask
 from tests.learned_heads import TARGETS, write_head
 
 VOCAB = 64

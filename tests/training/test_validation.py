@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from guided_spec.bench.workload import WorkItem
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
+from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.validation import decode_heldout

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from guided_spec.training import run
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.processes import make_accelerator
+from guided_spec.training.run import make_accelerator
 from tests.training.toy_algorithm import ToyTraining, make_options
 
 

@@ -1,11 +1,27 @@
-"""Options that the algorithms share, and how an option is declared."""
+"""Options that the algorithms share, and how an option is declared.
+
+Options of draft-model distillation.
+
+Options of EAGLE.
+
+Options of EAGLE-3.
+
+Options of multi-token prediction.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-__all__ = ["LossOptions", "option"]
+__all__ = [
+    "DraftModelConfig",
+    "Eagle3Config",
+    "EagleConfig",
+    "LossOptions",
+    "MtpConfig",
+    "option",
+]
 
 LOSS_HELP = (
     "What is minimised: kl, reverse_kl, total_variation, cross_entropy (with the likeliest "
@@ -28,3 +44,70 @@ class LossOptions:
         "Weight of a depth's loss, relative to the one before.", default=1.0
     )
     loss: str = option(LOSS_HELP, default="kl")
+
+
+@dataclass(frozen=True)
+class DraftModelConfig(LossOptions):
+    """What the small model looks like, and how it is trained.
+
+    All depths are trained at once by its causal attention: ``ttt_steps`` only says for how many
+    the acceptance is reported, and there is nothing to decay.
+    """
+
+    init: str | None = option("A model of the target's tokens to go on from.", default=None)
+    num_layers: int = option("Decoder layers of a fresh model, which is a Llama.", default=2)
+    hidden_size: int = option("Width of a fresh model.", default=256)
+    intermediate_size: int = option("Width of its MLPs.", default=704)
+    num_attention_heads: int = option("Its attention heads.", default=4)
+    num_key_value_heads: int = option("Its KV heads.", default=2)
+
+
+@dataclass(frozen=True)
+class EagleConfig(LossOptions):
+    """What a head looks like, and how it is trained."""
+
+    init: str | None = option("An EAGLE head to go on from; a folder or hub id.", default=None)
+    num_layers: int = option("Decoder layers of the head.", default=1)
+
+
+@dataclass(frozen=True)
+class Eagle3Config(LossOptions):
+    """What a head looks like, and how it is trained."""
+
+    init: str | None = option("An EAGLE-3 head to go on from; a folder or hub id.", default=None)
+    num_layers: int = option("Decoder layers of the head.", default=1)
+    layer_type: Literal["llama", "qwen3"] = option("Kind of these layers.", default="llama")
+    aux_layers: list[int] | None = option(
+        "Layers of the target whose inputs the head reads; three, spread, by default.", default=None
+    )
+    intermediate_size: int | None = option(
+        "Width of its MLPs; the target's by default.", default=None
+    )
+    num_attention_heads: int | None = option(
+        "Its attention heads; the target's by default.", default=None
+    )
+    num_key_value_heads: int | None = option("Its KV heads; the target's by default.", default=None)
+    head_dim: int | None = option(
+        "Width of an attention head; the target's by default.", default=None
+    )
+    norm_before_fc: bool = option("Norm over all that the first projection reads.", default=False)
+    fc_norm: bool = option("A norm for each layer it reads instead.", default=False)
+    norm_before_residual: bool = option("Residual stream from behind the norm.", default=False)
+    norm_output: bool = option("Recycle what is behind the final norm (EAGLE 3.1).", default=False)
+
+
+@dataclass(frozen=True)
+class MtpConfig(LossOptions):
+    """What the modules look like, and how they are trained."""
+
+    init: str | None = option(
+        "Modules to go on from: a folder or hub id; 'target' for those in its checkpoint.",
+        default=None,
+    )
+    form: Literal["auto", "deepseek", "qwen"] = option(
+        "Whose equations: DeepSeek's and GLM's, or Qwen's; auto follows the target.", default="auto"
+    )
+    num_modules: int = option("Modules at successive depths; the last one is repeated.", default=1)
+    initialize: Literal["target", "random"] = option(
+        "Fresh decoder layers: a copy of the target's last one, or random.", default="target"
+    )

@@ -12,9 +12,8 @@ from torch.utils.data import DataLoader
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import unpack_bitmask
-from guided_spec.training.batch import TrainingBatch
-from guided_spec.training.data.batches import TokenBatches
-from guided_spec.training.data.collate import Collator
+from guided_spec.training.algorithm import TrainingBatch
+from guided_spec.training.data.batches import Collator, TokenBatches
 from guided_spec.training.data.dataset import load_examples
 from guided_spec.training.data.grammar_masks import GrammarMasks
 

@@ -17,12 +17,12 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.training.data import dataset as dataset_module
 from guided_spec.training.data.dataset import (
+    encode_record,
     load_examples,
     read_grammar_text,
     split_heldout,
     write_grammar_text,
 )
-from guided_spec.training.data.segments import encode_record
 
 COLUMNS = ["input_ids", "loss_mask", "seq_len", "answer_start", "grammar", "index"]
 

@@ -16,16 +16,16 @@ from hypothesis import strategies as st
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.draft_vocabulary import DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import translate_bitmask
-from guided_spec.training.data.dataset import load_examples, write_grammar_text
-from guided_spec.training.data.draft_tokens import (
+from guided_spec.training.data.corpus import (
     count_tokens,
     forced_tokens,
     select_draft_vocabulary,
 )
+from guided_spec.training.data.dataset import load_examples, write_grammar_text
 from guided_spec.training.data.grammar_masks import GrammarMasks
-from tests.grammar.walks import BYTES, EOS
+from tests.masks.walks import BYTES, EOS
 
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=40)
 

@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.grammar.xgrammar import XGrammarBackend
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.training.data.dataset import load_examples, read_grammar_text, write_grammar_text
-from guided_spec.training.data.grammar_masks import GrammarMasks
-from guided_spec.training.data.mask_table import MaskTable
-from tests.grammar.walks import BYTES, EOS
+from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
+from tests.masks.walks import BYTES, EOS
 
 SCHEMA = write_grammar_text(
     GrammarSpec.json_schema({"type": "object", "properties": {"a": {"type": "string"}}})

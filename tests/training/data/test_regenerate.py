@@ -12,10 +12,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from guided_spec.bench.validity import is_valid
-from guided_spec.bench.workload import read_grammar
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
+from guided_spec.evaluate.measurement import is_valid
+from guided_spec.evaluate.workload import read_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.training.data.records import read_example
 from guided_spec.training.data.regenerate import Regenerated, regenerate

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.training.data.segments import Encoded, encode_record
+from guided_spec.training.data.dataset import Encoded, encode_record
 
 EOS = 0
 CHAT = [

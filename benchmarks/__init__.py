@@ -1,0 +1,1 @@
+"""Everything that measures this package; not part of the wheel."""

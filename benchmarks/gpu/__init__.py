@@ -1,0 +1,1 @@
+"""``python -m benchmarks.gpu``: kernels, engine steps, whole documents and other engines."""

@@ -1,0 +1,242 @@
+"""How long one engine step takes, with and without a grammar, by proposer and batch size."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks.gpu.subject import (
+    PREFILL_TOKENS,
+    Subject,
+    free_memory,
+    json_documents,
+    kv_budget,
+    with_draft,
+)
+from guided_spec.config import EngineConfig
+from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.request import Job, Request, State
+from guided_spec.engine.setup import Options, Setup, plan_slots
+from guided_spec.errors import ConfigError
+from guided_spec.evaluate.measurement import frozen_heap
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+
+__all__ = ["STEP_PROPOSERS", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
+
+STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:validate")
+FILLER_DOCUMENTS = 32
+FEWEST_ITEMS = 100  # some 2,500 tokens at least, more than any run writes before it is stopped
+
+
+class StepPlan(NamedTuple):
+    """What to time.
+
+    context: prompt tokens of every request. steps: how many are timed, after ``warm_up`` others in
+    which all requests decode. num_draft_tokens: K of every proposer but ``none``. options: further
+    fields of ``EngineConfig``.
+    """
+
+    proposers: Sequence[str] = STEP_PROPOSERS
+    batches: Sequence[int] = (1, 8, 32, 64, 128, 256)
+    temperatures: Sequence[float] = (0.0,)
+    num_draft_tokens: int = 5
+    context: int = 1000
+    steps: int = 60
+    warm_up: int = 16
+    options: Mapping[str, Any] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """Milliseconds from commit to commit, all requests of the batch decoding.
+
+    steps: how many were timed. tokens, drafted: per request and step. problem: why there are no
+    figures, or fewer than asked for.
+    """
+
+    proposer: str
+    num_draft_tokens: int
+    batch: int
+    temperature: float
+    grammar: bool
+    steps: int = 0
+    median_ms: float | None = None
+    p90_ms: float | None = None
+    mean_ms: float | None = None
+    tokens: float | None = None
+    drafted: float | None = None
+    problem: str | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field, for JSON."""
+        return asdict(self)
+
+
+class _Case(NamedTuple):
+    proposer: str
+    num_draft_tokens: int
+    batch: int
+    temperature: float
+    grammar: bool
+
+
+def endless_schema() -> dict[str, Any]:
+    """A list of records that cannot end within a benchmark: one mask after another is filled."""
+    address = {"type": "object", "properties": {"street": {"type": "string"}}}
+    properties = {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "status": {"enum": ["active", "paused"]},
+        "tags": {"type": "array", "items": {"type": "string"}},
+        "address": {**address, "required": ["street"], "additionalProperties": False},
+    }
+    record = {"type": "object", "properties": properties, "required": [*properties]}
+    items = {**record, "additionalProperties": False}
+    return {"type": "array", "items": items, "minItems": FEWEST_ITEMS}
+
+
+def measure_steps(
+    subject: Subject, plan: StepPlan, report: Callable[[str], None]
+) -> Iterator[list[StepTime]]:
+    """Time every combination, engine by engine; ``report`` is told each before it runs.
+
+    Each proposer and batch size has an engine, on which steps without a grammar and with one are
+    timed after one another, the same number of them. A batch for which there is no memory is
+    reported with its problem.
+    """
+    for proposer in with_draft(subject, plan.proposers):
+        for batch in plan.batches:
+            yield _measure_engine(subject, plan, (proposer, batch), report)
+            free_memory(subject.model.device)
+
+
+def _measure_engine(
+    subject: Subject, plan: StepPlan, which: tuple[str, int], report: Callable[[str], None]
+) -> list[StepTime]:
+    proposer, batch = which
+    depth = 0 if proposer == "none" else plan.num_draft_tokens
+    pairs = [(t, grammar) for t in plan.temperatures for grammar in (False, True)]
+    cases = [_Case(proposer, depth, batch, t, grammar) for t, grammar in pairs]
+    config = _config(subject, plan, batch, depth)
+    if (problem := _lack_of_memory(subject, config)) is not None:
+        return [StepTime(*case, problem=problem) for case in cases]
+    options = Options(tokenizer=subject.tokenizer, config=config)
+    setup = Setup.build(subject.model, proposer, subject.eagle3, options)
+    try:
+        found = []
+        for case in cases:
+            report(
+                f"steps: {proposer}, {batch} requests, grammar {'on' if case.grammar else 'off'}"
+            )
+            found.append(_time(setup, subject, plan, case))
+        return found
+    except torch.OutOfMemoryError:
+        return [StepTime(*case, problem="out of memory") for case in cases]
+    finally:
+        setup.grammars.queue.close()
+
+
+def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineConfig:
+    config: Any = subject.model.config.get_text_config(decoder=True)
+    piece = plan.options.get("prefill_tokens", PREFILL_TOKENS)
+    joining = -(-batch * plan.context // piece)  # steps in which the first requests decode already
+    length = plan.context + (joining + plan.steps + plan.warm_up + 2) * (depth + 1) + 1
+    own: dict[str, Any] = {
+        "num_draft_tokens": depth,
+        "max_batch_size": batch,
+        "max_model_len": min(length, config.max_position_embeddings),
+        "prefill_tokens": PREFILL_TOKENS,
+        "kv_memory_bytes": kv_budget(subject.model),
+    }
+    return EngineConfig(**{**own, **plan.options})
+
+
+def _lack_of_memory(subject: Subject, config: EngineConfig) -> str | None:
+    try:
+        fitting = plan_slots(subject.model, config).num_slots
+    except ConfigError as error:  # not even one
+        return str(error)
+    return None if fitting == config.max_batch_size else f"memory for {fitting} requests"
+
+
+@torch.inference_mode()
+def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTime:
+    requests, ended = _requests(setup, subject, plan, case)
+    engine = setup.engine
+    for request in requests:
+        engine.add(request)
+    clock: list[float] = []
+    counts: list[tuple[int, int]] = []
+    with frozen_heap():
+        while engine.has_work and len(clock) <= plan.warm_up + plan.steps:
+            engine.step()
+            if all(request.state is State.DECODE and request.stats.steps for request in requests):
+                clock.append(time.perf_counter())
+                counts.append(_counts(requests))
+            elif clock:
+                break  # one has come to its end
+    engine.cancel_all()
+    failed = next((c.completion.error for c in ended if c.completion and c.completion.error), None)
+    timed = clock[plan.warm_up :]
+    if len(timed) < 2:
+        return StepTime(*case, problem=str(failed or "the requests ended before the warm-up did"))
+    steps = len(timed) - 1
+    tokens, drafted = (
+        (last - first) / (steps * case.batch)
+        for first, last in zip(counts[plan.warm_up], counts[-1], strict=True)
+    )
+    spans = [(b - a) * 1e3 for a, b in zip(timed, timed[1:], strict=False)]
+    problem = None if steps == plan.steps else "ended early"
+    median, p90, mean = statistics.median(spans), _p90(spans), statistics.fmean(spans)
+    return StepTime(*case, steps, median, p90, mean, tokens, drafted, problem)
+
+
+def _requests(
+    setup: Setup, subject: Subject, plan: StepPlan, case: _Case
+) -> tuple[list[Request], list[Chunk]]:
+    grammar = None
+    if case.grammar:
+        grammar = setup.grammars.queue.submit(GrammarSpec.json_schema(endless_schema()))
+        grammar.result()
+    ended: list[Chunk] = []
+    room = setup.max_model_len - plan.context
+    params = SamplingParams(max_tokens=room, temperature=case.temperature, ignore_eos=True)
+    requests = []
+    prompts = _prompts(subject, plan.context, case.batch)
+    for seed, prompt in enumerate(prompts):
+        job = Job(prompt, params, setup.max_model_len, seed, grammar, is_streamed=False)
+        requests.append(Request(job, setup.vocabulary, ended.append))
+    return requests, ended
+
+
+def _prompts(subject: Subject, length: int, count: int) -> Iterator[list[int]]:
+    """Held-out documents one after another, each prompt from another place on."""
+    documents = json_documents(max(FILLER_DOCUMENTS, count))
+    texts = [f"{item.prompt}{item.answer}\n\n" for item in documents]
+    rows = subject.tokenizer(texts, add_special_tokens=False)["input_ids"]
+    for index in range(count):
+        tokens: list[int] = []
+        for row in itertools.islice(itertools.cycle(rows), index, None):
+            tokens += row
+            if len(tokens) >= length:
+                break
+        yield tokens[:length]
+
+
+def _counts(requests: Sequence[Request]) -> tuple[int, int]:
+    """Tokens so far and drafted so far, over all requests."""
+    tokens = sum(len(request.text.tokens) for request in requests)
+    return tokens, sum(sum(request.stats.drafted) for request in requests)
+
+
+def _p90(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(0.9 * (len(ordered) - 1)))]

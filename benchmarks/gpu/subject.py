@@ -1,0 +1,82 @@
+"""What a GPU benchmark measures: a target in memory, its tokenizer and its draft head."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.evaluate.workload import WorkItem, load_workload
+from guided_spec.models.loading import load_model, load_tokenizer
+
+__all__ = [
+    "PREFILL_TOKENS",
+    "Subject",
+    "free_memory",
+    "json_documents",
+    "kv_budget",
+    "load_subject",
+    "with_draft",
+    "without_weights",
+]
+
+PREFILL_TOKENS = 8192  # of one forward; vLLM reads prompts so too
+CUDA_SHARE = 0.8  # of what the weights left: nothing but a draft head and activations need the rest
+
+
+class Subject(NamedTuple):
+    """model: on its device. folder: where it was loaded from. eagle3: the head's folder, if any."""
+
+    model: PreTrainedModel
+    tokenizer: Any
+    folder: str
+    eagle3: str | None
+
+
+def load_subject(
+    folder: str | Path, eagle3: str | Path | None, *, device: str, dtype: str
+) -> Subject:
+    """Load the target once, for all engines that are measured. Raises ModelError."""
+    model = load_model(folder, device=device, dtype=dtype)
+    head = None if eagle3 is None else str(eagle3)
+    return Subject(model, load_tokenizer(folder), str(folder), head)
+
+
+def with_draft(subject: Subject, proposers: Sequence[str]) -> list[str]:
+    """The proposers that can run: those with a draft head only where there is one."""
+    return [name for name in proposers if "eagle3" not in name or subject.eagle3 is not None]
+
+
+def json_documents(count: int) -> list[WorkItem]:
+    """``count`` held-out documents whose answer is JSON, over again from the first if need be."""
+    items = load_workload(Path(bundled_asset("heldout.jsonl")))
+    kept = [i for i in items if i.grammar is not None and i.grammar.kind == "json_schema"]
+    return [kept[index % len(kept)] for index in range(count)]
+
+
+def kv_budget(model: PreTrainedModel) -> int | None:
+    """Bytes for ``kv_memory_bytes``; None, the engine's own choice, where it is no CUDA device."""
+    if model.device.type != "cuda":
+        return None
+    free_memory(model.device)
+    return int(torch.cuda.mem_get_info(model.device)[0] * CUDA_SHARE)
+
+
+def without_weights(subject: Subject) -> Subject:
+    """The same with a model on the meta device: its configuration and nothing else."""
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(subject.model.config)
+    skeleton.generation_config = subject.model.generation_config
+    return subject._replace(model=skeleton)
+
+
+def free_memory(device: torch.device) -> None:
+    """Give back what closed engines held on the device, if that is a CUDA device."""
+    if device.type == "cuda":
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,0 +1,1 @@
+"""Many mixed requests through one engine, and no leaks."""

@@ -1,0 +1,1 @@
+"""The bundled models in the shape of an 8B Llama."""

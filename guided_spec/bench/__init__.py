@@ -1,1 +1,0 @@
-"""Measuring: a workload in, tokens per second and forwards per token out."""

@@ -1,0 +1,1 @@
+"""Measuring on a workload: tokens per second, forwards per token, and valid texts."""

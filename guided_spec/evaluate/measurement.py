@@ -1,0 +1,343 @@
+"""What one way of generating cost on a workload.
+
+A heap that Python's garbage collector leaves alone while something is timed.
+
+Does a text match what was asked for? Judged by jsonschema and re, not by the grammar engine.
+
+One workload, several proposers, and the baselines: everything measured in one run.
+
+The comparison: transformers' own ``generate`` with xgrammar's logits processor, same weights.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
+
+import jsonschema
+import torch
+import xgrammar
+from jsonschema.validators import validator_for
+
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Completion
+from guided_spec.evaluate.workload import WorkItem
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.markers.markers import DEFAULT_MARKERS
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.types import SamplingParams
+
+__all__ = [
+    "BaselineRun",
+    "Measurement",
+    "Plan",
+    "Timed",
+    "frozen_heap",
+    "is_valid",
+    "measure_completions",
+    "run_items",
+    "run_plan",
+    "run_transformers",
+    "valid_share",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Totals over a workload.
+
+    name: the proposer, or the engine compared with.
+    requests, failed, tokens: counts; seconds: wall time of the whole workload.
+    forwards: target forwards that decoded, a forward over a batch counted once a request.
+    drafted, accepted: draft tokens. mask_microseconds: host time on masks per output token; None
+        where it was not measured.
+    valid: share of the finished outputs that match their grammar.
+    same_text: share of the requests whose text equals the first measurement's.
+    """
+
+    name: str
+    requests: int
+    failed: int
+    tokens: int
+    seconds: float
+    forwards: int
+    drafted: int = 0
+    accepted: int = 0
+    forced: int = 0
+    mask_microseconds: float | None = None
+    valid: float = 1.0
+    same_text: float = 1.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens per second of wall time."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def forwards_per_token(self) -> float:
+        """Target forwards per output token."""
+        return self.forwards / self.tokens if self.tokens else 0.0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Output tokens per target forward."""
+        return self.tokens / self.forwards if self.forwards else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """Every field and every ratio, for JSON."""
+        ratios = ("tokens_per_second", "forwards_per_token", "acceptance_length")
+        return asdict(self) | {name: getattr(self, name) for name in ratios}
+
+
+def measure_completions(
+    name: str, completions: Sequence[Completion], seconds: float, *, valid: float, same_text: float
+) -> Measurement:
+    """Add up the statistics of one run of our engine."""
+    stats = [completion.stats for completion in completions]
+    tokens = sum(s.output_tokens for s in stats)
+    return Measurement(
+        name=name,
+        requests=len(completions),
+        failed=sum(completion.error is not None for completion in completions),
+        tokens=tokens,
+        seconds=seconds,
+        forwards=sum(s.steps for s in stats),
+        drafted=sum(sum(s.drafted) for s in stats),
+        accepted=sum(sum(s.accepted) for s in stats),
+        forced=sum(s.forced_accepted for s in stats),
+        mask_microseconds=sum(s.mask_seconds for s in stats) * 1e6 / max(tokens, 1),
+        valid=valid,
+        same_text=same_text,
+    )
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Inside, the garbage collector looks at new objects only.
+
+    A full run over all that torch and transformers have loaded takes a tenth of a second or more,
+    which is a part of what is timed, or all of it, and comes when it likes. docs/gpu.md tells users
+    how to be rid of it.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+def valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:
+    """The share of the finished texts that match their grammars; 1.0 where none has finished."""
+    judged = [
+        is_valid(completion.text, item.grammar)
+        for completion, item in zip(completions, items, strict=True)
+        if completion.finish_reason == "stop"
+    ]
+    return sum(judged) / len(judged) if judged else 1.0
+
+
+def is_valid(text: str, grammar: GrammarSpec | None) -> bool:
+    """Whether ``text`` satisfies the spec; kinds without an independent judge pass.
+
+    Of a spec with a start the part behind the marker is judged; all of a text without the marker,
+    which the prompt held then. A marker of token ids is not seen in a text: it passes.
+    """
+    if grammar is None:
+        return True
+    if grammar.start is not None:
+        if not isinstance(grammar.start.marker, str | None):
+            return True
+        known = grammar.start.marker or next((m for m in DEFAULT_MARKERS if m in text), "")
+        text = text.partition(known)[2] if known and known in text else text
+    match grammar.kind:
+        case "json_schema":
+            return _is_valid_json(text, json.loads(grammar.source))
+        case "json_object":
+            return _is_valid_json(text, {"type": "object"})
+        case "regex":
+            return re.fullmatch(grammar.source, text) is not None
+        case "choice":
+            return text in json.loads(grammar.source)
+        case _:
+            return True
+
+
+def _is_valid_json(text: str, schema: Any) -> bool:
+    """Under the draft that the schema names, formats included."""
+    kind = validator_for(schema, default=jsonschema.Draft202012Validator)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return False
+    return bool(kind(schema, format_checker=kind.FORMAT_CHECKER).is_valid(value))
+
+
+class BaselineRun(NamedTuple):
+    """Texts in the order of the workload, output tokens in all, and wall seconds.
+
+    ended: whether each text has come to its end within its tokens.
+    """
+
+    texts: list[str]
+    tokens: int
+    seconds: float
+    ended: list[bool]
+
+
+def run_transformers(
+    model: Any,
+    vocabulary: Vocabulary,
+    prompts: Sequence[list[int]],
+    items: Sequence[WorkItem],
+    *,
+    max_tokens: int,
+) -> BaselineRun:
+    """Greedy, one request at a time, grammars compiled beforehand (as they are for our engine)."""
+    backend = XGrammarBackend(vocabulary)
+    grammars = [None if i.grammar is None else backend.compile(i.grammar) for i in items]
+    texts: list[str] = []
+    ended: list[bool] = []
+    tokens = 0
+    with frozen_heap():
+        started = time.perf_counter()
+        for prompt, grammar in zip(prompts, grammars, strict=True):
+            processors = []
+            if grammar is not None:
+                inner = grammar.inner if isinstance(grammar, UniqueKeysGrammar) else grammar
+                processors.append(xgrammar.contrib.hf.LogitsProcessor(inner.compiled))
+            input_ids = torch.tensor([prompt], device=model.device)
+            with torch.inference_mode():
+                output = model.generate(
+                    input_ids,
+                    attention_mask=torch.ones_like(input_ids),
+                    do_sample=False,
+                    max_new_tokens=max_tokens,
+                    logits_processor=processors,
+                    eos_token_id=list(vocabulary.stop_token_ids),
+                    pad_token_id=vocabulary.stop_token_ids[0],
+                )
+            new = output[0, len(prompt) :].tolist()
+            tokens += len(new)
+            texts.append(vocabulary.decode(new))
+            ended.append(bool(new) and new[-1] in vocabulary.stop_token_ids)
+        seconds = time.perf_counter() - started
+    return BaselineRun(texts, tokens, seconds, ended)
+
+
+WARM_UP = 2  # requests run before the clock starts
+
+
+class Plan(NamedTuple):
+    """What to run.
+
+    proposers: measured in this order, after plain constrained decoding (``none``); ``name=draft``
+        is a proposer with another draft than the LLM's.
+    """
+
+    items: Sequence[WorkItem]
+    proposers: Sequence[str]
+    params: SamplingParams
+    with_transformers: bool
+
+
+def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
+    """Measure transformers (if asked), ``none`` and every proposer on the same weights.
+
+    ``llm`` is closed: each measurement has an engine of its own. ``report`` is told the name of
+    each before it starts. Grammars are compiled before the clock starts. The texts of ``none`` are
+    what the others' are compared with.
+    """
+    llm.close()  # its thread would share the cores with those that are measured
+    measurements: list[Measurement] = []
+    report("none")
+    plain, seconds = run_items(llm.with_proposer("none"), plan.items, plan.params)
+    texts = [completion.text for completion in plain]
+    measurements.append(_measure("none", plain, seconds, plan, texts))
+    if plan.with_transformers:
+        report("transformers")
+        # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
+        with ThreadPoolExecutor(1) as pool:
+            measurements.append(pool.submit(_run_baseline, llm, plan, texts).result())
+    for proposer in plan.proposers:
+        name, _, draft = proposer.partition("=")
+        report(name)
+        engine = llm.with_proposer(name, draft or None)
+        completions, seconds = run_items(engine, plan.items, plan.params)
+        measurements.append(_measure(name, completions, seconds, plan, texts))
+    return measurements
+
+
+class Timed(NamedTuple):
+    """One completion an item, in their order, and the wall seconds that all took together."""
+
+    completions: list[Completion]
+    seconds: float
+
+
+def run_items(
+    llm: LLM, items: Sequence[WorkItem], params: SamplingParams, *, rehearse: bool = False
+) -> Timed:
+    """Generate for all items, each under its own grammar, and close ``llm``.
+
+    Grammars are compiled, and as many requests run as decode together, before the clock starts.
+    rehearse: all run, so that every size of batch has its CUDA graph, as engines that capture them
+        when they start have.
+    """
+    matched = [replace(params, grammar=item.grammar) for item in items]
+    prompts = [item.prompt for item in items]
+    warm_up = len(prompts) if rehearse else max(WARM_UP, llm.config.max_batch_size)
+    with llm:
+        llm.compile(item.grammar for item in items if item.grammar is not None)
+        llm.generate(prompts[:warm_up], matched[:warm_up], on_error="return")
+        with frozen_heap():
+            started = time.perf_counter()
+            outputs = llm.generate(prompts, matched, on_error="return")
+            seconds = time.perf_counter() - started
+    return Timed([output.completions[0] for output in outputs], seconds)
+
+
+def _run_baseline(llm: LLM, plan: Plan, texts: Sequence[str]) -> Measurement:
+    prompts = [llm.encode(item.prompt) for item in plan.items]
+    model, vocabulary = llm.model, llm.vocabulary
+    limit = plan.params.max_tokens
+    warm_up = slice(WARM_UP)
+    run_transformers(model, vocabulary, prompts[warm_up], plan.items[warm_up], max_tokens=limit)
+    run = run_transformers(model, vocabulary, prompts, plan.items, max_tokens=limit)
+    judged = zip(run.texts, plan.items, run.ended, strict=True)
+    return Measurement(
+        name="transformers",
+        requests=len(prompts),
+        failed=0,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        forwards=run.tokens,
+        valid=_share(is_valid(t, i.grammar) for t, i, ended in judged if ended),
+        same_text=_share(a == b for a, b in zip(run.texts, texts, strict=True)),
+    )
+
+
+def _measure(
+    name: str,
+    completions: Sequence[Completion],
+    seconds: float,
+    plan: Plan,
+    texts: Sequence[str],
+) -> Measurement:
+    valid = valid_share(completions, plan.items)
+    same = _share(c.text == t for c, t in zip(completions, texts, strict=True))
+    return measure_completions(name, completions, seconds, valid=valid, same_text=same)
+
+
+def _share(flags: Iterable[bool]) -> float:
+    counted = list(flags)
+    return sum(counted) / len(counted) if counted else 1.0

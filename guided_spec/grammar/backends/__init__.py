@@ -1,0 +1,1 @@
+"""Grammar backends: xgrammar, llguidance, and the choice between them."""

@@ -1,0 +1,162 @@
+"""The choice of a grammar backend: one by its name, or for each schema the better of two."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import cached_property
+from typing import NamedTuple
+
+from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.backends.ebnf import any_order_notes
+from guided_spec.grammar.backends.guarded import GuardedBackend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, LLGuidanceGrammar
+from guided_spec.grammar.backends.registry import (
+    GRAMMAR_BACKENDS,
+    BackendFactory,
+    find_grammar_backend,
+)
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.schema.mode import compile_as_asked
+from guided_spec.grammar.schema.report import is_narrowed
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["AutoBackend", "BackendChoice", "build_backend"]
+
+_MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
+
+_Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
+
+
+class AutoBackend:
+    """Per JSON schema the backend that enforces all of it and rejects the least.
+
+    That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
+    further keys, no large counts. It is llguidance for those that xgrammar would narrow or not
+    enforce in full, for large ones, which it compiles far faster, and for strings that are counted
+    beyond 128 characters, where each of xgrammar's rows costs tens of milliseconds. What llguidance
+    refuses too goes to xgrammar, narrowed, or is refused. So it is with regexes that count so far;
+    all other kinds of grammar are xgrammar's. Under ``key_order="any"`` xgrammar gets only what
+    holds no object of more than 8 keys.
+
+    The attribute ``backend`` of a compiled grammar names the one that took it.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._first = XGrammarBackend(vocabulary)
+
+    def compile(self, spec: GrammarSpec) -> _Compiled:
+        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+
+        An UnsupportedSchemaError gives the reasons of both, where both were asked.
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec = document.spec
+        if spec.kind == "regex" and document.size.characters > _MOST_CHARACTERS:
+            with suppress(GrammarCompileError):
+                return self._second.enforce(document)
+        if spec.kind != "json_schema" or _is_for_xgrammar(document):
+            return self._first.enforce(document)
+        try:
+            return self._second.enforce(document)
+        except UnsupportedSchemaError as error:
+            refused = error
+        try:
+            return self._first.enforce(document)
+        except UnsupportedSchemaError as error:
+            if not _is_xgrammars_alone(document):
+                raise
+            raise UnsupportedSchemaError(f"{error}\n{refused}") from error
+
+    @cached_property
+    def _second(self) -> LLGuidanceBackend:
+        # Made when it is first needed. Two threads may both make one; either will do.
+        return LLGuidanceBackend(self.vocabulary)
+
+
+def _is_for_xgrammar(document: SpecDocument) -> bool:
+    """Whether xgrammar takes the schema as it is, and soon."""
+    if document.size.large or document.size.characters > _MOST_CHARACTERS:
+        return False
+    prepared = document.examined
+    if is_narrowed(prepared.unenforced):
+        return False
+    return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
+
+
+def _is_xgrammars_alone(document: SpecDocument) -> bool:
+    """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
+    entries = document.examined.unenforced
+    return all(entry.by_backend for entry in entries if entry.level == "error")
+
+
+class BackendChoice:
+    """The backend that a spec names, and for specs that name none the one called ``name``.
+
+    Another one is made when a spec asks for it, or when its name was registered anew. Raises
+    ConfigError as ``build_backend`` does.
+    """
+
+    def __init__(self, name: str, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._name = name
+        self._made = {name: self._make("grammar_backend", name)}
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+
+        Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        """As ``compile``."""
+        name = document.spec.backend or self._name
+        made = self._made.get(name)
+        if made is None or made.entry != GRAMMAR_BACKENDS.get(name, made.entry):
+            try:
+                made = self._make("backend", name)
+            except ConfigError as error:
+                if error.argument != "grammar_backend":
+                    raise
+                raise ConfigError("backend", name, error.fix) from error.__cause__
+            self._made[name] = made  # two threads may both make one; either will do
+        if isinstance(made.backend, GuardedBackend):
+            return made.backend.compile(document.spec)
+        return made.backend.compile_document(document)
+
+    def _make(self, argument: str, name: str) -> _Made:
+        entry = GRAMMAR_BACKENDS.get(name)
+        factory = find_grammar_backend(argument, name)
+        if factory in (AutoBackend, LLGuidanceBackend, XGrammarBackend):
+            own: AutoBackend | LLGuidanceBackend | XGrammarBackend = factory(self.vocabulary)
+            return _Made(entry, own)
+        return _Made(entry, GuardedBackend(name, factory, self.vocabulary))
+
+
+class _Made(NamedTuple):
+    """A backend, and what the registry held when it was made: None for an entry point's."""
+
+    entry: str | BackendFactory | None
+    backend: AutoBackend | LLGuidanceBackend | XGrammarBackend | GuardedBackend
+
+
+def build_backend(name: str, vocabulary: Vocabulary) -> BackendChoice:
+    """The backend of this name for one vocabulary, with its default settings.
+
+    name: "auto", "xgrammar", "llguidance" or a registered one, for specs that name no ``backend``
+    themselves. Raises ConfigError for any other, for "llguidance" where that package is not
+    installed, and for one that cannot be made.
+    """
+    return BackendChoice(name, vocabulary)

@@ -1,0 +1,230 @@
+"""xgrammar's own grammar of a prepared JSON schema, as text.
+
+A prepared JSON schema as an EBNF grammar of xgrammar whose objects take their keys in any order.
+
+A grammar of this kind has no memory but its rules: an object of n keys gets a rule for every set of
+keys that may have been written, 2**n in all. So only objects of few keys are written out like that.
+Everything else is left to xgrammar's own converter, in one go: it gets the schema with a string in
+place of each such object, and that string is then replaced by the object's rule.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+import xgrammar
+
+from guided_spec.grammar.backends.any_order import AnyOrder
+from guided_spec.grammar.schema.report import Report, Unenforced, escape
+
+__all__ = [
+    "any_order_ebnf",
+    "any_order_notes",
+    "schema_ebnf",
+]
+
+_ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
+
+
+def schema_ebnf(prepared: Any, *, any_whitespace: bool) -> str:
+    """The grammar, with the rule ``root``. Raises RuntimeError where xgrammar does not take it."""
+    grammar = xgrammar.Grammar.from_json_schema(
+        json.dumps(prepared), any_whitespace=any_whitespace, strict_mode=False
+    )
+    # xgrammar 0.2.8 prints "\xe9" before any letter, and reads "\xe9e" as one character.
+    return _ESCAPED.sub(lambda found: f"\\u00{found[1]}" if found[1] else found[0], str(grammar))
+
+
+_MOST_KEYS = 8
+_MOST_SETS = 1024
+_WHITESPACE = r"[ \n\r\t]*"
+_TERMINAL = re.compile(r'"(?:[^"\\]|\\.)*"|\[(?:[^\]\\]|\\.)*\]\*?')
+_NAME = re.compile(r"[\w.:-]+")
+_FIX = "the keys of these objects stay in the schema's order"
+
+
+class _Object(NamedTuple):
+    """names: of the keys, the required ones first. values: pieces, one for each name.
+
+    others: pieces of keys by pattern and of their values.
+    """
+
+    names: tuple[str, ...]
+    num_required: int
+    values: tuple[int, ...]
+    others: tuple[tuple[int, int], ...]
+
+
+class _Replaced(NamedTuple):
+    """top: the piece for the root. definitions: by name."""
+
+    top: int
+    definitions: dict[str, Any]
+
+
+def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrder:
+    """The grammar of a schema that ``prepare_schema`` has made, with the rule ``root``.
+
+    The texts are those of the schema, with the keys of each object of up to 8 in any order.
+    """
+    plan = _Plan(json.dumps(prepared))
+    top, definitions = plan.run(prepared)
+    notes = tuple(plan.report.entries)
+    if not plan.objects:
+        return AnyOrder(None, notes)
+    document: dict[str, Any] = {"type": "array", "items": False, "minItems": len(plan.pieces)}
+    document |= {"prefixItems": plan.pieces, "$defs": definitions}
+    try:
+        converted = schema_ebnf(document, any_whitespace=any_whitespace)
+    except RuntimeError:  # which the schema itself raises too
+        return AnyOrder(None, notes)
+    lines = converted.splitlines()
+    sequence = next((line for line in lines if line.startswith("root ::= ")), "")
+    names = _NAME.findall(_TERMINAL.sub(" ", sequence.removeprefix("root ::= ")))
+    if len(names) != len(plan.pieces):
+        reason = "the backend's grammar of it is not as expected"
+        note = Unenforced("", "properties", reason, _FIX, "note")
+        return AnyOrder(None, (*notes, note))
+    text = "\n".join(line for line in lines if line is not sequence)
+    rules = [f"root ::= {names[top]}"]
+    for number, written in enumerate(plan.objects):
+        rule = f"{plan.mark}{number}"
+        text = text.replace(json.dumps(f'"{rule}"'), rule)
+        rules += _object_rules(rule, written, names, _WHITESPACE if any_whitespace else None)
+    return AnyOrder("\n".join([text, *rules, ""]), notes)
+
+
+def any_order_notes(prepared: Any) -> tuple[Unenforced, ...]:
+    """About the objects of a schema whose keys stay in order; without making the grammar."""
+    plan = _Plan(json.dumps(prepared))
+    if isinstance(prepared, dict):
+        plan.run(prepared)
+    return tuple(plan.report.entries)
+
+
+class _Plan:
+    """What is converted by xgrammar, and what is written here.
+
+    pieces: schemas with a string for each of ``objects``.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.mark = "object"
+        while self.mark in text:
+            self.mark += "_"
+        self.pieces: list[Any] = []
+        self.objects: list[_Object] = []
+        self.report = Report()
+        self._numbers: dict[str, int] = {}
+        self._num_sets = 0
+
+    def run(self, prepared: dict[str, Any]) -> _Replaced:
+        """The whole schema, taken apart."""
+        root = {key: value for key, value in prepared.items() if key != "$defs"}
+        definitions = prepared.get("$defs", {}).items()
+        return _Replaced(
+            self.piece(root, ""),
+            {name: self.replace(part, f"/$defs/{name}") for name, part in definitions},
+        )
+
+    def piece(self, schema: Any, pointer: str) -> int:
+        """The number of the piece for ``schema``."""
+        replaced = self.replace(schema, pointer)
+        self.pieces.append(replaced)
+        return len(self.pieces) - 1
+
+    def replace(self, node: Any, pointer: str) -> Any:
+        """``node`` with a string for each object that is written here."""
+        if not isinstance(node, dict):
+            return node
+        if self._is_free(node, pointer):
+            key = json.dumps(node)
+            if key not in self._numbers:
+                written = self._object(node, pointer)  # those inside it come first
+                self._numbers[key] = len(self.objects)
+                self.objects.append(written)
+            return {"const": f"{self.mark}{self._numbers[key]}"}
+        replaced = dict(node)
+        for keyword in ("items", "additionalProperties"):
+            if keyword in node:
+                replaced[keyword] = self.replace(node[keyword], f"{pointer}/{keyword}")
+        for keyword in ("anyOf", "prefixItems"):
+            if keyword in node:
+                parts = enumerate(node[keyword])
+                replaced[keyword] = [self.replace(p, f"{pointer}/{keyword}/{i}") for i, p in parts]
+        for keyword in ("properties", "patternProperties"):
+            if keyword in node:
+                replaced[keyword] = {
+                    name: self.replace(part, f"{pointer}/{keyword}/{escape(name)}")
+                    for name, part in node[keyword].items()
+                }
+        return replaced
+
+    def _is_free(self, node: dict[str, Any], pointer: str) -> bool:
+        num_keys = len(node.get("properties", ()))
+        patterns = "patternProperties" in node
+        if num_keys == 0 or (num_keys == 1 and not patterns):
+            return False
+        if num_keys > _MOST_KEYS or self._num_sets + 2**num_keys > _MOST_SETS:
+            reason = f"an object lists more than {_MOST_KEYS} keys"
+            if num_keys <= _MOST_KEYS:
+                reason = "there are too many objects"
+            self.report.note(pointer, "properties", reason, f"{_FIX}; llguidance frees them")
+            return False
+        if "minProperties" in node or "maxProperties" in node:
+            self.report.note(pointer, "properties", "keys are counted", _FIX)
+            return False
+        return True
+
+    def _object(self, node: dict[str, Any], pointer: str) -> _Object:
+        properties, required = node["properties"], node.get("required", ())
+        names = sorted(properties, key=lambda name: name not in required)
+        self._num_sets += 2 ** len(names)
+        values = [self.piece(properties[n], f"{pointer}/properties/{escape(n)}") for n in names]
+        others = [
+            (
+                self.piece({"type": "string", "pattern": pattern}, pointer),
+                self.piece(part, f"{pointer}/patternProperties/{escape(pattern)}"),
+            )
+            for pattern, part in node.get("patternProperties", {}).items()
+        ]
+        return _Object(tuple(names), len(required), tuple(values), tuple(others))
+
+
+def _object_rules(
+    rule: str, written: _Object, pieces: list[str], whitespace: str | None
+) -> list[str]:
+    """``rule`` itself; of each set of keys, what comes behind them, and one pair of the others."""
+    space = "" if whitespace is None else whitespace
+    comma = '", "' if whitespace is None else f'{space} "," {space}'
+    colon = '": "' if whitespace is None else f'{space} ":" {space}'
+    close = f'{space} "}}"'
+    pairs = [
+        f"{_literal(name)} {colon} {pieces[value]}"
+        for name, value in zip(written.names, written.values, strict=True)
+    ]
+    more = [f"{pieces[key]} {colon} {pieces[value]}" for key, value in written.others]
+    rules = [f"{rule}_{bit} ::= {pair}" for bit, pair in enumerate([*pairs, *more])]
+    needed = 2**written.num_required - 1
+    for keys in range(2 ** len(pairs)):
+        options = [
+            f"{rule}_{bit} {rule}_behind_{keys | 1 << bit}"
+            for bit in range(len(pairs))
+            if not keys >> bit & 1
+        ]
+        options += [f"{rule}_{len(pairs) + i} {rule}_behind_{keys}" for i in range(len(more))]
+        ends = [close] if keys & needed == needed else []
+        if options:
+            rules.append(f"{rule}_next_{keys} ::= {' | '.join(options)}")
+            ends.append(f"{comma} {rule}_next_{keys}")
+        if keys or more:
+            rules.append(f"{rule}_behind_{keys} ::= {' | '.join(ends)}")
+    begin = f'"{{" {space} {rule}_next_0'
+    rules.append(f"{rule} ::= {begin}" + ("" if needed else f' | "{{" {close}'))
+    return rules
+
+
+def _literal(name: str) -> str:
+    return json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)

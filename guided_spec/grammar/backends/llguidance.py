@@ -1,0 +1,456 @@
+r"""A second backend: grammars compiled by llguidance.
+
+It compiles most grammars far faster than xgrammar and enforces some JSON schemas that xgrammar does
+not. Filling one of its masks takes longer, most of all under a regex.
+
+A JSON schema as llguidance enforces it, or the reasons why it cannot.
+
+The schema is lowered first (see ``schema_lower``). llguidance refuses by itself most of what it
+does not enforce. What it reads differently from the specification is rewritten here into something
+narrower, or refused:
+
+- a ``pattern`` is read as Python's ``re`` reads it, U+0000 and classes such as ``\d`` beyond ASCII
+  left out; one that is anchored in the middle covers the whole string;
+- an object with a ``patternProperties`` of such a class gets no keys besides those listed;
+- keys may repeat, so ``minProperties`` beyond 1 counts the required ones only;
+- numbers are compared as floats, so large integers and decimal steps are refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from guided_spec.errors import (
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
+from guided_spec.grammar.backends.any_order import any_order_grammar
+from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.formats import FORMATS
+from guided_spec.grammar.schema.lowering import Lowered
+from guided_spec.grammar.schema.mode import compile_as_asked
+from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = [
+    "LLGuidanceBackend",
+    "LLGuidanceGrammar",
+    "prepare_for_llguidance",
+]
+
+_parser: Any = importlib.import_module("re._parser")
+_ONE = frozenset({"additionalProperties", "items"})
+_LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
+_MAPS = frozenset({"properties", "$defs"})
+_KEPT = frozenset(
+    {"type", "enum", "const", "$ref", "patternProperties", "required", "minProperties"}
+    | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
+    | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+    | _ONE
+    | _LISTS
+    | _MAPS
+)
+_REFUSED = frozenset({"uniqueItems"})
+_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_LARGEST = 2**53
+_MAX_DEPTH = 128
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+
+
+def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
+    """A schema as llguidance enforces it; a new value.
+
+    Raises UnsupportedSchemaError where some of it would go unenforced. llguidance itself may refuse
+    more.
+    """
+    for entry in lowered.entries:
+        if entry.level == "error":
+            raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
+    if isinstance(lowered.schema, bool):
+        return {} if lowered.schema else {"enum": []}
+    prepared: dict[str, Any] = _rewrite(lowered.schema, "", 0)
+    return prepared
+
+
+def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
+    if depth > _MAX_DEPTH:
+        raise _refusal(pointer, "", "it is nested too deeply")
+    if not isinstance(schema, dict):
+        return schema
+    _check(schema, pointer)
+    result = {
+        keyword: _rewrite_value(keyword, value, f"{pointer}/{keyword}", depth + 1)
+        for keyword, value in schema.items()
+        if keyword in _KEPT
+    }
+    if schema.get("patternProperties"):
+        _rewrite_patterns(schema, result, pointer, depth + 1)
+    if schema.get("minProperties", 0) <= len(schema.get("required", ())):
+        result.pop("minProperties", None)
+    texts = [schema["pattern"]] if "pattern" in schema else []
+    texts += [FORMATS[schema["format"]]] if schema.get("format") in FORMATS else []
+    if len(texts) > 1:  # both
+        result["allOf"] = [*result.get("allOf", []), {"pattern": _search(texts[1])}]
+    elif texts:
+        result["pattern"] = _search(texts[0])
+    return result
+
+
+def _rewrite_value(keyword: str, value: Any, path: str, depth: int) -> Any:
+    if keyword in _MAPS:
+        return {name: _rewrite(part, f"{path}/{name}", depth) for name, part in value.items()}
+    if keyword in _LISTS:
+        return [_rewrite(part, f"{path}/{index}", depth) for index, part in enumerate(value)]
+    if keyword in _ONE:
+        return _rewrite(value, path, depth)
+    return _search(value) if keyword == "pattern" else value
+
+
+class _Key(NamedTuple):
+    """A pattern of keys. exact: whether what it does not match, ``re`` does not match either."""
+
+    pattern: str
+    exact: bool
+    before_newline: bool
+
+
+def _rewrite_patterns(
+    schema: dict[str, Any], result: dict[str, Any], pointer: str, depth: int
+) -> None:
+    keys = {pattern: _key(pattern) for pattern in schema["patternProperties"]}
+    names = [*schema.get("properties", ()), *schema.get("required", ())]
+    is_open = schema.get("additionalProperties", True) is not False
+    exact = all(key.exact for key in keys.values())
+    if not exact and (len(keys) > 1 or not all(map(str.isascii, names))):
+        reason = "a class such as \\w is ASCII here, beside other keys; write it out, as in [a-z]"
+        raise _refusal(pointer, "patternProperties", reason)
+    path = f"{pointer}/patternProperties"
+    written = {
+        keys[pattern].pattern: _rewrite(part, f"{path}/{pattern}", depth)
+        for pattern, part in schema["patternProperties"].items()
+    }
+    if is_open and exact:
+        for pattern, key in keys.items():
+            if key.before_newline:  # Python's $ matches there too
+                written[_search(f"{pattern[:-1]}\n\\Z")] = False
+    elif is_open:
+        result["additionalProperties"] = False
+    result["patternProperties"] = written
+
+
+def _key(pattern: str) -> _Key:
+    parsed = _parser.parse(pattern)
+    ends = len(parsed) > 0 and str(parsed[-1][1]) == "AT_END"
+    return _Key(_search(pattern), not _categories(parsed), ends)
+
+
+def _categories(items: Any) -> bool:
+    """Whether a class such as ``\\w`` stands in the pattern, save where it is negated."""
+    for op, value in items:
+        name = str(op)
+        if name == "IN":
+            negated = str(value[0][0]) == "NEGATE"
+            kinds = [str(member) for kind, member in value if str(kind) == "CATEGORY"]
+            if any(("_NOT_" in kind) == negated for kind in kinds):
+                return True
+        elif name == "SUBPATTERN":
+            if _categories(value[3]):
+                return True
+        elif name in ("MAX_REPEAT", "MIN_REPEAT"):
+            if _categories(value[2]):
+                return True
+        elif name == "BRANCH" and any(map(_categories, value[1])):
+            return True
+    return False
+
+
+def _check(schema: dict[str, Any], pointer: str) -> None:
+    for keyword in sorted(_REFUSED.intersection(schema)):
+        raise _refusal(pointer, keyword, "llguidance does not enforce it")
+    first = str(schema.get("$ref", "#")).split("/")
+    if first[0] != "#" or (len(first) > 1 and first[1] not in _MAPS | _LISTS | _ONE):
+        raise _refusal(pointer, "$ref", "its target is not a subschema of this schema")
+    if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
+        raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
+    _check_numbers(schema, pointer)
+
+
+def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
+    values = [schema[name] for name in _NUMBERS if name in schema]
+    values += [schema.get("const"), schema.get("enum")]
+    if any(map(_is_inexact, values)):
+        raise _refusal(pointer, "", "a number beyond 2**53 is rounded; write it as a string")
+    if any(map(_has_controls, values[-2:])):
+        raise _refusal(pointer, "enum", "a control character in a string; leave the value out")
+    divisor = Fraction(str(schema.get("multipleOf", 1))).denominator
+    if divisor & (divisor - 1):
+        reason = "a step that no float holds exactly; count in whole steps"
+        raise _refusal(pointer, "multipleOf", reason)
+
+
+def _has_controls(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_has_controls, [*value, *value.values()]))
+    if isinstance(value, list):
+        return any(map(_has_controls, value))
+    return isinstance(value, str) and bool(_CONTROL.search(value))
+
+
+def _is_inexact(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_inexact, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_inexact, value))
+    return isinstance(value, int | float) and abs(value) > _LARGEST
+
+
+def _search(pattern: str) -> str:
+    """A pattern for the whole string such that ``re.search(pattern, string)`` succeeds."""
+    anything = "(?s:.*)"
+    for before, after in ((anything, anything), ("", anything), (anything, ""), ("", "")):
+        try:
+            return f"^(?:{to_fullmatch(f'{before}(?:{pattern}){after}')})$"
+        except GrammarCompileError as error:
+            reason = str(error)
+    raise UnsupportedSchemaError(f"the JSON schema cannot be enforced in full: {reason}")
+
+
+def _refusal(pointer: str, keyword: str, reason: str) -> UnsupportedSchemaError:
+    where = f"{pointer or '/'}: {keyword}: " if keyword else f"{pointer or '/'}: "
+    return UnsupportedSchemaError(f"llguidance cannot enforce the JSON schema: {where}{reason}")
+
+
+# Without it forced bytes may be written in one way only, by a tokenizer that is not at hand here.
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+# No \\u escapes: an extra key could spell a declared one with them, "\\u0061" for "a".
+_ESCAPES = 'nrbtf\\"'
+_FIXED = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "json_allowed_escapes": _ESCAPES,
+}
+_FLEXIBLE = {**_FIXED, "whitespace_flexible": True, "item_separator": ",", "key_separator": ":"}
+_NOT_UTF8 = b"\xff"
+_LONGEST_REASON = 500
+_PREFIX = re.compile(r"^at \d+\(\d+\): |failed to compile JSON schema: ")
+_EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
+
+
+class LLGuidanceBackend:
+    """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
+
+    Every finished text satisfies its grammar. The masks admit every way to split a text into
+    tokens, as xgrammar's do. Where llguidance is stricter than a schema asks for, drafts and target
+    rows still come from one matcher, so speculative and plain decoding agree.
+
+    Not compiled: ``ebnf`` and ``structural_tag``, which are xgrammar's own languages. ``lark`` is
+    llguidance's dialect and passes as it is, but may not name special tokens.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        self._library: Any = importlib.import_module("llguidance")
+        self._tokenizer = self._library.LLTokenizer(
+            _Tokens.from_vocabulary(vocabulary),
+            n_vocab=vocabulary.vocab_size,
+            eos_token=list(vocabulary.stop_token_ids),
+        )
+
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
+        """Compile ``spec``; milliseconds for most.
+
+        Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
+        UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
+        (nothing matches).
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec = document.spec
+        prepared = prepare_for_llguidance(document.lowered) if spec.is_json else {}
+        grammar = self._compile_in_order(document, prepared)
+        if spec.key_order == "any":
+            grammar = self._in_any_order(spec, prepared, grammar)
+        if not spec.is_json:
+            return grammar
+        return with_unique_keys(grammar, prepared, self.vocabulary)
+
+    def _in_any_order(
+        self, spec: GrammarSpec, prepared: dict[str, Any], in_order: LLGuidanceGrammar
+    ) -> LLGuidanceGrammar:
+        """The same texts with free keys; ``in_order``, with a note, where that does not compile.
+
+        What llguidance refuses, and what nothing matches, has come to light before.
+        """
+        options = (_FLEXIBLE, _FIXED) if spec.any_whitespace else (_FIXED,)
+        free = [any_order_grammar(prepared, option) for option in options]
+        notes = free[0].notes
+        if all(part.text is not None for part in free):
+            sources = [in_order.source._replace(text=f"{_OPTIONS}{part.text}") for part in free]
+            style = sources[1] if spec.any_whitespace else None
+            grammar = replace(in_order, source=sources[0], style=style, notes=notes)
+            message = grammar._compiled.get_error()
+            if not message:
+                return grammar
+            fix = "the keys of all objects stay in the schema's order"
+            notes = (Unenforced("", "properties", _reason(message), fix, "note"),)
+        return replace(in_order, notes=notes)
+
+    def _compile_in_order(
+        self, document: SpecDocument, prepared: dict[str, Any]
+    ) -> LLGuidanceGrammar:
+        spec = document.spec
+        main = _to_lark(document, prepared, any_whitespace=spec.any_whitespace)
+        is_free = spec.any_whitespace
+        style = _to_lark(document, prepared, any_whitespace=False) if is_free else None
+        source = LLGuidanceSource(self._library, self._tokenizer, main, self.vocabulary)
+        grammar = LLGuidanceGrammar(
+            source,
+            None if style is None else source._replace(text=style),
+            self._without_bytes,
+        )
+        try:
+            _require_compiled(spec, source, grammar)
+        except UnsatisfiableGrammarError as error:
+            lost = narrowing(document.lowered.entries) if spec.kind == "json_schema" else []
+            if lost:  # there may be values, but none that is left
+                raise UnsupportedSchemaError(describe(lost)) from error
+            raise
+        return grammar
+
+    @cached_property
+    def _without_bytes(self) -> frozenset[int]:
+        empty = {i for i, data in enumerate(self.vocabulary.token_bytes) if not data}
+        return frozenset(empty.difference(self.vocabulary.stop_token_ids))
+
+
+class _Tokens(NamedTuple):
+    """What llguidance asks of a tokenizer; it is never called, since nothing is forced."""
+
+    tokens: list[bytes]
+    special_token_ids: list[int]
+    eos_token_id: int
+    bos_token_id: None = None
+    is_tokenizer_wrapper: bool = True
+
+    @classmethod
+    def from_vocabulary(cls, vocabulary: Vocabulary) -> _Tokens:
+        # A first byte 0xFF means a special token to llguidance; it is part of no UTF-8 text.
+        data = [b"" if b.startswith(_NOT_UTF8) else b for b in vocabulary.token_bytes]
+        stop = vocabulary.stop_token_ids
+        return cls(data, list(stop), stop[0])
+
+    def __call__(self, text: object) -> list[int]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class LLGuidanceGrammar:
+    """A grammar compiled by llguidance; immutable, shared by requests.
+
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    """
+
+    source: LLGuidanceSource
+    style: LLGuidanceSource | None = None
+    excluded: frozenset[int] = frozenset()
+    notes: tuple[Unenforced, ...] = ()
+    backend: ClassVar[str] = "llguidance"
+
+    def new_matcher(self) -> LLGuidanceMatcher:
+        """A matcher at the start of the grammar."""
+        return LLGuidanceMatcher(self.source, self._compiled.deep_copy())
+
+    def new_style_matcher(self) -> LLGuidanceMatcher | None:
+        """A matcher that fixes the whitespace to ``", "`` and ``": "``; None if it is fixed."""
+        return None if self.style is None else LLGuidanceMatcher(self.style, self.style.new())
+
+    @cached_property
+    def _compiled(self) -> Any:
+        """Copied for every matcher, never moved: copies share what its lexer has learnt."""
+        return self.source.new()
+
+
+def _require_compiled(
+    spec: GrammarSpec, source: LLGuidanceSource, grammar: LLGuidanceGrammar
+) -> None:
+    message = grammar._compiled.get_error()
+    if message:
+        reason = _reason(message)
+        if "Unsatisfiable schema" in message:
+            raise UnsatisfiableGrammarError(f"no value is valid under the JSON schema: {reason}")
+        if spec.kind == "json_schema":
+            raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
+        raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
+    bitmask = np.zeros((1, -(-source.vocabulary.vocab_size // 32)), dtype=np.int32)
+    grammar.new_matcher().fill_next_token_bitmask(bitmask)
+    if not bitmask.any():
+        raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+
+
+def _reason(message: str) -> str:
+    reason = _EXCERPT.sub("", _PREFIX.sub("", message)).strip() or "llguidance gave no reason"
+    return reason[:_LONGEST_REASON]
+
+
+def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace: bool) -> str:
+    """The spec as a grammar in llguidance's Lark dialect, which every kind can be written in.
+
+    prepared: the schema of a JSON kind.
+    """
+    spec = document.spec
+    match spec.kind:
+        case "json_schema" | "json_object":
+            options = _FLEXIBLE if any_whitespace else _FIXED
+            text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
+        case "regex":
+            text = _regex_rule(to_fullmatch(spec.source))
+        case "choice":
+            options_ = "|".join(to_fullmatch(re.escape(option)) for option in document.value)
+            text = _regex_rule(options_)
+        case "lark":
+            _refuse_surrogates(spec.source)
+            _refuse_token_names(spec.source)
+            text = spec.source
+        case _:
+            fix = "use the backend xgrammar, which compiles it"
+            raise GrammarCompileError(f"llguidance has no {spec.kind} of this dialect; {fix}")
+    return _OPTIONS + text
+
+
+def _regex_rule(pattern: str) -> str:
+    return f"start: /(?:{pattern})/" if pattern else 'start: ""'
+
+
+def _refuse_surrogates(source: str) -> None:
+    try:
+        source.encode()
+    except UnicodeEncodeError as error:
+        raise GrammarCompileError(f"the lark grammar does not compile: {error}") from error
+
+
+def _refuse_token_names(source: str) -> None:
+    for part in _LARK_PARTS.finditer(source):
+        if part["token"]:
+            reason = f"the lark grammar names the token {part['token']}"
+            raise GrammarCompileError(f"{reason}, which constrained text cannot hold")

@@ -1,0 +1,307 @@
+"""Structural tags with the schemas and regexes in them prepared as those of their own kinds are.
+
+Structural tags over a tokenizer's added tokens: strings such as ``<tool_call>`` as tokens.
+
+A model writes ``<tool_call>`` as the one token it was trained on. The backend knows no bytes of
+such tokens, so as a string it would have to be spelled out, and xgrammar's own token formats admit
+none of them. Here they become token formats, and the backend learns of those that a tag names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.backends.ebnf import schema_ebnf
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.prepare import prepare_schema
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = [
+    "TokenTag",
+    "bound_whitespace",
+    "prepare_tag",
+    "with_tokens",
+]
+
+_PLAIN = {"type", "json_schema", "style"}
+
+
+def prepare_tag(tag: Any) -> Any:
+    """The tag as the backend enforces it. Raises GrammarCompileError and what is below it."""
+    if isinstance(tag, list):
+        return [prepare_tag(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    prepared = {}
+    for key, value in tag.items():
+        if key in ("json_schema", "schema") and isinstance(value, dict | bool):
+            prepared[key] = prepare_schema(value)
+            _check_options(tag)
+        elif key == "pattern" and tag.get("type") == "regex" and isinstance(value, str):
+            prepared[key] = to_fullmatch(value)
+        else:
+            prepared[key] = prepare_tag(value)
+    return prepared
+
+
+def bound_whitespace(tag: Any) -> Any:
+    """The prepared tag with JSON written as ``json_schema`` writes it: ``", "`` and ``": "``.
+
+    xgrammar has no such option inside a tag, so plain JSON becomes the grammar of its schema.
+    Content with options of its own, and XML, get one whitespace character in a row at most. Raises
+    RuntimeError and ValueError for a schema that xgrammar does not take.
+    """
+    if isinstance(tag, list):
+        return [bound_whitespace(part) for part in tag]
+    if not isinstance(tag, dict):
+        return tag
+    if tag.get("type") == "qwen_xml_parameter":  # an old spelling, without the option
+        tag = {**tag, "type": "json_schema", "style": "qwen_xml"}
+    if tag.get("type") != "json_schema" or not isinstance(tag.get("json_schema"), dict | bool):
+        return {key: bound_whitespace(value) for key, value in tag.items()}
+    is_plain = tag.get("style", "json") == "json" and tag.keys() <= _PLAIN
+    if not is_plain:
+        return {"max_whitespace_cnt": 1, **tag}
+    return {"type": "grammar", "grammar": schema_ebnf(tag["json_schema"], any_whitespace=False)}
+
+
+def _check_options(content: dict[str, Any]) -> None:
+    reason = None
+    if content.get("any_order"):
+        reason = "any_order: xgrammar then checks neither required keys nor repeated ones"
+    elif content.get("excludes") and _bounds_a_length(content):
+        reason = "excludes: xgrammar then drops minLength and maxLength"
+    if reason is not None:
+        raise UnsupportedSchemaError(
+            f"the structural_tag cannot be enforced in full: {reason}; leave it out"
+        )
+
+
+def _bounds_a_length(node: Any) -> bool:
+    if isinstance(node, list):
+        return any(map(_bounds_a_length, node))
+    if not isinstance(node, dict):
+        return False
+    return not {"minLength", "maxLength"}.isdisjoint(node) or _bounds_a_length([*node.values()])
+
+
+_REGIONS = ("dispatch", "triggered_tags")
+_TOKEN_LISTS = ("exclude_tokens", "trigger_tokens")
+
+
+class TokenTag(NamedTuple):
+    """A tag whose added tokens are token formats, and which tokens it names."""
+
+    tag: Any
+    token_ids: frozenset[int]
+
+
+def with_tokens(tag: Any, vocabulary: Vocabulary) -> TokenTag:
+    """Turn the names of added tokens in the strings of a structural tag into token formats.
+
+    Raises GrammarCompileError for a tag that names a token which ends the text, one where xgrammar
+    cannot keep it out of free text, and one that is none.
+    """
+    writer = _Writer(vocabulary)
+    try:
+        rewritten = writer.walk(tag)
+        if writer.named:
+            # Which tokens free text must leave out is known only now that all are.
+            writer.is_final = True
+            rewritten = writer.walk(tag)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        reason = f"a member is missing or of the wrong type: {error!r}"
+        raise GrammarCompileError(f"not a structural_tag: {reason}") from error
+    return TokenTag(rewritten, frozenset(writer.named))
+
+
+class _Writer:
+    """named: the added tokens seen so far. is_final: whether these are all."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._ids = dict(vocabulary.added_tokens)
+        self._stops = frozenset(vocabulary.stop_token_ids)
+        names = sorted((name for name in self._ids if name), key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, names))) if names else None
+        self.named: set[int] = set()
+        self.is_final = False
+
+    def walk(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self.walk(part) for part in node]
+        if not isinstance(node, dict):
+            return node
+        match node.get("type"):
+            case "json_schema" | "regex" | "grammar" | "qwen_xml_parameter":
+                return node  # made of bytes
+            case "const_string" if isinstance(node.get("value"), str):
+                return _sequence(self._parts(node["value"]))
+            case "tag":
+                return self._tag(node)
+            case "triggered_tags" | "token_triggered_tags":
+                return self._triggered(node)
+            case "any_text":
+                return self._any_text(node)
+            case "any_tokens":
+                hidden = [*map(self._id, node.get("exclude_tokens", [])), *sorted(self._stops)]
+                return {**node, "exclude_tokens": hidden}  # else end-of-text is part of the text
+            case "token":
+                return {**node, "token": self._id(node.get("token"))}
+        self._refuse_leaks(node)
+        return {key: self._value(key, value) for key, value in node.items()}
+
+    def _value(self, key: str, value: Any) -> Any:
+        if key in _TOKEN_LISTS and isinstance(value, list):
+            return [self._id(token) for token in value]
+        return self.walk(value)
+
+    def _tag(self, tag: dict[str, Any]) -> dict[str, Any]:
+        """``begin`` and ``end`` as one string or token each; the rest of them joins the content."""
+        begin, end = self._ends(tag.get("begin")), self._ends(tag.get("end"))
+        content = self.walk(tag.get("content"))
+        if begin is None or end is None:
+            return {**tag, "content": content}
+        first, last = begin[:1], end[-1:]
+        inner = [*begin[1:], content, *end[:-1]]
+        return {
+            **tag,
+            "begin": _edge(first),
+            "content": inner[0] if len(inner) == 1 else {"type": "sequence", "elements": inner},
+            "end": _edge(last),
+        }
+
+    def _ends(self, edge: Any) -> list[dict[str, Any]] | None:
+        """The parts of a tag's ``begin`` or ``end``; None for what stays as it is."""
+        if isinstance(edge, str):
+            return self._parts(edge)
+        if isinstance(edge, dict):
+            return [self.walk(edge)]
+        if any(part["type"] == "token" for text in _texts(edge) for part in self._parts(text)):
+            raise GrammarCompileError(
+                "the structural_tag has several ends with added tokens; choose one end"
+            )
+        return None
+
+    def _triggered(self, node: dict[str, Any]) -> dict[str, Any]:
+        triggers = [self._ends(t) or [] for t in node.get("triggers", [])]
+        triggers += [[_token(self._id(t))] for t in node.get("trigger_tokens", [])]
+        tags = [self._tag(tag) for tag in node.get("tags", [])]
+        if not any(part["type"] == "token" for trigger in triggers for part in trigger):
+            self._refuse_leaks(node)
+            return {**node, "tags": tags, "excludes": self._spelled(node)} if tags else node
+        ids: list[Any] = [*dict.fromkeys(trigger[0].get("token") for trigger in triggers)]
+        starts = [tag["begin"] for tag in tags]
+        if None in ids or any(not isinstance(s, dict) or s["token"] not in ids for s in starts):
+            raise GrammarCompileError(
+                "the structural_tag has triggers with and without added tokens in one format; "
+                "let all begin with one"
+            )
+        if self._spelled(node):
+            raise GrammarCompileError(
+                f"the structural_tag excludes {self._spelled(node)[0]!r}, which cannot be kept out "
+                "of text that a token ends; leave it out"
+            )
+        return self._dispatch(node, ids, tags)
+
+    def _dispatch(self, node: dict[str, Any], ids: list[int], tags: list[Any]) -> dict[str, Any]:
+        # Not token_triggered_tags: xgrammar 0.2.8 forgets its exclude_tokens.
+        hidden = {self._id(token) for token in node.get("exclude_tokens", [])} | self.named
+        once = bool(node.get("stop_after_first"))
+        rules = [
+            [token, _or([_behind_token(tag) for tag in tags if tag["begin"]["token"] == token])]
+            for token in ids
+        ]
+        free = {
+            "type": "token_dispatch",
+            "rules": rules,
+            "loop": not once,
+            "exclude_tokens": sorted(hidden - set(ids)),
+        }
+        if not node.get("at_least_one"):
+            return free
+        first = _or(tags)
+        return first if once else {"type": "sequence", "elements": [first, free]}
+
+    def _any_text(self, node: dict[str, Any]) -> dict[str, Any]:
+        # With excludes the text is bytes of any kind, and would hold the tokens that are named.
+        spelled = self._spelled(node)
+        if spelled:
+            self._refuse_leaks(node)
+        return {**node, "excludes": spelled}
+
+    def _spelled(self, node: dict[str, Any]) -> list[str]:
+        """The excluded strings that are no added token; those are never admitted anyway."""
+        if not self.named:
+            return list(node.get("excludes", []))
+        return [text for text in node.get("excludes", []) if text not in self._ids]
+
+    def _refuse_leaks(self, node: dict[str, Any]) -> None:
+        is_region = node.get("type") in _REGIONS or bool(node.get("excludes"))
+        if self.is_final and is_region and (node.get("type") in _REGIONS or self._spelled(node)):
+            names = [name for name, token in self._ids.items() if token in self.named]
+            raise GrammarCompileError(
+                f"the structural_tag cannot keep {names[0]!r} out of its {node['type']}; let its "
+                "triggers begin with an added token, and exclude no other text"
+            )
+
+    def _parts(self, text: str) -> list[dict[str, Any]]:
+        """The text as strings and tokens in turn; one empty string for no text."""
+        parts: list[dict[str, Any]] = []
+        at = 0
+        for found in self._pattern.finditer(text) if self._pattern else ():
+            if found.start() > at:
+                parts.append(_text(text[at : found.start()]))
+            parts.append(_token(self._id(found[0])))
+            at = found.end()
+        return [*parts, _text(text[at:])] if at < len(text) or not parts else parts
+
+    def _id(self, token: Any) -> int:
+        token_id = self._ids.get(token) if isinstance(token, str) else token
+        if not isinstance(token_id, int):
+            raise GrammarCompileError(f"the structural_tag names {token!r}, no added token")
+        if token_id in self._stops:
+            raise GrammarCompileError(
+                f"the structural_tag holds {token!r}, which ends the text of this model; leave it "
+                "out"
+            )
+        if token_id in self._ids.values():
+            self.named.add(token_id)
+        return token_id
+
+
+def _texts(edge: Any) -> Sequence[str]:
+    return [text for text in edge if isinstance(text, str)] if isinstance(edge, list) else []
+
+
+def _text(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _token(token_id: int) -> dict[str, Any]:
+    return {"type": "token", "token": token_id}
+
+
+def _edge(parts: list[dict[str, Any]]) -> Any:
+    (part,) = parts
+    return part["value"] if part["type"] == "const_string" else part
+
+
+def _sequence(elements: list[Any]) -> Any:
+    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
+
+
+def _or(options: list[Any]) -> Any:
+    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
+
+
+def _behind_token(tag: dict[str, Any]) -> dict[str, Any]:
+    """What follows the token that a tag begins with."""
+    end = tag["end"]
+    if isinstance(end, list):
+        ends: Any = _or([_text(text) for text in end])
+    else:
+        ends = end if isinstance(end, dict) else _text(end)
+    return {"type": "sequence", "elements": [tag["content"], ends]}

@@ -1,0 +1,235 @@
+"""The default backend: grammars compiled by xgrammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple, cast
+
+import numpy as np
+import xgrammar
+
+from guided_spec.errors import (
+    GrammarCompileError,
+    UnsatisfiableGrammarError,
+)
+from guided_spec.grammar.backends.ebnf import any_order_ebnf
+from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.mode import compile_as_asked
+from guided_spec.grammar.schema.prepare import require_enforced
+from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["XGrammarBackend", "XGrammarGrammar"]
+
+# Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
+# take 40 MB each, and seconds to compile.
+_CACHE_BYTES = 128 * 2**20
+_CACHE_BUG = "per_rule_fsm_hashes"
+_SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
+
+
+class _Compilers(NamedTuple):
+    """One vocabulary's compilers, with xgrammar's caches and without."""
+
+    cached: Any
+    uncached: Any
+
+
+class XGrammarBackend:
+    """Compiles grammars with xgrammar for one vocabulary; safe to use from several threads.
+
+    compile_threads: native threads that one compile may use.
+
+    Every finished text satisfies its grammar. JSON schemas are first rewritten into what xgrammar
+    enforces (see ``schema.py`` for what that narrows), regexes into what it reads correctly; both
+    also inside structural tags. EBNF and Lark are xgrammar's own dialects and pass as they are.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, *, compile_threads: int = 2) -> None:
+        self.vocabulary = vocabulary
+        self._without_bytes = frozenset(
+            token for token, data in enumerate(vocabulary.token_bytes) if not data
+        ) - {*vocabulary.stop_token_ids}
+        self._compile_threads = compile_threads
+        self._tag_compiler = lru_cache(maxsize=8)(self._new_tag_compiler)
+        self._compilers = self._new_compilers(list(vocabulary.token_bytes))
+
+    def _new_compilers(self, data: list[bytes]) -> _Compilers:
+        info = xgrammar.TokenizerInfo(
+            data,
+            xgrammar.VocabType.RAW,
+            vocab_size=self.vocabulary.vocab_size,
+            stop_token_ids=list(self.vocabulary.stop_token_ids),
+        )
+        threads = self._compile_threads
+        return _Compilers(
+            xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=_CACHE_BYTES),
+            xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False),
+        )
+
+    def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
+        """Compile ``spec``; may take seconds and cannot be interrupted.
+
+        Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
+        full) or UnsatisfiableGrammarError (nothing matches).
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+        """As ``compile``."""
+        return compile_as_asked(document, self.enforce)
+
+    def enforce(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        if document.spec.kind == "structural_tag":
+            return self._compile_tag(document)
+        if not document.spec.is_json:
+            return self._compile_in_order(document)
+        in_order = document.spec.key_order == "schema"
+        compile_ = self._compile_in_order if in_order else self._compile_in_any_order
+        return with_unique_keys(
+            compile_(document), require_enforced(document.examined), self.vocabulary
+        )
+
+    def _compile_in_order(self, document: SpecDocument) -> XGrammarGrammar:
+        spec, source = document.spec, _source_of(document)
+        compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
+        self._require_a_first_token(spec, compiled)
+        style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
+        return XGrammarGrammar(compiled, style, self._without_bytes)
+
+    def _compile_in_any_order(self, document: SpecDocument) -> XGrammarGrammar:
+        """As grammars of its own where any object's keys can be freed."""
+        spec, prepared = document.spec, require_enforced(document.examined)
+        spaces = (True, False) if spec.any_whitespace else (False,)
+        free = [any_order_ebnf(prepared, any_whitespace=space) for space in spaces]
+        texts = [part.text for part in free if part.text is not None]
+        if len(texts) < len(free):
+            return replace(self._compile_in_order(document), notes=free[0].notes)
+        compiled = [
+            self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
+        ]
+        self._require_a_first_token(spec, compiled[0])
+        style = compiled[1] if spec.any_whitespace else None
+        return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
+
+    def _compile_tag(self, document: SpecDocument) -> XGrammarGrammar:
+        spec, prepared = document.spec, prepare_tag(document.value)
+        with _reported(spec):
+            prepared = bound_whitespace(prepared)
+        tag, named = with_tokens(prepared, self.vocabulary)
+        compilers = self._tag_compiler(named) if named else None
+        compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
+        self._require_a_first_token(spec, compiled)
+        return XGrammarGrammar(compiled, None, self._without_bytes - named)
+
+    def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
+        """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
+
+        These bytes are no UTF-8: nothing but a token format, or free text by bytes, holds them.
+        """
+        data = list(self.vocabulary.token_bytes)
+        for token_id in named:
+            data[token_id] = b"\xff\xfe%d" % token_id
+        # xgrammar 0.2.8 takes the masks of token formats from its rule cache for rules that differ.
+        uncached = self._new_compilers(data).uncached
+        return _Compilers(uncached, uncached)
+
+    def _compile(
+        self,
+        spec: GrammarSpec,
+        source: str,
+        *,
+        any_whitespace: bool,
+        compilers: _Compilers | None = None,
+    ) -> Any:
+        cached, uncached = compilers or self._compilers
+        with _reported(spec):
+            try:
+                return _run(cached, spec, source, any_whitespace=any_whitespace)
+            except RuntimeError as error:
+                if _CACHE_BUG not in str(error):
+                    raise
+                # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
+                return _run(uncached, spec, source, any_whitespace=any_whitespace)
+
+    def _require_a_first_token(self, spec: GrammarSpec, compiled: Any) -> None:
+        bitmask = np.zeros((1, -(-self.vocabulary.vocab_size // 32)), dtype=np.int32)
+        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask)
+        if not bitmask.any():
+            raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class XGrammarGrammar:
+    """A grammar compiled by xgrammar; immutable, shared by requests.
+
+    notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    """
+
+    compiled: Any
+    style: Any | None = None
+    excluded: frozenset[int] = frozenset()
+    notes: tuple[Unenforced, ...] = ()
+    backend: ClassVar[str] = "xgrammar"
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        return cast(GrammarMatcher, xgrammar.GrammarMatcher(self.compiled))
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """A matcher that fixes the whitespace to ``", "`` and ``": "``; None if it is fixed."""
+        if self.style is None:
+            return None
+        return cast(GrammarMatcher, xgrammar.GrammarMatcher(self.style))
+
+
+@contextmanager
+def _reported(spec: GrammarSpec) -> Iterator[None]:
+    """What xgrammar raises, as GrammarCompileError."""
+    try:
+        yield
+    except (RuntimeError, ValueError, RecursionError) as error:
+        reason = _SOURCE_PREFIX.sub("", str(error)).strip() or "the backend gave no reason"
+        raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
+
+
+def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool) -> Any:
+    match spec.kind:
+        case "json_schema" | "json_object":
+            return compiler.compile_json_schema(
+                source, any_whitespace=any_whitespace, strict_mode=False
+            )
+        case "regex" | "choice":
+            return compiler.compile_regex(source)
+        case "ebnf":
+            # A rule above the root: the mask is too strict for a root that refers to itself.
+            above = f"{spec.root}_above"
+            text = f"{source}\n{above} ::= {spec.root}\n"
+            return compiler.compile_grammar(text, root_rule_name=above)
+        case "lark":
+            return compiler.compile_lark(source)
+        case "structural_tag":
+            return compiler.compile_structural_tag(source)
+
+
+def _source_of(document: SpecDocument) -> str:
+    """The source to hand to xgrammar."""
+    match document.spec.kind:
+        case "json_schema" | "json_object":
+            return json.dumps(require_enforced(document.examined))
+        case "regex":
+            return to_fullmatch(document.spec.source)
+        case "choice":
+            return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
+    return document.spec.source

@@ -1,0 +1,1 @@
+"""Texts that end in time: endings within a budget of tokens, for every grammar."""

@@ -1,0 +1,498 @@
+"""Where a text stands in a grammar's rules: places that can be compared, unlike matchers.
+
+How many tokens the shortest end of a document takes, behind every token of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.completion.endings import (
+    LAST,
+    Call,
+    EndLostError,
+    Rules,
+    UnreadableGrammarError,
+    byte_sequences,
+    pack_row,
+)
+from guided_spec.grammar.completion.rules import (
+    longest_rest,
+    read_rules,
+    require_no_left_recursion,
+    rest_of_call,
+    shortest_texts,
+)
+from guided_spec.grammar.completion.spelling import Characters, Spelling
+from guided_spec.grammar.protocol import GrammarMatcher
+
+__all__ = [
+    "NOWHERE",
+    "Place",
+    "Places",
+    "RuleEndings",
+    "Run",
+]
+
+NOWHERE = -1
+_MOST_READINGS = 4096
+_MOST_PLACES = 1 << 16
+_OBJECT_BYTES = 500  # of a place, an open call or a rule's state, with what it holds
+_FEWEST = 8  # of ASCII, that are worth a run
+_WIDE = byte_sequences([(0x80, 0xD7FF), (0xE000, LAST)])  # no token holds a surrogate
+
+
+class _Frame:
+    """An open call: what follows when the called rule is complete.
+
+    done: how often the rule will have been complete then. text: the shortest way from there to the
+    end of the document. worst: bytes that may be missing at most, some bytes later.
+    """
+
+    __slots__ = ("call", "done", "number", "parent", "text", "worst")
+
+    def __init__(self, call: Call, done: int, parent: _Frame | None, number: int) -> None:
+        self.call, self.done, self.parent, self.number = call, done, parent, number
+        self.text = b""
+        self.worst = 0
+
+
+class Place:
+    """All readings of a text so far. Equal texts, and texts that may go on alike, share a place.
+
+    number: of the place among its grammar's. text: the shortest way to the end of the document, of
+    equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
+    most_missing: no token of the vocabulary leads to a place with a longer way. can_end: whether
+    the document may end here.
+    """
+
+    __slots__ = ("can_end", "items", "most_missing", "number", "text")
+
+    def __init__(
+        self, number: int, items: tuple[tuple[int, _Frame], ...], *, can_end: bool
+    ) -> None:
+        self.number = number
+        self.items = items
+        self.can_end = can_end
+        self.text = b""
+        self.most_missing = 0
+
+
+class _Step(NamedTuple):
+    """then: where ``characters`` lead, or ``NOWHERE``."""
+
+    then: int
+    characters: Characters
+
+
+class Run(NamedTuple):
+    """places: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
+
+    characters: Characters
+    places: NDArray[np.int32]
+
+
+class Places:
+    """The places of one grammar, made as they are reached. Used by several threads.
+
+    text: the grammar as xgrammar prints it. num_bytes: of the longest token.
+
+    Raises UnreadableGrammarError for a grammar that is not understood.
+    """
+
+    def __init__(self, text: str, num_bytes: int) -> None:
+        self._rules: Rules = read_rules(text)
+        self._texts = shortest_texts(self._rules)
+        require_no_left_recursion(self._rules, self._texts)
+        if self._texts[self._rules.root] is None:
+            raise UnreadableGrammarError("no text matches")
+        self._num_bytes = num_bytes
+        self._longest = longest_rest(self._rules, self._texts, num_bytes)
+        self._lock = threading.RLock()
+        self._frames: dict[tuple[Call, int, int], _Frame] = {}
+        self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
+        self._places: list[Place] = []
+        self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
+        self._is_made: list[bool] = []
+        self._steps: dict[int, _Step] = {}
+        bottom = _Frame(Call(-1, -1), 0, None, 0)
+        start = self._place_of([(self._rules.root, bottom)])
+        assert start != NOWHERE
+        self.start = self._places[start]
+
+    @property
+    def is_filling_up(self) -> bool:
+        """Whether half of all places are known: new texts should begin without any."""
+        return len(self._places) > _MOST_PLACES // 2
+
+    @property
+    def shortest_bytes(self) -> frozenset[int]:
+        """The bytes that any shortest way is made of."""
+        return frozenset(byte for text in self._texts if text is not None for byte in text)
+
+    def __getitem__(self, number: int) -> Place:
+        return self._places[number]
+
+    def rows(self, numbers: Iterable[int]) -> NDArray[np.int32]:
+        """int32 [places, 256]: the place behind each byte, ``NOWHERE`` where it is illegal.
+
+        The rows of ``numbers`` are made; those of other places may not be. Read only.
+        """
+        with self._lock:
+            for number in numbers:
+                if not self._is_made[number]:
+                    self._make_row(number)
+            return self._rows
+
+    def run(self, number: int, most: int) -> Run:
+        """Characters that may be written one after another from a place, whichever they are.
+
+        In a string that ends after any character it is the same place again and again, in one of
+        bounded length a new place each time.
+        """
+        places, step = [number], self._step(number)
+        characters = step.characters
+        while step.then != NOWHERE and len(places) <= most:
+            if not step.characters.holds(characters):
+                break
+            if step.then == number:
+                places.extend([number] * self._num_bytes)
+                break
+            places.append(step.then)
+            number, step = step.then, self._step(step.then)
+        return Run(characters, np.array(places, dtype=np.int32))
+
+    def _step(self, number: int) -> _Step:
+        """Where most characters lead from a place."""
+        step = self._steps.get(number)
+        if step is None:
+            row = self.rows((number,))[number]
+            then, count = _most_common(row[:128])
+            step = _Step(NOWHERE, Characters(0, is_wide=False))
+            if count >= _FEWEST:
+                own = sum(1 << byte for byte in np.flatnonzero(row[:128] == then).tolist())
+                is_wide = all(self._leads(number, wide, then) for wide in _WIDE)
+                step = _Step(then, Characters(own, is_wide=is_wide))
+            self._steps[number] = step
+        return step
+
+    def _leads(self, number: int, sequence: list[tuple[int, int]], then: int) -> bool:
+        numbers = [number]
+        for low, high in sequence:
+            numbers = np.unique(self.rows(numbers)[numbers, low : high + 1]).tolist()
+            if numbers[0] == NOWHERE:
+                return False
+        return numbers == [then]
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the places that are known, roughly."""
+        objects = len(self._places) + len(self._frames) + len(self._rules.ends)
+        return int(self._rows.nbytes) + _OBJECT_BYTES * objects
+
+    def after(self, place: Place, data: bytes) -> Place | None:
+        """The place behind some bytes; None where they are illegal."""
+        number = place.number
+        for byte in data:
+            if not self._is_made[number]:
+                self.rows((number,))
+            number = int(self._rows[number, byte])
+            if number == NOWHERE:
+                return None
+        return self._places[number]
+
+    def _make_row(self, number: int) -> None:
+        edges = [
+            (low, high, (then, frame))
+            for state, frame in self._places[number].items
+            for low, high, then in self._rules.chars[state]
+        ]
+        cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
+        row: NDArray[np.int32] = np.full(256, NOWHERE, dtype=np.int32)
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        for low, above in zip(cuts, cuts[1:], strict=False):
+            items = [item for first, last, item in edges if first <= low and last >= above - 1]
+            key = tuple(sorted((state, frame.number) for state, frame in items))
+            if key not in found:
+                found[key] = self._place_of(items) if items else NOWHERE
+            row[low:above] = found[key]
+        self._rows[number] = row
+        self._is_made[number] = True
+
+    def _place_of(self, items: Sequence[tuple[int, _Frame]]) -> int:
+        """The number of the place with these readings, and whatever they lead to without a byte."""
+        kept, can_end = self._close(items)
+        if not kept and not can_end:
+            return NOWHERE
+        key = (frozenset((state, frame.number) for state, frame in kept), can_end)
+        number = self._known.get(key)
+        if number is None:
+            number = self._add(tuple(kept), can_end=can_end)
+            self._known[key] = number
+        return number
+
+    def _close(self, items: Sequence[tuple[int, _Frame]]) -> tuple[list[tuple[int, _Frame]], bool]:
+        rules, kept, can_end = self._rules, [], False
+        waiting = [item for item in items if self._texts[item[0]] is not None]
+        seen = {(state, frame.number) for state, frame in waiting}
+        while waiting:
+            state, frame = waiting.pop()
+            if rules.chars[state]:
+                kept.append((state, frame))
+            can_end |= rules.ends[state] and frame.parent is None
+            for then, above in self._without_a_byte(state, frame):
+                if self._texts[then] is not None and (then, above.number) not in seen:
+                    seen.add((then, above.number))
+                    waiting.append((then, above))
+            if len(seen) > _MOST_READINGS:
+                raise EndLostError
+        return kept, can_end
+
+    def _without_a_byte(self, state: int, frame: _Frame) -> list[tuple[int, _Frame]]:
+        rules = self._rules
+        nexts = [(then, frame) for then in rules.skips[state]]
+        for call in rules.calls[state]:
+            if self._texts[call.rule] is not None:
+                nexts.append((call.rule, self._enter(call, frame)))
+            if call.least == 0:
+                nexts.append((call.then, frame))
+        if rules.ends[state] and frame.parent is not None:
+            nexts.extend(self._leave(frame, frame.parent))
+        return nexts
+
+    def _enter(self, call: Call, frame: _Frame) -> _Frame:
+        """The frame of a call; of a call that is a rule's last part, the one around it."""
+        if (call.least, call.most) == (1, 1) and self._rules.is_bare_end(call.then):
+            return frame
+        return self._frame(call, 1, frame)
+
+    def _leave(self, frame: _Frame, parent: _Frame) -> list[tuple[int, _Frame]]:
+        call, done = frame.call, frame.done
+        nexts = [(call.then, parent)] if done >= call.least else []
+        if call.most < 0 or done < call.most:
+            # Once it may end, and may go on for ever, it no longer matters how often it was.
+            more = min(done + 1, max(call.least, 1)) if call.most < 0 else done + 1
+            nexts.append((call.rule, self._frame(call, more, parent)))
+        return nexts
+
+    def _frame(self, call: Call, done: int, parent: _Frame) -> _Frame:
+        key = (call, done, parent.number)
+        frame = self._frames.get(key)
+        if frame is None:
+            frame = _Frame(call, done, parent, len(self._frames) + 1)
+            rest = rest_of_call(call, self._texts, done) if self._can_end(call) else b""
+            frame.text = rest + parent.text
+            longest = [parent.worst, int(self._longest[call.then]) + len(parent.text)]
+            if (call.least, call.most) != (1, 1):
+                again = rest_of_call(call, self._texts, done + 1)
+                longest.append(int(self._longest[call.rule]) + len(again) + len(parent.text))
+            frame.worst = max(longest)
+            self._frames[key] = frame
+        return frame
+
+    def _can_end(self, call: Call) -> bool:
+        return self._texts[call.rule] is not None and self._texts[call.then] is not None
+
+    def _add(self, items: tuple[tuple[int, _Frame], ...], *, can_end: bool) -> int:
+        number = len(self._places)
+        if number >= _MOST_PLACES:
+            raise EndLostError
+        place = Place(number, items, can_end=can_end)
+        ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
+        place.text = min(ways, key=lambda way: (len(way), way))
+        place.most_missing = max(
+            (max(int(self._longest[s]) + len(f.text), f.worst) for s, f in items), default=0
+        )
+        if number >= len(self._rows):
+            more = np.full_like(self._rows, NOWHERE)
+            self._rows = np.concatenate([self._rows, more])
+        self._places.append(place)
+        self._is_made.append(False)
+        return number
+
+    def _way(self, state: int, frame: _Frame) -> bytes:
+        text = self._texts[state]
+        assert text is not None
+        return text + frame.text
+
+
+def _most_common(places: NDArray[np.int32]) -> tuple[int, int]:
+    """The place that stands there most often, and how often; ``NOWHERE`` does not count."""
+    found = places[places != NOWHERE]
+    if not len(found):
+        return NOWHERE, 0
+    numbers, counts = np.unique(found, return_counts=True)
+    most = int(counts.argmax())
+    return int(numbers[most]), int(counts[most])
+
+
+_TABLES = 32  # of int16 [V], that a grammar keeps
+_NEVER = int(np.iinfo(np.int16).max)
+_MOST_KNOWN = 1 << 16
+_MANY = 2048  # tokens that are worth a look at what they are made of
+_RUN = 16  # characters of them
+_NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+
+
+class RuleEndings:
+    """``Endings`` by a grammar's rules: a state is a ``Place``, and nothing is searched.
+
+    A place costs the tokens that write the shortest way from it to the end of the document, and the
+    stop token. It is attained: the first of these tokens leads to a place that costs one less,
+    because the rest of a shortest way is the shortest way from there.
+
+    Every byte of a shortest way has to be a token of the vocabulary.
+    """
+
+    def __init__(self, places: Places, spelling: Spelling) -> None:
+        self._places = places
+        self._spelling = spelling
+        self._tables: OrderedDict[int, NDArray[np.int16]] = OrderedDict()
+        self._most: dict[int, int] = {}
+
+    @property
+    def is_exact(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def is_filling_up(self) -> bool:
+        """Whether further texts should get endings of their own."""
+        return self._places.is_filling_up
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the places and the tables."""
+        return self._places.memory_size_bytes + len(self._tables) * 2 * self._spelling.vocab_size
+
+    @property
+    def start(self) -> Place:
+        """The place of the empty text."""
+        return self._places.start
+
+    def cost(self, state: Place) -> int:
+        """Tokens within which the text can be ended: at least 1."""
+        return self._spelling.num_tokens(state.text) + 1
+
+    def stride(self, state: Place, remaining: int) -> int:
+        """One: each token is followed."""
+        del state, remaining
+        return 1
+
+    def after(
+        self, state: Place, token_ids: Sequence[int], matcher: GrammarMatcher
+    ) -> Place | None:
+        """The place behind some tokens; None where these rules do not allow them."""
+        del matcher
+        place: Place | None = state
+        for token_id in token_ids:
+            data = self._spelling.token_bytes[token_id]
+            place = self._places.after(place, data) if place is not None and data else None
+        return place
+
+    def is_free(self, state: Place, remaining: int) -> bool:
+        """Whether every token leads to a place that costs less than ``remaining``. Exact."""
+        if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
+            return True
+        most = self._most.get(state.number)
+        if most is None:
+            table = self.table(state)
+            most = int(table[table < _NEVER].max(initial=0))
+            if len(self._most) > _MOST_KNOWN:
+                self._most.clear()
+            self._most[state.number] = most
+        return remaining > most
+
+    def row(self, state: Place, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+        """int32 [W]: the tokens that lead to a place that costs less than ``remaining``."""
+        del matcher
+        return pack_row(self.table(state) < min(remaining, _NEVER))
+
+    def admits(self, state: Place, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+        """Whether ``row`` has the bit of a token that the grammar allows."""
+        if not 0 <= token_id < self._spelling.vocab_size or token_id in self._spelling.stops:
+            return True  # whether such a token is legal, the grammar alone knows
+        then = self.after(state, (token_id,), matcher)
+        return then is not None and self.cost(then) < min(remaining, _NEVER)
+
+    def table(self, state: Place) -> NDArray[np.int16]:
+        """int16 [V]: the cost of the place behind each token, 32,767 where it is illegal.
+
+        0 for a stop token where the document may end. Read only.
+        """
+        table = self._tables.get(state.number)
+        if table is None:
+            table = self._make(state)
+            self._tables[state.number] = table
+            if len(self._tables) > _TABLES:
+                self._tables.popitem(last=False)
+        return table
+
+    def _make(self, state: Place) -> NDArray[np.int16]:
+        spelling = self._spelling
+        table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
+        if state.can_end:
+            table[spelling.stop_token_ids] = 0
+        first = self._places.rows((state.number,))[state.number]
+        heads = [spelling.heads[byte] for byte in np.flatnonzero(first != NOWHERE).tolist()]
+        if sum(map(len, heads)) > _MANY:
+            is_legal = first[spelling.columns[0]] != NOWHERE
+            self._run(state, table, is_legal)
+            tokens = np.flatnonzero(is_legal)
+        else:
+            tokens = np.sort(np.concatenate([_NONE, *heads]))
+        self._follow(state, table, tokens)
+        return table
+
+    def _run(self, state: Place, table: NDArray[np.int16], is_legal: NDArray[np.bool_]) -> None:
+        """Inside a string most tokens are characters of one kind, and need not be followed.
+
+        Writes their costs, and takes them out of ``is_legal``, bool [tokens].
+        """
+        spelling, run = self._spelling, self._places.run(state.number, _RUN)
+        if len(run.places) < 2:
+            return
+        is_easy = spelling.made_of(run.characters)
+        is_easy &= spelling.num_characters < len(run.places)
+        easy = np.flatnonzero(is_easy)
+        costs = self._costs(run.places)
+        table[spelling.ids[easy]] = costs[run.places[spelling.num_characters[easy]]]
+        is_legal &= ~is_easy
+
+    def _follow(self, state: Place, table: NDArray[np.int16], tokens: NDArray[np.int64]) -> None:
+        """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
+        spelling, places = self._spelling, self._places
+        ends: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
+        alive = np.arange(len(tokens))
+        for column in spelling.columns:
+            alive = alive[: int(np.searchsorted(tokens[alive], len(column)))]
+            if not len(alive):
+                break
+            at = ends[alive]
+            rows = places.rows(_distinct(at))
+            ends[alive] = at = rows[at, column[tokens[alive]]]
+            alive = alive[at != NOWHERE]
+        is_legal = ends != NOWHERE
+        ends = ends[is_legal]
+        table[spelling.ids[tokens[is_legal]]] = self._costs(ends)[ends]
+
+    def _costs(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
+        """int16 [places]: the cost of each place among ``numbers``."""
+        reached = _distinct(numbers)
+        costs: NDArray[np.int16] = np.full(max(reached, default=-1) + 1, _NEVER, dtype=np.int16)
+        for number in reached:
+            costs[number] = min(_NEVER, self.cost(self._places[number]))
+        return costs
+
+
+def _distinct(numbers: NDArray[np.int32]) -> list[int]:
+    if not len(numbers):
+        return []
+    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
+    return found

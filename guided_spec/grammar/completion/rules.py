@@ -1,0 +1,519 @@
+"""A grammar as xgrammar prints it, read into automata over bytes that call each other.
+
+xgrammar tells nobody in which state a matcher is, and two matchers cannot be compared. Its compiled
+grammar can be printed, though, in a small and regular notation. From that text the ways a document
+can end are computed here: no question about them has to be put to a matcher.
+
+Regexes inside a printed grammar: the ones that ``regex.py`` writes, and no others.
+
+Free text in a printed grammar: any bytes, up to a trigger that calls a rule.
+
+The shortest text from every state of a grammar's rules, and what a few bytes may add to it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.completion.endings import LAST, Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize
+
+__all__ = [
+    "FreeText",
+    "RegexReader",
+    "longest_rest",
+    "read_free_text",
+    "read_rules",
+    "require_no_left_recursion",
+    "rest_of_call",
+    "shortest_texts",
+]
+
+_CHARACTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}|([^\\()\[\]{}|.^$*+?])")
+_CLASS = re.compile(r"\[((?:\\u\{[0-9a-fA-F]+\}|-)*)\]")
+_RANGE = re.compile(r"\\u\{([0-9a-fA-F]+)\}(?:-\\u\{([0-9a-fA-F]+)\})?")
+_REPEAT = re.compile(r"\{(\d+),(\d*)\}")
+
+
+class RegexReader:
+    """Adds the states of a regex to ``rules``.
+
+    text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, repeats ``{1,}``.
+    in_json: inside of a JSON string, where the backend refuses characters that JSON escapes, and
+        the backslash, even if the regex holds them.
+    """
+
+    def __init__(self, rules: Rules, text: str, *, in_json: bool) -> None:
+        self._rules = rules
+        self._text = text
+        self._in_json = in_json
+        self._at = 0
+
+    def read(self, first: int, end: int) -> None:
+        """Between two states. Raises UnreadableGrammarError for anything else."""
+        self._alternatives(first, end)
+        if self._at != len(self._text):
+            raise self._unread()
+
+    def _unread(self) -> UnreadableGrammarError:
+        return UnreadableGrammarError(f"not understood: {self._text[self._at : self._at + 40]!r}")
+
+    def _alternatives(self, first: int, end: int) -> None:
+        self._sequence(first, end)
+        while self._text.startswith("|", self._at):
+            self._at += 1
+            self._sequence(first, end)
+
+    def _sequence(self, first: int, end: int) -> None:
+        state = self._rules.new_state()
+        self._rules.skips[first].append(state)
+        while self._at < len(self._text) and self._text[self._at] not in "|)":
+            state = self._item(state)
+        self._rules.skips[state].append(end)
+
+    def _item(self, state: int) -> int:
+        rules, text = self._rules, self._text
+        if text.startswith("(?:", self._at):
+            return self._group(state)
+        found = _CLASS.match(text, self._at)
+        then = rules.new_state()
+        if found is not None:
+            pairs = [(low, high or low) for low, high in _RANGE.findall(found.group(1))]
+            self._set(state, then, [(int(a, 16), int(b, 16)) for a, b in pairs])
+        else:
+            found = _CHARACTER.match(text, self._at)
+            if found is None:
+                raise self._unread()
+            code, plain = found.groups()
+            point = ord(plain) if plain else int(code, 16)
+            self._set(state, then, [(point, point)])
+        self._at = found.end()
+        return then
+
+    def _set(self, state: int, then: int, ranges: list[tuple[int, int]]) -> None:
+        if self._in_json:
+            ranges = list(intersect(normalize(ranges), JSON_PLAIN))
+        self._rules.set(state, ranges, then)
+        if any(low <= 0xFFFF < high for low, high in ranges):
+            # A class across both lengths: the backend begins the longer ones at F0 80 80 80.
+            at = self._rules.step(state, 0xF0, 0xF0)
+            for low, high in ((0x80, 0x8F), (0x80, 0xBF)):
+                at = self._rules.step(at, low, high)
+            self._rules.chars[at].append((0x80, 0xBF, then))
+
+    def _group(self, state: int) -> int:
+        rules = self._rules
+        self._at += len("(?:")
+        first, end, then = rules.new_state(), rules.new_state(is_end=True), rules.new_state()
+        self._alternatives(first, end)
+        if not self._text.startswith(")", self._at):
+            raise UnreadableGrammarError("a group that does not close")
+        self._at += 1
+        repeat = _REPEAT.match(self._text, self._at)
+        least, most = 1, 1
+        if repeat is not None:
+            self._at = repeat.end()
+            least, most = int(repeat.group(1)), int(repeat.group(2) or -1)
+        rules.calls[state].append(Call(first, then, least, most))
+        return then
+
+
+_TEXT = r'"((?:[^"\\]|\\.)*)"'
+_WHOLE = re.compile(
+    r"^TagDispatch\(\s*(?P<tags>(?:\(" + _TEXT + r", [\w.:-]+\),\s*)*)"
+    r"loop_after_dispatch=(?P<loop>true|false),\s*"
+    r"excludes=\((?P<not>(?:" + _TEXT + r"(?:, )?)*)\)\s*\)"
+)
+_TAG = re.compile(r"\(" + _TEXT + r", ([\w.:-]+)\)")
+
+
+class FreeText(NamedTuple):
+    """Where it may stop, and what then.
+
+    triggers: bytes to the name of the rule that follows them. excludes: what may not stand there.
+    loops: whether free text goes on behind a trigger's rule.
+    """
+
+    triggers: Mapping[bytes, str]
+    excludes: frozenset[bytes]
+    loops: bool
+
+    @classmethod
+    def parse(cls, text: str, unescape: Callable[[str], str]) -> FreeText | None:
+        """Of a rule's body as it is printed; None where it is no free text."""
+        found = _WHOLE.match(text)
+        if found is None:
+            return None
+        triggers = {unescape(t).encode(): name for t, name in _TAG.findall(found.group("tags"))}
+        excludes = frozenset(unescape(t).encode() for t in re.findall(_TEXT, found.group("not")))
+        if b"" in triggers or b"" in excludes:
+            raise UnreadableGrammarError("an empty trigger")
+        return cls(triggers, excludes, found.group("loop") == "true")
+
+
+def read_free_text(
+    rules: Rules, free: FreeText, names: Mapping[str, int], first: int, end: int
+) -> None:
+    """Add the states of free text between two states.
+
+    They are those of the automaton of Aho and Corasick, "Efficient string matching", CACM 18(6),
+    1975: what the text ends with, of all beginnings of triggers and excluded strings. The text may
+    end in each of them.
+    """
+    follow = _automaton([*free.triggers, *free.excludes])
+    states = {b"": first}
+    for prefix in follow:
+        if prefix and not _found(prefix, free):
+            states[prefix] = rules.new_state()
+    for prefix, state in states.items():
+        rules.skips[state].append(end)
+        for low, high, then in _byte_ranges(follow[prefix]):
+            excluded, trigger = _found(then, free) or (False, None)
+            if excluded:
+                continue
+            if trigger is None:
+                rules.chars[state].append((low, high, states[then]))
+            else:
+                after = rules.step(state, low, high)
+                back = first if free.loops else end
+                if free.triggers[trigger] not in names:
+                    raise UnreadableGrammarError(f"no rule is named {free.triggers[trigger]}")
+                rules.calls[after].append(Call(names[free.triggers[trigger]], back))
+
+
+def _found(prefix: bytes, free: FreeText) -> tuple[bool, bytes | None] | None:
+    """What the text now ends with: (whether it is excluded, else the longest trigger)."""
+    tails = [prefix[start:] for start in range(len(prefix))]
+    if any(tail in free.excludes for tail in tails):
+        return True, None
+    trigger = next((tail for tail in tails if tail in free.triggers), None)
+    return None if trigger is None else (False, trigger)
+
+
+def _automaton(patterns: list[bytes]) -> dict[bytes, list[bytes]]:
+    """By what the text ends with: the same after each of the 256 bytes."""
+    prefixes = {pattern[:end] for pattern in patterns for end in range(len(pattern) + 1)} | {b""}
+    found: dict[bytes, list[bytes]] = {}
+    for prefix in sorted(prefixes):
+        nexts = []
+        for byte in range(256):
+            text = prefix + bytes([byte])
+            while text not in prefixes:
+                text = text[1:]
+            nexts.append(text)
+        found[prefix] = nexts
+    return found
+
+
+def _byte_ranges(nexts: list[bytes]) -> list[tuple[int, int, bytes]]:
+    found: list[tuple[int, int, bytes]] = []
+    for byte, then in enumerate(nexts):
+        if found and found[-1][2] == then:
+            found[-1] = (found[-1][0], byte, then)
+        else:
+            found.append((byte, byte, then))
+    return found
+
+
+_RULE = re.compile(r"^([\w.:-]+) ::= ", re.MULTILINE)
+_ITEM = re.compile(
+    r'\s*(?:(?P<text>"(?:[^"\\]|\\.)*")'
+    r"|(?P<set>\[(?:[^\]\\]|\\.)*\])(?P<star>\*?)"
+    r"|(?P<name>[\w.:-]+)(?:\{(?P<least>\d+),\s*(?P<most>-?\d+)\})?"
+    r"|(?P<mark>\(=?|\)|\|))"
+)
+_REGEX = re.compile(r'^Regex\("((?:[^"\\]|\\.)*)"(, json_string=true)?\)')
+_ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|([^\\])")
+_NAMED = dict(zip("nrt0abfve", "\n\r\t\0\a\b\f\v\x1b", strict=True))
+
+
+def read_rules(text: str) -> Rules:
+    """The rules of ``str(compiled.grammar)``.
+
+    The whole is the only rule that no other one calls, else the one named ``root``. Raises
+    UnreadableGrammarError.
+    """
+    rules = Rules()
+    starts = [(match.group(1), match.start(), match.end()) for match in _RULE.finditer(text)]
+    names: dict[str, int] = {}
+    for name, _, _ in starts:
+        if name in names:
+            raise UnreadableGrammarError(f"the rule {name} stands there twice")
+        names[name] = rules.new_state()
+    bounds = [start for _, start, _ in starts[1:]] + [len(text)]
+    for (name, _, start), end in zip(starts, bounds, strict=True):
+        _Body(rules, names, text[start:end].strip()).read(names[name])
+    called = {call.rule for calls in rules.calls for call in calls}
+    tops = [state for state in names.values() if state not in called]
+    root = tops[0] if len(tops) == 1 else names.get("root")
+    if root is None:
+        raise UnreadableGrammarError("which rule is the whole grammar is not known")
+    rules.root = root
+    return rules
+
+
+class _Body:
+    """One rule's text: alternatives of sequences, and what the backend expects to follow."""
+
+    def __init__(self, rules: Rules, names: dict[str, int], text: str) -> None:
+        self._rules = rules
+        self._names = names
+        self._text = text
+
+    def read(self, first: int) -> None:
+        rules, end = self._rules, self._rules.new_state(is_end=True)
+        regex = _REGEX.match(self._text)
+        if regex is not None:
+            reader = RegexReader(rules, _unescape(regex.group(1)), in_json=bool(regex.group(2)))
+            reader.read(first, end)
+            return
+        free = FreeText.parse(self._text, _unescape)
+        if free is not None:
+            read_free_text(rules, free, self._names, first, end)
+            return
+        self._alternatives(first, end)
+
+    def _alternatives(self, first: int, end: int) -> None:
+        """``((item item) | (item))``, or ``""`` for one of them."""
+        rules, at, depth, state = self._rules, 0, 0, first
+        while at < len(self._text):
+            item = _ITEM.match(self._text, at)
+            if item is None:
+                raise UnreadableGrammarError(f"not understood: {self._text[at : at + 40]!r}")
+            at, mark = item.end(), item.group("mark")
+            if mark == "(=":  # a hint for the masks; it forbids nothing
+                break
+            depth += {"(": 1, ")": -1}.get(mark, 0)
+            if mark == "(" and depth == 2:
+                state = rules.new_state()
+                rules.skips[first].append(state)
+            elif mark == ")" and depth == 1:
+                rules.skips[state].append(end)
+            elif depth == 1 and item.group("text") == '""':
+                rules.skips[first].append(end)
+            elif mark is None and depth == 2:
+                state = self._append(state, item)
+            elif mark is None or depth > 2:
+                raise UnreadableGrammarError("an item outside of a sequence")
+        if depth != 0:
+            raise UnreadableGrammarError("brackets that do not close")
+
+    def _append(self, state: int, item: re.Match[str]) -> int:
+        rules = self._rules
+        if item.group("text") is not None:
+            return rules.text(state, _unescape(item.group("text")[1:-1]))
+        if item.group("set") is None:
+            return self._call(state, item)
+        then = rules.new_state()
+        begin = state
+        if item.group("star"):
+            rules.skips[state].append(then)
+            begin = then
+        rules.set(begin, _ranges(item.group("set")[1:-1]), then)
+        return then
+
+    def _call(self, state: int, item: re.Match[str]) -> int:
+        name, least = item.group("name"), item.group("least")
+        if name not in self._names:
+            raise UnreadableGrammarError(f"no rule is named {name}")
+        then = self._rules.new_state()
+        times = (1, 1) if least is None else (int(least), int(item.group("most")))
+        self._rules.calls[state].append(Call(self._names[name], then, *times))
+        return then
+
+
+def _unescape(text: str) -> str:
+    found = []
+    for match in _ESCAPE.finditer(text):
+        *codes, named, plain = match.groups()
+        code = next((code for code in codes if code), None)
+        if code is not None:
+            found.append(chr(int(code, 16)))
+        else:
+            found.append(plain if plain is not None else _NAMED.get(named, named))
+    return "".join(found)
+
+
+def _ranges(text: str) -> list[tuple[int, int]]:
+    """Of ``a-z_`` or ``^a-z_``: inclusive ranges of code points."""
+    is_negated = text.startswith("^")
+    parts = [match.group(0) for match in _ESCAPE.finditer(text[is_negated:])]
+    found: list[tuple[int, int]] = []
+    at = 0
+    while at < len(parts):
+        low = ord(_unescape(parts[at]))
+        if at + 2 < len(parts) and parts[at + 1] == "-":
+            found.append((low, ord(_unescape(parts[at + 2]))))
+            at += 3
+        else:
+            found.append((low, low))
+            at += 1
+    if not is_negated:
+        return found
+    gaps, first = [], 0
+    for low, high in sorted(found):
+        if low > first:
+            gaps.append((first, low - 1))
+        first = max(first, high + 1)
+    return [*gaps, (first, LAST)] if first <= LAST else gaps
+
+
+_MOST_BYTES = 64 * 2**20
+_Rest = tuple[int, bytes]  # length first: shorter texts come before longer ones
+
+
+def shortest_texts(rules: Rules) -> list[bytes | None]:
+    """[N]: from each state to the end of its rule, the shortest text; of equals the smallest.
+
+    None where the rule cannot end. Knuth, "A Generalization of Dijkstra's Algorithm", Information
+    Processing Letters 6(1), 1977. Raises UnreadableGrammarError where they take too much memory.
+    """
+    callers = _callers(rules)
+    found: list[bytes | None] = [None] * len(rules.ends)
+    queue: list[tuple[int, bytes, int]] = []
+    for state, is_end in enumerate(rules.ends):
+        if is_end:
+            queue.append((0, b"", state))
+    total = 0
+    while queue:
+        length, text, state = heapq.heappop(queue)
+        if found[state] is not None:
+            continue
+        found[state] = text
+        total += length
+        if total > _MOST_BYTES:
+            raise UnreadableGrammarError("too long in its shortest form")
+        for before, low, call in callers[state]:
+            if found[before] is not None:
+                continue
+            if call is None:
+                rest = text if low < 0 else bytes([low]) + text
+            else:
+                inner, after = found[call.rule], found[call.then]
+                if after is None or (inner is None and call.least > 0):
+                    continue
+                rest = (inner or b"") * call.least + after
+            heapq.heappush(queue, (len(rest), rest, before))
+    return found
+
+
+def _callers(rules: Rules) -> dict[int, list[tuple[int, int, Call | None]]]:
+    """By state: the states whose shortest text may come from that one's."""
+    found: dict[int, list[tuple[int, int, Call | None]]] = defaultdict(list)
+    for state in range(len(rules.ends)):
+        for low, _, then in rules.chars[state]:
+            found[then].append((state, low, None))
+        for then in rules.skips[state]:
+            found[then].append((state, -1, None))
+        for call in rules.calls[state]:
+            found[call.then].append((state, -1, call))
+            found[call.rule].append((state, -1, call))
+    return found
+
+
+def rest_of_call(call: Call, texts: list[bytes | None], done: int) -> bytes:
+    """What must follow behind an open call: ``done`` counts the one that is open as complete."""
+    inner, after = texts[call.rule], texts[call.then]
+    assert inner is not None
+    assert after is not None
+    return inner * max(0, call.least - done) + after
+
+
+def require_no_left_recursion(rules: Rules, texts: list[bytes | None]) -> None:
+    """Raises UnreadableGrammarError where a rule may call itself before its first byte."""
+    state_of: dict[int, int] = {}  # 1: on the way, 2: done
+    for root in {call.rule for calls in rules.calls for call in calls} | {rules.root}:
+        if root in state_of:
+            continue
+        state_of[root] = 1
+        stack = [(root, _first_calls(rules, texts, root))]
+        while stack:
+            rule, callees = stack[-1]
+            callee = next(callees, None)
+            if callee is None:
+                state_of[rule] = 2
+                stack.pop()
+            elif state_of.get(callee) == 1:
+                raise UnreadableGrammarError("a rule that begins with itself")
+            elif callee not in state_of:
+                state_of[callee] = 1
+                stack.append((callee, _first_calls(rules, texts, callee)))
+
+
+def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator[int]:
+    """The rules that may be called at the very start of a rule."""
+    seen, waiting = {rule}, [rule]
+    while waiting:
+        state = waiting.pop()
+        nexts = list(rules.skips[state])
+        for call in rules.calls[state]:
+            yield call.rule
+            if call.least == 0 or texts[call.rule] == b"":
+                nexts.append(call.then)
+        waiting.extend(then for then in nexts if then not in seen)
+        seen.update(nexts)
+
+
+def longest_rest(rules: Rules, texts: list[bytes | None], num_bytes: int) -> NDArray[np.int64]:
+    """int64 [N]: bytes that may be missing at most, behind any ``num_bytes`` bytes from a state.
+
+    Only what is missing to the end of the state's own rule and of the rules called meanwhile; along
+    the way that the bytes took, so that the shortest end of several readings is no longer. It is
+    the fixed point of::
+
+        f[n](q) = max(f[n-1](q), f[n-1](behind a byte), f[n](behind a skip),
+                      f[n](start of a called rule) + rest behind it, f[m](behind the call))
+
+    with m = n - 1 where the called rule holds a byte at least, else n.
+    """
+    length = np.array([0 if text is None else len(text) for text in texts], dtype=np.int64)
+    table = _Table(rules, texts, length)
+    before = length
+    for _ in range(num_bytes):
+        now = table.settle(table.bytes_on(before))
+        if np.array_equal(now, before):
+            break
+        before = now
+    return before
+
+
+class _Table:
+    """The edges as arrays: (from, to, what is added)."""
+
+    def __init__(self, rules: Rules, texts: list[bytes | None], length: NDArray[np.int64]) -> None:
+        later: list[tuple[int, int, int]] = []  # one byte is gone
+        same: list[tuple[int, int, int]] = []
+        for state in range(len(rules.ends)):
+            later.extend((state, then, 0) for _, _, then in rules.chars[state])
+            same.extend((state, then, 0) for then in rules.skips[state])
+            for call in rules.calls[state]:
+                if texts[call.rule] is None or texts[call.then] is None:
+                    continue
+                same.append((state, call.rule, len(rest_of_call(call, texts, 1))))
+                is_empty = call.least == 0 or texts[call.rule] == b""
+                (same if is_empty else later).append((state, call.then, 0))
+        self._length = length
+        self._later = np.array(later, dtype=np.int64).reshape(-1, 3)
+        self._same = np.array(same, dtype=np.int64).reshape(-1, 3)
+
+    def bytes_on(self, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        now = before.copy()
+        np.maximum.at(now, self._later[:, 0], before[self._later[:, 1]])
+        return now
+
+    def settle(self, now: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Until no edge without a byte adds anything; there is no way round without a byte."""
+        for _ in range(len(now)):
+            grown = now.copy()
+            np.maximum.at(grown, self._same[:, 0], now[self._same[:, 1]] + self._same[:, 2])
+            if np.array_equal(grown, now):
+                break
+            now = grown
+        return now

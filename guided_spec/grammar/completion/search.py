@@ -1,0 +1,429 @@
+"""The ends of texts of any grammar, found by trying: a matcher is asked what may follow."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.completion.endings import NEVER, pack_row
+from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.completion.tokens import (
+    SearchTokens,
+    add_tokens,
+    bits_of,
+    first_tokens,
+    spread_tokens,
+)
+from guided_spec.grammar.protocol import CompiledGrammar, Matcher, as_matcher, follow
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["SearchEndings", "Way"]
+
+RISE = 64  # tokens to spare, beyond which a row is not looked at
+_RISE_PER_TOKEN = 16  # that a few tokens are taken to add at most, each
+_FIRST_STEPS = 2048  # of the search from the start, which is made where grammars are compiled
+_STEPS = 256  # of any other
+_TRIED = 6  # steps of one position
+_LEFT_OUT = 3  # values at a way's beginning that a search may leave out
+_PROBES = 24  # tokens without structure that are tested, and if all fit, taken for all
+_TESTED = 96  # where not all fit: how many are tested
+_KINDS = 32  # of other tokens that are tested
+_HEAD = 48  # bytes of a long way that are tried first
+_ALIKE = 3  # tokens of a kind that are tested, and if all fit, taken for the kind
+_WALKS = 12  # tests of one row that may need a search of their own
+_VALUES = (  # that a text may lack before a known way goes on
+    *(b'""', b' ""', b"0", b" 0", b'"":""', b'"": ""', b'":""', b'": ""', b'"', b"{}", b"[]"),
+    *(b"]", b"}", b'"]', b'"}', b'":""}', b'": ""}'),
+)
+
+
+class Way:
+    """A known way to the end of one text. Made for one text, and dropped with it.
+
+    text: the bytes that are missing. behind: the ways behind tokens that were asked for. turns:
+    ways found behind other tokens. scan: what was found out about the next token, here or where
+    the same way was known before. rows: by what remained, rows that were made. So a fork and its
+    original look once.
+    """
+
+    __slots__ = ("behind", "rows", "scan", "text", "turns")
+
+    def __init__(self, text: bytes, scan: Scan | None = None) -> None:
+        self.text = text
+        self.scan = scan
+        self.behind: dict[tuple[int, ...], Way | None] = {}
+        self.turns: list[bytes] = []
+        self.rows: dict[int, NDArray[np.int32]] = {}
+
+
+class SearchEndings:
+    """``Endings`` of any grammar: a state is a known ``Way`` to the end, its bytes.
+
+    The way behind some tokens is, in this order: the rest of the way before, if they began it; the
+    way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
+    by byte, straight for what closes something, until a stop token or part of the way before fits.
+    In a vocabulary of at most 64 tokens it is breadth first, over all of them. A cost is the
+    fewest tokens that spell the way, so it falls by one along it. What is found depends on the text
+    and its budget alone.
+
+    A known way proves that a text can end; that none is found proves nothing. So costs are upper
+    bounds. Rows are free while ``RISE`` tokens are to spare, and meanwhile the way is asked for
+    every few tokens only; a grammar in which few tokens add more than that may lose its end. Where
+    fewer are to spare, a row holds the beginnings of known ways, tokens behind which the way still
+    fits, and a few that need a search. Many tokens fit like one: where all of a few probes do, the
+    others of their kind that the grammar allows are taken to.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        vocabulary: Vocabulary,
+        spelling: Spelling | None = None,
+        tokens: SearchTokens | None = None,
+    ) -> None:
+        self.spelling = spelling or Spelling(vocabulary)
+        self.tokens = tokens or SearchTokens(vocabulary)
+        self._every = pack_row(np.ones(vocabulary.vocab_size, dtype=np.bool_))
+        self._stop = int(self.tokens.stops[0])
+        matcher = as_matcher(compiled.new_matcher())
+        self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
+
+    @property
+    def is_exact(self) -> bool:
+        """Never: another way may be shorter."""
+        return False
+
+    @property
+    def is_filling_up(self) -> bool:
+        """Nothing is kept between texts."""
+        return False
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Nothing but the way from the start."""
+        return len(self._start or b"")
+
+    @property
+    def start(self) -> Way | None:
+        """A way from the start to the end; None if none was found."""
+        return None if self._start is None else Way(self._start)
+
+    def cost(self, state: Way | None) -> int:
+        """Tokens that spell the known way, and the stop token."""
+        if state is None:
+            return NEVER
+        return min(NEVER, self.spelling.num_tokens(state.text) + 1)
+
+    def stride(self, state: Way, remaining: int) -> int:
+        """As many tokens as are surely not enough to use up what is to spare."""
+        return max(1, (remaining - self.cost(state) - RISE) // _RISE_PER_TOKEN)
+
+    def after(self, state: Way, token_ids: Sequence[int], matcher: Matcher) -> Way | None:
+        """A way from behind some tokens; None if none was found."""
+        key = tuple(token_ids)
+        if key not in state.behind:
+            data = b"".join(map(self.spelling.token_bytes.__getitem__, key))
+            found = self._behind(state, data, matcher)
+            scan = state.scan if found == state.text else None
+            state.behind[key] = None if found is None else Way(found, scan)
+        return state.behind[key]
+
+    def is_free(self, state: Way, remaining: int) -> bool:
+        """Whether much is to spare: never known in a small vocabulary."""
+        return not self.tokens.is_small and self.cost(state) + RISE < remaining
+
+    def row(self, state: Way, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
+        """int32 [W]: tokens behind which a way is known that costs less than ``remaining``."""
+        row = state.rows.get(remaining)
+        if row is None:
+            row = self._scan(state, remaining, matcher).row(remaining)
+            state.rows = {remaining: row}
+        return row
+
+    def _scan(self, state: Way, remaining: int, matcher: Matcher) -> Scan:
+        """Inside a string what was found out one token earlier mostly holds."""
+        known, legal = state.scan, self.legal_row(matcher)
+        if known is None or not (
+            self.fits(state.text, remaining) and np.array_equal(known.legal, legal)
+        ):
+            state.scan = known = Scan(self, state, remaining, legal)
+            known.look(matcher)
+        return known
+
+    def admits(self, state: Way, token_id: int, remaining: int, matcher: Matcher) -> bool:
+        """Whether ``row`` has the bit of a token that the grammar allows."""
+        if not 0 <= token_id < self.spelling.vocab_size:
+            return False
+        return bool(self.row(state, remaining, matcher)[token_id >> 5] >> (token_id & 31) & 1)
+
+    def fits(self, text: bytes, remaining: int) -> bool:
+        """Whether fewer than ``remaining`` tokens write a way and end the text."""
+        return len(text) + 1 < remaining or self.spelling.num_tokens(text) + 1 < remaining
+
+    def completes(self, matcher: Matcher, token_ids: Sequence[int], text: bytes) -> bool:
+        """Whether these tokens, this text and a stop token complete the text; does not move."""
+        if len(text) > 2 * _HEAD:  # most that do not fit do not begin to, and cost little
+            head = self.spelling.write(text[:_HEAD])
+            if head is None or not matcher.takes((*token_ids, *head)):
+                return False
+        written = self.spelling.write(text)
+        return written is not None and matcher.takes((*token_ids, *written, self._stop))
+
+    def legal_row(self, matcher: Matcher) -> NDArray[np.int32]:
+        """int32 [W]: the grammar's own row."""
+        row = np.zeros((1, len(self._every)), dtype=np.int32)
+        matcher.fill_next_token_bitmask(row, 0)
+        own: NDArray[np.int32] = row[0] & self._every  # behind the last token it may hold anything
+        return own
+
+    def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
+        """What may still be missing behind ``data`` of a way: all, or less by what was written."""
+        return text, text[len(data) :]
+
+    def _behind(self, state: Way, data: bytes, matcher: Matcher) -> bytes | None:
+        if state.text.startswith(data):
+            return state.text[len(data) :]
+        ways = (*self.kept(state.text, data), *state.turns)
+        complete = [way for way in ways if self.completes(matcher, (), way)]
+        if complete:
+            return min(complete, key=self.spelling.num_tokens)
+        return self._find(matcher, state.text, _STEPS)
+
+    def _find(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
+        found = self._shortest(matcher) if self.tokens.is_small else None
+        return self._straight(matcher, before, most) if found is None else found
+
+    def _shortest(self, matcher: Matcher) -> bytes | None:
+        """Breadth first; None where the options are many, or the way long."""
+        waiting = deque[tuple[int, ...]]([()])
+        data = self.spelling.token_bytes
+        for _ in range(_STEPS):
+            if not waiting:
+                break
+            way = waiting.popleft()
+            count = follow(matcher, way)
+            row = self.legal_row(matcher) if count == len(way) else None
+            if count:
+                matcher.rollback(count)
+            if row is None:
+                continue
+            if bits_of(row, self.tokens.stops).any():
+                return b"".join(map(data.__getitem__, way))
+            steps = self.tokens.steps
+            waiting.extend((*way, token) for token in steps[bits_of(row, steps)].tolist())
+        return None
+
+    def _straight(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
+        """One step after another, back where nothing follows; None where that leads nowhere."""
+        ends = list(_ends_of(before))
+        quick = (value + end for end in ends for value in _VALUES)
+        found = next((text for text in quick if self.completes(matcher, (), text)), None)
+        if found is not None:
+            return found
+        walk = _Walk(self, matcher)
+        for _ in range(most):
+            found = walk.end(ends)
+            if found is not None or not walk.step():
+                break
+        walk.back()
+        return found
+
+
+class _Walk:
+    """A search straight for the end: where it stands, and what is left to try on the way there."""
+
+    def __init__(self, endings: SearchEndings, matcher: Matcher) -> None:
+        self._endings, self._matcher = endings, matcher
+        # Its rows cost far less, and every step is judged by the matcher anyway.
+        self._grammars = matcher.lenient
+        self._tokens = endings.tokens
+        self._used = np.zeros(len(self._tokens.steps), dtype=np.int64)
+        self._way: list[tuple[int, ...]] = []
+        self._options: list[Iterator[tuple[int, ...]]] = []
+        self._row: NDArray[np.int32] | None = None
+
+    def end(self, ends: Sequence[bytes]) -> bytes | None:
+        """The way that was gone, if the text may end here, or with one of ``ends``."""
+        if len(self._options) > len(self._way):
+            return None  # back at a place that was looked at
+        for end in ends:
+            if self._endings.completes(self._matcher, (), end):
+                return self._text() + end
+        self._row = self._endings.legal_row(self._grammars)
+        return self._text() if bits_of(self._row, self._tokens.stops).any() else None
+
+    def step(self) -> bool:
+        """Go on, or back where nothing is left to try; False where nothing is left at all."""
+        if len(self._options) == len(self._way):
+            self._options.append(self._look())
+        for tokens in self._options[-1]:
+            count = follow(self._matcher, tokens)
+            if count == len(tokens):
+                self._way.append(tokens)
+                return True
+            if count:
+                self._matcher.rollback(count)
+        self._options.pop()
+        if not self._way:
+            return False
+        self._matcher.rollback(len(self._way.pop()))
+        return True
+
+    def back(self) -> None:
+        """Take everything back."""
+        if count := sum(map(len, self._way)):
+            self._matcher.rollback(count)
+
+    def _text(self) -> bytes:
+        data = self._endings.spelling.token_bytes
+        return b"".join(data[token] for tokens in self._way for token in tokens)
+
+    def _look(self) -> Iterator[tuple[int, ...]]:
+        assert self._row is not None
+        forced = self._grammars.forced_bytes()
+        written = self._endings.spelling.write(forced) if forced else None
+        if written:
+            yield written
+            return
+        for step in self._tokens.next_steps(self._row, self._used, _TRIED).tolist():
+            self._used[step] += 1
+            yield (int(self._tokens.steps[step]),)
+
+
+class _Group(NamedTuple):
+    """Tokens behind which a way fits: ids, int64, or a row, int32 [W]."""
+
+    tokens: NDArray[Any]
+    way: bytes
+
+
+class Scan:
+    """What was found out about the next token of a text near the end of its budget.
+
+    A token is in a group if it begins a known way, if a known way still fits behind it, or if a
+    search finds one. Ways are kept as they are found, so that tokens that begin them need no trial.
+
+    legal: int32 [W], the grammar's own row.
+    """
+
+    def __init__(
+        self, endings: SearchEndings, state: Way, remaining: int, legal: NDArray[np.int32]
+    ) -> None:
+        self.legal = legal
+        self._endings, self._state, self._remaining = endings, state, remaining
+        self._ways: dict[int, bytes] = {}
+        self._groups: list[_Group] = []
+        self._walks = _WALKS
+
+    def row(self, remaining: int) -> NDArray[np.int32]:
+        """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
+        endings, row = self._endings, np.zeros_like(self.legal)
+        stops = endings.tokens.stops
+        add_tokens(row, stops[bits_of(self.legal, stops)])
+        for group in self._groups:
+            if not endings.fits(group.way, remaining):
+                continue
+            if group.tokens.dtype == np.int32:
+                row |= group.tokens
+            else:
+                add_tokens(row, group.tokens)
+        row.flags.writeable = False
+        return row
+
+    def look(self, matcher: Matcher) -> None:
+        """Find out, once; the matcher stands at the state, and does so again afterwards."""
+        tokens, legal = self._endings.tokens, self.legal
+        self.follow(b"", self._state.text)
+        if tokens.is_small:
+            self._test(first_tokens(legal, 32 * len(legal)), matcher)
+        else:
+            self._test_turns(matcher)
+            self._test_content(legal & tokens.content, matcher)
+        by_way: dict[bytes, list[int]] = {}
+        for token, way in self._ways.items():
+            by_way.setdefault(way, []).append(token)
+        for way, found in by_way.items():
+            self._groups.append(_Group(np.array(found, dtype=np.int64), way))
+
+    def _test_content(self, content: NDArray[np.int32], matcher: Matcher) -> None:
+        way = self._state.text
+        probes = spread_tokens(content, _PROBES)
+        is_alike = self._fits(way) and not matcher.may_repeat
+        if is_alike and all(self._completes(matcher, token, way) for token in probes):
+            self._groups.append(_Group(content, way))
+        else:
+            self._test(first_tokens(content, _TESTED), matcher)
+
+    def _test_turns(self, matcher: Matcher) -> None:
+        tokens = self._endings.tokens
+        is_legal = bits_of(self.legal, tokens.turns)
+        turns, kinds = tokens.turns[is_legal], tokens.kinds[is_legal]
+        for kind in np.unique(kinds)[:_KINDS].tolist():
+            alike = turns[kinds == kind]
+            first = alike[:_ALIKE].tolist()
+            self._test(first, matcher)
+            if kind >= tokens.num_plain or matcher.may_repeat:
+                self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), matcher)
+            elif all(token in self._ways for token in first):
+                self._groups.append(_Group(alike, self._ways[first[0]]))
+            else:
+                self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
+
+    def _test(self, token_ids: list[int], matcher: Matcher) -> None:
+        data = self._endings.spelling.token_bytes
+        for token in token_ids:
+            if token in self._ways or not data[token]:
+                continue
+            way = self._known_way(token, matcher)
+            if way is not None:
+                self._ways[token] = way
+            elif self._walks or self._endings.tokens.is_small:
+                self._search(token, matcher)
+
+    def _known_way(self, token: int, matcher: Matcher) -> bytes | None:
+        """A way that fits behind a token, perhaps without as much of it as the token writes."""
+        endings, text = self._endings, self._state.text
+        ways = (*endings.kept(text, endings.spelling.token_bytes[token]), *self._state.turns)
+        fitting = (w for w in ways if self._fits(w) and self._completes(matcher, token, w))
+        return next(fitting, None)
+
+    def _search(self, token: int, matcher: Matcher) -> None:
+        if not matcher.accept_token(token):
+            return
+        way = self._endings.after(self._state, (token,), matcher)
+        matcher.rollback(1)
+        self._walks -= 1
+        if way is None or not self._fits(way.text):
+            return
+        if way.text not in self._state.turns:
+            self._state.turns.append(way.text)
+        self._ways[token] = way.text
+        self.follow(self._endings.spelling.token_bytes[token], way.text)
+
+    def follow(self, data: bytes, text: bytes) -> None:
+        """The tokens that begin a known way, ``data`` and then ``text``."""
+        for token, rest in self._endings.spelling.beginnings(data + text):
+            if self.legal[token >> 5] >> (token & 31) & 1 and self._fits(rest):
+                self._ways.setdefault(token, rest)
+                self._state.behind.setdefault((token,), Way(rest))
+
+    def _fits(self, way: bytes) -> bool:
+        return self._endings.fits(way, self._remaining)
+
+    def _completes(self, matcher: Matcher, token: int, way: bytes) -> bool:
+        return self._endings.completes(matcher, (token,), way)
+
+
+def _ends_of(text: bytes) -> Iterator[bytes]:
+    """What may be left of a way: all, without its first byte, from one of the next values on."""
+    if text:
+        yield text
+        yield text[1:]
+    starts = (at for at in range(2, len(text)) if text[at] in b",]}")
+    for at in islice(starts, _LEFT_OUT):
+        yield text[at:]

@@ -1,0 +1,145 @@
+"""A vocabulary's tokens byte by byte, and texts written in as few of them as possible."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.completion.endings import NEVER
+from guided_spec.grammar.vocabulary import Vocabulary
+
+__all__ = ["Characters", "Spelling"]
+
+_LONGEST = 24  # bytes of a token that a shortest end is written with
+_MOST_SPELLED = 1 << 16
+_MOST_WRITTEN = 1 << 12
+_PARTIAL = 2
+
+
+_LOW = 2**64 - 1
+
+
+class Characters(NamedTuple):
+    """A set of characters.
+
+    ascii: bit b for the byte b. is_wide: whether it holds every other character, too.
+    """
+
+    ascii: int
+    is_wide: bool
+
+    def holds(self, other: Characters) -> bool:
+        """Whether all of the other ones are among these."""
+        return other.ascii & ~self.ascii == 0 and self.is_wide >= other.is_wide
+
+
+class Spelling:
+    """One vocabulary, prepared to follow all its tokens at once through an automaton over bytes.
+
+    ids: int64, the tokens with any bytes, the longest first. columns: entry i holds byte i of
+    those that have one, uint8, in the order of ``ids``. longest: bytes of the longest token.
+    heads: [256], by their first byte, indices into ``ids``. num_characters: int64 [tokens].
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocab_size = vocabulary.vocab_size
+        self.token_bytes = vocabulary.token_bytes
+        self.stops = frozenset(vocabulary.stop_token_ids)
+        self.stop_token_ids = np.array(vocabulary.stop_token_ids, dtype=np.int64)
+        self.single_bytes = frozenset(np.flatnonzero(vocabulary.single_byte_ids >= 0).tolist())
+        self._ids = vocabulary.ids_by_bytes
+        self._num_tokens: dict[bytes, int] = {b"": 0}
+        self._singles: list[int] = vocabulary.single_byte_ids.tolist()
+        self._written: dict[bytes, tuple[int, ...]] = {}
+        lengths = np.array([len(data) for data in self.token_bytes])
+        order = np.argsort(-lengths, kind="stable")
+        self.ids: NDArray[np.int64] = order[: int((lengths > 0).sum())].astype(np.int64)
+        self.longest = vocabulary.longest_token
+        counts = [int((lengths > at).sum()) for at in range(self.longest)]
+        texts = [self.token_bytes[token] for token in self.ids.tolist()]
+        self.columns = [
+            np.frombuffer(bytes(text[at] for text in texts[:count]), dtype=np.uint8)
+            for at, count in enumerate(counts)
+        ]
+        self.heads = self._heads()
+        self._held: NDArray[np.uint64] = np.zeros((len(texts), 2), dtype=np.uint64)
+        self.num_characters: NDArray[np.int64] = np.zeros(len(texts), dtype=np.int64)
+        for column in self.columns:
+            rows = np.flatnonzero(column < 128)
+            bits = np.uint64(1) << (column[rows] & 63).astype(np.uint64)
+            self._held[rows, column[rows] >> 6] |= bits
+            self.num_characters[: len(column)] += column & 0xC0 != 0x80  # bytes that begin one
+        self._width = np.array([_width(text) for text in texts], dtype=np.uint8)
+
+    def _heads(self) -> list[NDArray[np.int64]]:
+        """[256]: by their first byte the tokens, as indices into ``ids``."""
+        if not self.columns:
+            return [np.zeros(0, dtype=np.int64)] * 256
+        first = self.columns[0]
+        order = np.argsort(first, kind="stable")
+        ends = np.searchsorted(first[order], np.arange(257))
+        return [order[low:high] for low, high in pairwise(ends.tolist())]
+
+    def write(self, text: bytes) -> tuple[int, ...] | None:
+        """Tokens that write ``text``, one a byte if there are such; None where none do."""
+        written = self._written.get(text)
+        if written is None:
+            if len(self._written) > _MOST_WRITTEN:
+                self._written = {}
+            written = self._written[text] = tuple(self._write(text))
+        return written if written or not text else None
+
+    def _write(self, text: bytes) -> Iterator[int]:
+        if all(self._singles[byte] >= 0 for byte in text):
+            yield from map(self._singles.__getitem__, text)
+            return
+        if self.num_tokens(text) >= NEVER:
+            return
+        while text:
+            ways = ((token, rest) for token, rest in self.beginnings(text))
+            token, text = min(ways, key=lambda way: self.num_tokens(way[1]))
+            yield token
+
+    def made_of(self, characters: Characters) -> NDArray[np.bool_]:
+        """bool [tokens], in the order of ``ids``: tokens of nothing but these characters."""
+        held, width = self._held, self._width
+        low, high = ~characters.ascii & _LOW, ~(characters.ascii >> 64) & _LOW
+        outside = (held[:, 0] & np.uint64(low)) | (held[:, 1] & np.uint64(high))
+        made: NDArray[np.bool_] = (outside == 0) & (width <= characters.is_wide)
+        return made
+
+    def beginnings(self, text: bytes) -> Iterator[tuple[int, bytes]]:
+        """Tokens of at most 24 bytes that ``text`` begins with, each with the rest of it."""
+        for length in range(1, min(len(text), _LONGEST) + 1):
+            for token_id in self._ids.get(text[:length], ()):
+                yield token_id, text[length:]
+
+    def num_tokens(self, text: bytes) -> int:
+        """The fewest tokens that write ``text``, of those of at most 24 bytes; else ``NEVER``."""
+        known = self._num_tokens
+        if text in known:
+            return known[text]
+        if len(known) > _MOST_SPELLED:
+            self._num_tokens = known = {b"": 0}
+        for start in range(len(text) - 1, -1, -1):
+            rest = text[start:]
+            if rest not in known:
+                lengths = range(1, min(len(rest), _LONGEST) + 1)
+                ways = [known[rest[n:]] for n in lengths if rest[:n] in self._ids]
+                known[rest] = min(NEVER, 1 + min(ways, default=NEVER))
+        return known[text]
+
+
+def _width(text: bytes) -> int:
+    """0 for ASCII, 1 where whole characters of other kinds are in it, 2 for parts of them."""
+    if text.isascii():
+        return 0
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return _PARTIAL
+    return 1

@@ -1,0 +1,1 @@
+"""Markers in a text: where reasoning ends and a constraint begins."""

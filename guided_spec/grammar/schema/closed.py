@@ -1,0 +1,269 @@
+"""Objects closed around the keys that a schema declares, where it does not say otherwise.
+
+An object is closed that lists ``properties`` or ``patternProperties`` and nowhere says
+``additionalProperties`` (nor ``unevaluatedProperties``, which is lowered to it). It declares what
+all parts list that hold together: its own keys, those of ``allOf`` and of references, and of
+``anyOf`` those of the branch that is taken. Keys that are required count as declared. The result
+admits no value that the schema does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any, Literal, NamedTuple
+
+from guided_spec.grammar.schema.report import escape, unescape
+
+__all__ = ["AdditionalProperties", "ClosedSchema", "close_objects"]
+
+AdditionalProperties = Literal["closed", "schema"]
+
+_MAX_DEPTH = 16
+_VALUES = ("items", "additionalProperties")
+_MAPS = ("properties", "patternProperties")
+_HOLDS_PARTS = frozenset({*_MAPS, *_VALUES, "prefixItems", "anyOf", "allOf", "$ref"})
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+# How a definition is used: as a value of its own, closed; as one of several parts that hold
+# together, closed further in only; or as it was written.
+_Form = Literal["value", "part", "plain"]
+
+
+class ClosedSchema(NamedTuple):
+    """A schema with closed objects.
+
+    open_at: JSON pointers of the lowered schema, of objects in which nothing below is closed: two
+        parts of them describe the same key, each in its own way.
+    """
+
+    schema: Any
+    open_at: tuple[str, ...] = ()
+
+
+def close_objects(schema: Any) -> ClosedSchema:
+    """``schema``, as ``schema_lower.lower`` writes it, with closed objects. A new value."""
+    if not isinstance(schema, dict):
+        return ClosedSchema(schema)
+    return _Closing(schema).run()
+
+
+class _Declared(NamedTuple):
+    """What the parts that hold together at one place declare.
+
+    names: with how many parts describe it by more than a scalar. is_listed: whether all values are.
+    """
+
+    names: dict[str, int]
+    patterns: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    has_keys: bool = False
+    is_explicit: bool = False
+    is_listed: bool = False
+
+    def also(self, other: _Declared) -> _Declared:
+        """What both declare together."""
+        names = {n: self.names.get(n, 0) + other.names.get(n, 0) for n in self.names | other.names}
+        return _Declared(
+            names,
+            tuple(dict.fromkeys(self.patterns + other.patterns)),
+            tuple(dict.fromkeys(self.required + other.required)),
+            self.has_keys or other.has_keys,
+            self.is_explicit or other.is_explicit,
+            self.is_listed or other.is_listed,
+        )
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether two parts describe what is inside one key."""
+        return any(count > 1 for count in self.names.values())
+
+    def closure(self) -> dict[str, Any]:
+        """A schema that admits these keys only."""
+        keys = dict.fromkeys([*self.names, *self.required], True)
+        schema: dict[str, Any] = {"properties": keys} if keys else {}
+        schema |= {"patternProperties": dict.fromkeys(self.patterns, True)} if self.patterns else {}
+        return {**schema, "additionalProperties": False}
+
+
+_NOTHING = _Declared({})
+
+
+class _Closing:
+    """One pass over one schema."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._old: dict[str, Any] = root.get("$defs", {})
+        self._new: dict[str, Any] = {}
+        self._open_at: dict[str, None] = {}
+
+    def run(self) -> ClosedSchema:
+        root = {key: value for key, value in self._root.items() if key != "$defs"}
+        schema = self._value(root, "", _NOTHING)
+        if self._new:
+            schema = {**schema, "$defs": self._new}
+        return ClosedSchema(schema, tuple(self._open_at))
+
+    def _value(self, node: Any, pointer: str, outer: _Declared) -> Any:
+        """The schema of a whole value. outer: what is declared beside it, of a branch."""
+        if not isinstance(node, dict):
+            return node
+        if node.keys() - _ANNOTATIONS == {"$ref"} and outer == _NOTHING:
+            return {**node, "$ref": self._refer(node["$ref"], "value")}
+        always = outer.also(self._always(node))
+        branches = [self._always(branch) for branch in self._branches(node)]
+        if always.is_listed:
+            return self._as_written(node)
+        is_one = len(node.get("anyOf", ())) == len(branches)
+        every = reduce(_Declared.also, branches, always)
+        together = [always.also(branch) for branch in branches] if is_one else [every]
+        is_contested = any(declared.is_contested for declared in [always, *together])
+        if is_contested:
+            self._open_at[pointer] = None
+        elif is_one and any(branch.has_keys or branch.is_explicit for branch in branches):
+            return self._by_branch(node, pointer, always)
+        body = self._as_written(node) if is_contested else self._part(node, pointer)
+        if every.is_explicit or not every.has_keys or not _may_be_object(node):
+            return body
+        return _with_closure(body, every.closure())
+
+    def _by_branch(self, node: dict[str, Any], pointer: str, always: _Declared) -> dict[str, Any]:
+        """Each branch closed around its own keys and the common ones."""
+        rest = {key: value for key, value in node.items() if key != "anyOf"}
+        common = always if always.has_keys else _NOTHING
+        options = []
+        for index, branch in enumerate(node["anyOf"]):
+            place = f"{pointer}/anyOf/{index}"
+            if always.is_explicit:
+                options.append(self._part(branch, place))
+            else:
+                options.append(self._value(branch, place, common))
+        return {**self._part(rest, pointer), "anyOf": options}
+
+    def _part(self, node: Any, pointer: str) -> Any:
+        """One of the parts that hold together: closed further in only."""
+        if not isinstance(node, dict):
+            return node
+        part = dict(node)
+        for keyword in _MAPS:
+            if keyword in node:
+                part[keyword] = {
+                    name: self._value(value, f"{pointer}/{keyword}/{escape(name)}", _NOTHING)
+                    for name, value in node[keyword].items()
+                }
+        for keyword in _VALUES:
+            if keyword in node:
+                part[keyword] = self._value(node[keyword], f"{pointer}/{keyword}", _NOTHING)
+        if "prefixItems" in node:
+            part["prefixItems"] = [
+                self._value(item, f"{pointer}/prefixItems/{index}", _NOTHING)
+                for index, item in enumerate(node["prefixItems"])
+            ]
+        for keyword in ("allOf", "anyOf"):
+            if keyword in node:
+                part[keyword] = [
+                    self._part(each, f"{pointer}/{keyword}/{index}")
+                    for index, each in enumerate(node[keyword])
+                ]
+        if "$ref" in node:
+            part["$ref"] = self._refer(node["$ref"], "part")
+        return part
+
+    def _as_written(self, node: Any) -> Any:
+        if isinstance(node, list):
+            return [self._as_written(part) for part in node]
+        if not isinstance(node, dict):
+            return node
+        plain = dict(node)
+        for keyword in [key for key in node if key in _HOLDS_PARTS and key != "$ref"]:
+            value = node[keyword]
+            if keyword in _MAPS:
+                plain[keyword] = {name: self._as_written(part) for name, part in value.items()}
+            else:
+                plain[keyword] = self._as_written(value)
+        if "$ref" in node:
+            plain["$ref"] = self._refer(node["$ref"], "plain")
+        return plain
+
+    def _refer(self, reference: str, form: _Form) -> str:
+        """The reference to a definition in this form, which is made when it is first needed."""
+        target = self._resolve(reference)
+        if reference == "#" and form == "value":
+            return reference
+        if target is None:
+            return reference  # to nothing: the backend says so
+        name = self._name(reference, form)
+        if name not in self._new:
+            self._new[name] = {}  # for itself
+            pointer = reference[1:]
+            if form == "value":
+                self._new[name] = self._value(target, pointer, _NOTHING)
+            elif form == "part":
+                self._new[name] = self._part(target, pointer)
+            else:
+                self._new[name] = self._as_written(target)
+        return f"#/$defs/{escape(name)}"
+
+    def _name(self, reference: str, form: _Form) -> str:
+        own = unescape(reference.rpartition("/")[2]) if reference != "#" else "root"
+        if form == "value":
+            return own
+        name = f"{own}.{form}"  # of a form that is rare
+        while name in self._old:
+            name += "'"
+        return name
+
+    def _resolve(self, reference: str) -> Any:
+        if reference == "#":
+            return {key: value for key, value in self._root.items() if key != "$defs"}
+        return self._old.get(unescape(reference.removeprefix("#/$defs/")))
+
+    def _always(self, node: Any, depth: int = 0) -> _Declared:
+        """What ``node`` declares along with all that holds wherever it does."""
+        if not isinstance(node, dict) or depth > _MAX_DEPTH:
+            return _NOTHING
+        listed = node.get("properties", {})
+        found = _Declared(
+            {n: int(not _is_scalar(part)) for n, part in listed.items() if part is not False},
+            tuple(node.get("patternProperties", ())),
+            tuple(node.get("required", ())),
+            ("properties" in node and (not listed or any(p is not False for p in listed.values())))
+            or bool(node.get("patternProperties")),
+            "additionalProperties" in node,
+            "enum" in node or "const" in node,
+        )
+        parts = (self._always(part, depth + 1) for part in self._parts(node))
+        return reduce(_Declared.also, parts, found)
+
+    def _parts(self, node: dict[str, Any]) -> list[Any]:
+        parts = list(node.get("allOf", ()))
+        return [*parts, self._resolve(node["$ref"])] if "$ref" in node else parts
+
+    def _branches(self, node: Any, depth: int = 0) -> Iterator[Any]:
+        """Of every ``anyOf`` that holds wherever ``node`` does; the node's own come first."""
+        if isinstance(node, dict) and depth <= _MAX_DEPTH:
+            yield from node.get("anyOf", ())
+            for part in self._parts(node):
+                yield from self._branches(part, depth + 1)
+
+
+def _with_closure(body: dict[str, Any], closure: dict[str, Any]) -> dict[str, Any]:
+    if body.keys() == {"allOf"}:
+        return {"allOf": [*body["allOf"], closure]}
+    if "allOf" in body or "$ref" in body:
+        return {"allOf": [body, closure]}
+    merged = {**body, "additionalProperties": False}
+    for keyword in _MAPS:
+        if keyword in closure:
+            merged[keyword] = {**body.get(keyword, {})}
+            for name, part in closure[keyword].items():
+                merged[keyword].setdefault(name, part)
+    return merged
+
+
+def _may_be_object(node: dict[str, Any]) -> bool:
+    return "object" in node.get("type", "object")
+
+
+def _is_scalar(node: Any) -> bool:
+    return not isinstance(node, dict) or _HOLDS_PARTS.isdisjoint(node)

@@ -1,0 +1,293 @@
+"""What is left when some values are taken away, as schemas.
+
+Two schemas combined into one, and values held against a schema.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import jsonschema
+
+__all__ = [
+    "ALL_TYPES",
+    "Disjuncts",
+    "any_of",
+    "constant",
+    "join_all",
+    "keep_valid",
+    "merge",
+    "other_characters",
+    "others",
+    "type_of",
+    "unique_arrays",
+]
+
+ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
+"""The types; an integer is a number."""
+_LONGEST = 4_000  # characters of a pattern
+_MOST_GAPS = 32
+_MOST_ARRAYS = 500
+_RUN = re.compile(r"\^\[(\^?)((?:\\.|[^\\\]])+)\][+*]\$")
+
+
+class Disjuncts(NamedTuple):
+    """Schemas, of which any admits a value. exact: whether these are all the values meant."""
+
+    schemas: list[Any]
+    exact: bool = True
+
+
+def type_of(value: Any) -> str:
+    """Its JSON type, "number" for an integer too."""
+    for kind, python in (("boolean", bool), ("number", int | float), ("string", str)):
+        if isinstance(value, python):
+            return kind
+    return "null" if value is None else "array" if isinstance(value, list) else "object"
+
+
+def others(values: Sequence[Any], types: frozenset[str]) -> Disjuncts:
+    """Every value of ``types`` that is none of ``values``; arrays and objects as far as it goes."""
+    by_type: dict[str, list[Any]] = {}
+    for value in values:
+        by_type.setdefault(type_of(value), []).append(value)
+    schemas: list[Any] = []
+    exact = True
+    for kind in sorted(types):
+        taken = by_type.get(kind, [])
+        if not taken:
+            schemas.append({"type": kind})
+        elif kind == "string":
+            pattern = _not_one_of(taken)
+            exact = exact and pattern is not None
+            schemas += [{"type": "string", "pattern": pattern}] if pattern else []
+        elif kind == "number" and len(set(taken)) <= _MOST_GAPS:
+            schemas += _gaps(sorted(set(taken)))
+        elif kind == "boolean":
+            schemas += [{"enum": [value]} for value in (True, False) if value not in taken]
+        elif kind != "null":
+            exact = False
+    return Disjuncts(schemas, exact)
+
+
+def _gaps(numbers: list[Any]) -> list[Any]:
+    bounds = [
+        {"exclusiveMinimum": low, "exclusiveMaximum": high}
+        for low, high in itertools.pairwise(numbers)
+    ]
+    ends = [{"exclusiveMaximum": numbers[0]}, {"exclusiveMinimum": numbers[-1]}]
+    return [{"type": "number", **bound} for bound in [*ends[:1], *bounds, *ends[1:]]]
+
+
+def _not_one_of(texts: Sequence[str]) -> str | None:
+    """A pattern for the strings that are none of ``texts``; None if it would be very long."""
+    if sum(map(len, texts)) > _LONGEST // 8 or max(map(len, texts)) > 60:
+        return None
+    written = _write_others(tuple(texts))
+    return written if len(written) <= _LONGEST else None
+
+
+@lru_cache(maxsize=256)  # of a oneOf with a constant, each branch excludes those of all others
+def _write_others(texts: tuple[str, ...]) -> str:
+    tree: dict[str, Any] = {}
+    for text in texts:
+        node = tree
+        for char in text:
+            node = node.setdefault(char, {})
+        node[""] = {}
+    return f"^(?:{_outside(tree)})$"
+
+
+def _outside(node: dict[str, Any]) -> str:
+    """A pattern for what can follow here without ending on one of the texts."""
+    chars = sorted(char for char in node if char)
+    options = [] if "" in node else [""]
+    excluded = "".join(re.escape(char) if char != "^" else "\\^" for char in chars)
+    options.append(f"[^{excluded}](?s:.)*" if chars else "(?s:.)+")
+    options += [f"{re.escape(char)}(?:{_outside(node[char])})" for char in chars]
+    return "|".join(options)
+
+
+def other_characters(pattern: str) -> str | None:
+    """For ``^[...]+$`` a pattern for strings with a character outside, else None."""
+    match = _RUN.fullmatch(pattern)
+    if match is None:
+        return None
+    negated, members = match.groups()
+    if negated:
+        return f"^[^\\n]*[{members}]"
+    # Python's $ also matches before a last newline, which therefore does not count as outside.
+    return f"^$|[^{members}\\n]" if pattern.endswith("+$") else f"[^{members}\\n]"
+
+
+def unique_arrays(values: Sequence[Any], low: int, high: int) -> list[list[Any]]:
+    """The arrays of ``low`` to ``high`` different values, up to a length that makes few of them.
+
+    They are all of these where the last one has ``high`` values.
+    """
+    arrays: list[list[Any]] = []
+    for size in range(low, high + 1):
+        if len(arrays) + math.perm(len(values), size) > _MOST_ARRAYS:
+            break
+        arrays += map(list, itertools.permutations(values, size))
+    return arrays
+
+
+def constant(value: Any) -> dict[str, Any]:
+    """A schema for this one value, an array or an object written out part by part."""
+    if isinstance(value, list):
+        items = [constant(item) for item in value]
+        schema: dict[str, Any] = {"type": "array", "items": False, "minItems": len(items)}
+        return {**schema, "prefixItems": items} if items else schema
+    if isinstance(value, dict):
+        properties = {name: constant(part) for name, part in value.items()}
+        schema = {"type": "object", "required": list(value), "additionalProperties": False}
+        return {**schema, "properties": properties} if properties else schema
+    return {"enum": [value]}
+
+
+# Keywords whose meaning depends on their neighbours: never split between the two sides.
+_OBJECT = ("properties", "patternProperties", "additionalProperties")
+_ARRAY = {"prefixItems", "items"}
+_LOWER = {"minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties"}
+_UPPER = {"maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties"}
+_ANNOTATIONS = frozenset(
+    {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
+    | {"$comment", "$schema", "$defs", "definitions", "discriminator"}
+    | {"contentEncoding", "contentMediaType", "contentSchema"}
+)
+
+
+def merge(one: Any, other: Any) -> Any:
+    """One schema with the meaning of both together, or None where that is not plain to see."""
+    if one is True or other is True:
+        return other if one is True else one
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return None
+    left = {k: v for k, v in one.items() if k not in _ANNOTATIONS}
+    right = {k: v for k, v in other.items() if k not in _ANNOTATIONS}
+    objects: dict[str, Any] | None = {}
+    if not left.keys().isdisjoint(_OBJECT) and not right.keys().isdisjoint(_OBJECT):
+        objects = _merge_objects(left, right)
+    if objects is None or (left.keys() & _ARRAY and right.keys() & _ARRAY):
+        return None
+    merged = {**left, **right, **objects}
+    for key in left.keys() & right.keys() - objects.keys():
+        merged[key] = _merge_values(key, left[key], right[key])
+        if merged[key] is None:
+            return None
+        if key == "type" and not merged[key]:
+            return False
+    return merged
+
+
+def _merge_values(key: str, one: Any, other: Any) -> Any:
+    """What one keyword says on both sides; None where that has no spelling."""
+    if key == "type":
+        return _common_types(one, other)
+    if key == "required":
+        return list(dict.fromkeys([*one, *other]))
+    if key in _LOWER:
+        return max(one, other)
+    if key in _UPPER:
+        return min(one, other)
+    # A null here is a const: two of them are not worth a special case.
+    return one if _text(one) == _text(other) else None
+
+
+def keep_valid(values: list[Any], schema: dict[str, Any]) -> list[Any] | None:
+    """The values that are valid under ``schema``; None if it refers elsewhere."""
+    if '"$ref"' in _text(schema):
+        return None
+    validator = jsonschema.Draft202012Validator(schema)
+    return [value for value in values if validator.is_valid(value)]
+
+
+def _merge_objects(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any] | None:
+    """The properties of both, each key as both sides want it."""
+    if "patternProperties" in one or "patternProperties" in other:
+        return None
+    extra, more = one.get("additionalProperties", True), other.get("additionalProperties", True)
+    left, right = one.get("properties", {}), other.get("properties", {})
+    names = dict.fromkeys([*left, *right])
+    properties = {name: _both(left.get(name, extra), right.get(name, more)) for name in names}
+    merged: dict[str, Any] = {"properties": properties} if names else {}
+    if "additionalProperties" in one or "additionalProperties" in other:
+        merged["additionalProperties"] = _both(extra, more)
+    return merged
+
+
+def _both(one: Any, other: Any) -> Any:
+    if one is False or other is False:
+        return False
+    if one is True or one == {} or _text(one) == _text(other):
+        return other
+    return one if other is True or other == {} else {"allOf": [one, other]}
+
+
+def _common_types(one: Any, other: Any) -> Any:
+    left = [one] if isinstance(one, str) else list(one)
+    right = [other] if isinstance(other, str) else list(other)
+    both = [t for t in left if t in right or (t == "integer" and "number" in right)]
+    both += ["integer"] if "integer" in right and "number" in left and "integer" not in both else []
+    return both[0] if len(both) == 1 else both
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def join_all(parts: Sequence[Any]) -> Any:
+    """One schema for what all parts admit: side by side where they share no keyword, else allOf."""
+    if any(part is False for part in parts):
+        return False
+    joined: dict[str, Any] = {}
+    place = 0  # of the joined ones: properties are generated in the order of the parts
+    rest: list[Any] = []
+    for part in _distinct([part for part in parts if part is not True]):
+        merged = None
+        if "allOf" not in part and "$ref" not in part:
+            merged = merge(joined, part)
+        if merged is False:
+            return False
+        if merged is None:
+            rest += part["allOf"] if part.keys() == {"allOf"} else [part]
+        else:
+            place = place if joined else len(rest)
+            joined = merged
+    if not rest:
+        return joined
+    if not joined and len(rest) == 1:
+        return rest[0]
+    return {"allOf": [*rest[:place], *([joined] if joined else []), *rest[place:]]}
+
+
+def any_of(parts: Sequence[Any]) -> Any:
+    """One schema for what any part admits; False for none."""
+    if any(part is True or part == {} for part in parts):
+        return {}
+    options: list[Any] = []
+    for part in _distinct([part for part in parts if part is not False]):
+        options += part["anyOf"] if part.keys() == {"anyOf"} else [part]
+    if len(options) < 2:
+        return options[0] if options else False
+    return {"anyOf": options}
+
+
+def _distinct(parts: Sequence[Any]) -> list[Any]:
+    if len(parts) < 2:  # most are, and writing one out is what costs
+        return [part for part in parts if part]
+    seen: set[str] = set()
+    kept = []
+    for part in parts:
+        text = json.dumps(part, sort_keys=True)
+        if part and text not in seen:
+            kept.append(part)
+            seen.add(text)
+    return kept

@@ -1,0 +1,1 @@
+"""Tool calls: the formats of model families, their grammars and their readers."""

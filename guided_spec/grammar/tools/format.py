@@ -1,0 +1,480 @@
+"""How model families write tool calls: the grammar of their texts, and the calls read from them.
+
+A call's arguments in the spellings of model families: as JSON, or each one between marks.
+
+Tools that a model may call, read from OpenAI's dicts, typed functions and pydantic models.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.markers.marker import MarkedText
+
+__all__ = [
+    "Arguments",
+    "DelimitedFormat",
+    "ReadText",
+    "Tool",
+    "ToolCall",
+    "ToolChoice",
+    "ToolFormat",
+    "ToolRules",
+    "arguments_content",
+    "read_arguments",
+    "read_choice",
+    "read_json",
+    "read_tools",
+    "tool_dicts",
+]
+
+ToolChoice = Literal["auto", "required", "none", "named"]
+
+_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Tool(NamedTuple):
+    """parameters: the JSON schema of its arguments."""
+
+    name: str
+    parameters: Mapping[str, Any]
+
+
+class ToolCall(NamedTuple):
+    """One call of a text.
+
+    id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
+        same text gets the same ids.
+    arguments: valid under the tool's schema. raw: the call as it stands in the text.
+    """
+
+    id: str
+    name: str
+    arguments: dict[str, Any]
+    raw: str
+
+
+def tool_dicts(tools: Sequence[Any]) -> list[dict[str, Any]]:
+    """The tools as OpenAI writes them, for a chat template.
+
+    A dict stays. A function becomes what transformers' ``get_json_schema`` reads in its types and
+    its docstring, a pydantic model class a tool of its name, docstring and schema. Raises
+    ConfigError naming the tool.
+    """
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Sequence):
+        fix = 'must be a list of {"type": "function", "function": {...}}, functions or models'
+        raise ConfigError("tools", tools, fix)
+    return [_tool_dict(f"tools[{index}]", tool) for index, tool in enumerate(tools)]
+
+
+def read_tools(tools: Sequence[Any]) -> list[Tool]:
+    """The tools' names and schemas. Raises ConfigError naming the tool."""
+    read = [_read_one(f"tools[{index}]", tool) for index, tool in enumerate(tool_dicts(tools))]
+    names = [tool.name for tool in read]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            raise ConfigError(f"tools[{index}].function.name", name, "is taken; rename one tool")
+    return read
+
+
+def read_choice(tool_choice: object, tools: Sequence[Tool]) -> tuple[ToolChoice, Sequence[Tool]]:
+    """The kind of choice, and the tools that are left by it.
+
+    tool_choice: "auto", "required", "none", a tool's name, or
+        ``{"type": "function", "function": {"name": ...}}``.
+
+    Raises ConfigError.
+    """
+    name = tool_choice
+    match tool_choice:
+        case "auto" | "none":
+            return ("auto" if tool_choice == "auto" and tools else "none"), tools
+        case "required":
+            if not tools:
+                raise ConfigError("tool_choice", tool_choice, "needs a tool; pass tools")
+            return "required", tools
+        case {"type": "function", "function": {"name": str(name)}}:
+            pass
+    if not isinstance(name, str):
+        fix = (
+            'must be "auto", "required", "none", a tool\'s name or '
+            '{"type": "function", "function": {"name": ...}}'
+        )
+        raise ConfigError("tool_choice", tool_choice, fix)
+    chosen = [tool for tool in tools if tool.name == name]
+    if not chosen:
+        names = ", ".join(tool.name for tool in tools) or "none"
+        raise ConfigError("tool_choice", name, f"is no tool; the tools are {names}")
+    return "named", chosen
+
+
+def _tool_dict(place: str, tool: Any) -> dict[str, Any]:
+    if isinstance(tool, Mapping):
+        return dict(tool)
+    to_schema = getattr(tool, "model_json_schema", None)  # pydantic, not imported
+    if callable(to_schema):
+        schema: dict[str, Any] = to_schema()
+        described = {"name": tool.__name__, "description": inspect.getdoc(tool) or ""}
+        return {"type": "function", "function": {**described, "parameters": schema}}
+    if callable(tool):
+        return _of_function(place, tool)
+    fix = 'must be {"type": "function", "function": {...}}, a typed function or a pydantic model'
+    raise ConfigError(place, tool, fix)
+
+
+def _of_function(place: str, function: Callable[..., Any]) -> dict[str, Any]:
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        described: dict[str, Any] = get_json_schema(function)
+    except Exception as error:  # DocstringParsingException, TypeHintParsingException, others
+        fix = f"give it type hints and a Google-style docstring: {error}"
+        raise ConfigError(place, function, fix) from error
+    return described
+
+
+def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
+    function = tool.get("function")
+    if tool.get("type") != "function" or function is None:
+        fix = 'must be {"type": "function", "function": {"name": ..., "parameters": {...}}}'
+        raise ConfigError(place, tool, fix)
+    place = f"{place}.function"
+    if not isinstance(function, Mapping):
+        raise ConfigError(place, function, 'must be a dict with "name" and "parameters"')
+    name = function.get("name")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ConfigError(f"{place}.name", name, "must be 1 to 64 letters, digits, _, . or -")
+    parameters = function.get("parameters")
+    if parameters is None:
+        parameters = _NO_ARGUMENTS  # OpenAI: a tool without parameters takes none
+    if not isinstance(parameters, Mapping):
+        fix = f"of the tool {name!r}: must be a JSON schema, a dict"
+        raise ConfigError(f"{place}.parameters", parameters, fix)
+    return Tool(name, parameters or {"type": "object"})
+
+
+_PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
+_ENUM_KEYS = {"type", "title", "description", "default", "examples", "enum", "const"}
+_ROOT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
+_ROOT_KEYS |= {"title", "description", "default", "examples", "$schema", "$id", "$comment"}
+
+
+class Arguments(NamedTuple):
+    """Arguments that were read. end: where in the text they end."""
+
+    values: dict[str, Any]
+    end: int
+
+
+def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
+    """The format of a tool's arguments in a structural tag.
+
+    argument: how one argument is written, such as ``<p={key}>{value}</p>``; None for JSON. In
+        marks, strings stand without quotes where their schema bounds nothing but their length or
+        lists them, and all else as JSON.
+
+    Raises ConfigError for a schema that cannot be written so.
+    """
+    if argument is None:
+        return {"type": "json_schema", "json_schema": tool.parameters}
+    _check_root(tool)
+    required = tool.parameters.get("required", [])
+    elements = []
+    for key, schema in tool.parameters.get("properties", {}).items():
+        begin, end = _around(argument, key)
+        content = _value_content(tool, schema)
+        # The line break apart: xgrammar 0.2.8 confuses free text before a token and more.
+        mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
+        one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
+        if rest:
+            behind = {"type": "const_string", "value": rest}
+            one = {"type": "sequence", "elements": [one, behind]}
+        elements.append(one if key in required else {"type": "optional", "content": one})
+    return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
+
+
+def read_arguments(
+    tool: Tool, argument: str | None, text: str, at: int, marks: MarkedText
+) -> Arguments | None:
+    """What ``arguments_content`` has written into a text at a place; None where it has not."""
+    if argument is None:
+        return read_json(text, at)
+    values: dict[str, Any] = {}
+    for key, schema in tool.parameters.get("properties", {}).items():
+        begin, end = map(marks.mark, _around(argument, key))
+        if not text.startswith(begin, at):
+            continue
+        at += len(begin)
+        if _is_raw(schema):
+            found = text.find(end, at)
+            if found < 0:
+                return None
+            values[key] = text[at:found]
+        else:
+            found, values[key] = _read_value(text, at)
+        if found < 0 or not text.startswith(end, found):
+            return None
+        at = found + len(end)
+    return Arguments(values, at) if {*tool.parameters.get("required", [])} <= {*values} else None
+
+
+def read_json(text: str, at: int) -> Arguments | None:
+    """The JSON object at a place in a text."""
+    end, value = _read_value(text, at)
+    return Arguments(value, end) if isinstance(value, dict) else None
+
+
+def _read_value(text: str, at: int) -> tuple[int, Any]:
+    """Where the JSON value at a place ends, and what it is; -1 where there is none."""
+    try:
+        value, end = json.JSONDecoder().raw_decode(text, at)
+    except (ValueError, RecursionError):
+        return -1, None
+    return end, value
+
+
+def _around(argument: str, key: str) -> tuple[str, str]:
+    begin, end = argument.replace("{key}", key).split("{value}")
+    return begin, end
+
+
+def _is_raw(schema: Any) -> bool:
+    """Whether a value is written as text without quotes."""
+    if not isinstance(schema, Mapping):
+        return False
+    options = _options(schema)
+    if options is not None:
+        is_text = all(isinstance(o, str) and o and "<" not in o for o in options)
+        return is_text and schema.keys() <= _ENUM_KEYS
+    return schema.get("type") == "string" and schema.keys() <= _PLAIN_KEYS
+
+
+def _options(schema: Mapping[str, Any]) -> list[Any] | None:
+    if "const" in schema:
+        return [schema["const"]]
+    options = schema.get("enum")
+    return options if isinstance(options, list) and options else None
+
+
+def _value_content(tool: Tool, schema: Any) -> dict[str, Any]:
+    if not _is_raw(schema):
+        return {"type": "json_schema", "json_schema": _with_definitions(tool, schema)}
+    options = _options(schema)
+    if options is not None:
+        written = [{"type": "const_string", "value": option} for option in options]
+        return written[0] if len(written) == 1 else {"type": "or", "elements": written}
+    least, most = schema.get("minLength", 0), schema.get("maxLength")
+    if least == 0 and most is None:
+        return {"type": "any_text"}
+    # What ends the value begins with "<" or a line break: without "<" it cannot stand inside.
+    return {"type": "regex", "pattern": f"[^<]{{{least},{'' if most is None else most}}}"}
+
+
+def _with_definitions(tool: Tool, schema: Any) -> Any:
+    shared = {
+        key: tool.parameters[key] for key in ("$defs", "definitions") if key in tool.parameters
+    }
+    return {**shared, **schema} if shared and isinstance(schema, Mapping) else schema
+
+
+def _check_root(tool: Tool) -> None:
+    parameters = tool.parameters
+    unknown = sorted(parameters.keys() - _ROOT_KEYS)
+    properties = parameters.get("properties", {})
+    missing = [key for key in parameters.get("required", []) if key not in properties]
+    if unknown or missing or parameters.get("type", "object") != "object":
+        reason = (
+            f"uses {unknown[0]}" if unknown else f"requires {missing}" if missing else "is none"
+        )
+        fix = (
+            f"of the tool {tool.name!r}: this format writes one argument after another, so the "
+            f"schema must be an object that lists its properties; it {reason}"
+        )
+        raise ConfigError("parameters", dict(parameters), fix)
+
+
+class ReadText(NamedTuple):
+    """A finished text, taken apart. reasoning: only of formats that hold it themselves."""
+
+    text: str
+    calls: tuple[ToolCall, ...]
+    reasoning: str | None = None
+
+
+class ToolRules(NamedTuple):
+    """What a text may hold.
+
+    tools: those that may be called; with the choice "named" there is one.
+    is_parallel: whether several calls may follow each other.
+    stop_names: added tokens that end the text, by name.
+    """
+
+    tools: Sequence[Tool]
+    choice: ToolChoice = "auto"
+    is_parallel: bool = True
+    stop_names: frozenset[str] = frozenset()
+
+
+class ToolFormat(Protocol):
+    """One family's way to write calls: a grammar and the reader of its texts.
+
+    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads
+    texts without tools as well.
+    """
+
+    @property
+    def name(self) -> str:
+        """What ``tool_format`` calls it."""
+
+    @property
+    def hints(self) -> tuple[str, ...]:
+        """What the family's chat templates hold."""
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """What the format writes besides names and arguments."""
+
+    @property
+    def holds_reasoning(self) -> bool:
+        """Whether the reasoning is part of the format."""
+
+    def content(self, rules: ToolRules) -> dict[str, Any]:
+        """The format of a structural tag. Raises ConfigError naming the tool."""
+
+    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
+        """Take apart what the grammar has written and ``marks`` has read.
+
+        A call that was cut off stays in the text.
+        """
+
+
+@dataclass(frozen=True)
+class DelimitedFormat:
+    """Calls in free text, each between its own marks.
+
+    call: a call, with ``{name}``, ``{arguments}`` and perhaps ``{id}``.
+    trigger: the beginning of a call, or of ``opening``, which free text never holds.
+    opening, separator, closing: around and between the calls where they stand in one block, at the
+        end of the text; "" for calls anywhere in it.
+    argument: how one argument is written, see ``arguments_content``; None for JSON.
+    id_pattern: what the model writes for ``{id}``, a regex; it may hold ``{name}``.
+    """
+
+    name: str
+    hints: tuple[str, ...]
+    trigger: str
+    call: str
+    opening: str = ""
+    separator: str = ""
+    closing: str = ""
+    argument: str | None = None
+    id_pattern: str = "[a-zA-Z0-9]{9}"
+    holds_reasoning: bool = False
+
+    @property
+    def literals(self) -> tuple[str, ...]:
+        """What the format writes besides names and arguments."""
+        parts = (self.call, self.opening, self.closing, self.argument or "")
+        return tuple(piece for part in parts for piece in re.split(r"\{\w+\}", part))
+
+    def content(self, rules: ToolRules) -> dict[str, Any]:
+        """The format of a structural tag. Raises ConfigError naming the tool."""
+        if rules.choice == "none":
+            return {"type": "any_text", "excludes": [self.trigger]}
+        calls = [self._call(tool) for tool in rules.tools]
+        if self.opening:
+            calls = [self._block(calls, rules)]
+        if rules.choice == "named":
+            return calls[0]
+        return {
+            "type": "triggered_tags",
+            "triggers": [self.trigger],
+            "tags": calls,
+            "at_least_one": rules.choice == "required",
+            "stop_after_first": bool(self.opening) or not rules.is_parallel,
+        }
+
+    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
+        """Take apart what the grammar has written and ``marks`` has read."""
+        trigger, calls, free, at = marks.mark(self.trigger), list[ToolCall](), "", 0
+        while (found := text.find(trigger, at)) >= 0:
+            block = list(self._read_block(text, found, tools, marks))
+            free += text[at:found]
+            if not block:  # cut off, or written without the grammar
+                at = found + len(trigger)
+                free += trigger
+                continue
+            calls += [call for call, _ in block]
+            at = block[-1][1]
+        free = marks.show(free + text[at:])
+        return ReadText(free.strip() if calls else free, tuple(calls))
+
+    def _call(self, tool: Tool) -> dict[str, Any]:
+        begin, end = self.call.replace("{name}", tool.name).split("{arguments}")
+        content = arguments_content(tool, self.argument)
+        if "{id}" in begin:
+            begin, behind = begin.split("{id}")
+            parts = [
+                {"type": "regex", "pattern": self._id_of(tool)},
+                {"type": "const_string", "value": behind},
+            ]
+            content = {"type": "sequence", "elements": [*parts, content]}
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
+
+    def _id_of(self, tool: Tool) -> str:
+        return self.id_pattern.replace("{name}", re.escape(tool.name))
+
+    def _block(self, calls: list[dict[str, Any]], rules: ToolRules) -> dict[str, Any]:
+        content = {
+            "type": "tags_with_separator",
+            "tags": calls,
+            "separator": self.separator,
+            "at_least_one": True,
+            "stop_after_first": not rules.is_parallel or rules.choice == "named",
+        }
+        return {"type": "tag", "begin": self.opening, "content": content, "end": self.closing}
+
+    def _read_block(
+        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
+    ) -> Iterator[tuple[ToolCall, int]]:
+        """The calls of one block and where each ends; without an opening there is one."""
+        opening, separator, closing = map(marks.mark, (self.opening, self.separator, self.closing))
+        if not text.startswith(opening, at):
+            return
+        at += len(opening)
+        while (read := self._read_call(text, at, tools, marks)) is not None:
+            call, at = read
+            is_last = not opening or text.startswith(closing, at)
+            yield call, at + len(closing) * is_last
+            if is_last or not text.startswith(separator, at):
+                return
+            at += len(separator)
+
+    def _read_call(
+        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
+    ) -> tuple[ToolCall, int] | None:
+        for tool in tools:
+            begin, end = self.call.replace("{name}", tool.name).split("{arguments}")
+            before, _, behind = map(marks.mark, begin.partition("{id}"))
+            place = at + len(before)
+            if not text.startswith(before, at):
+                continue
+            call_id = ""
+            if behind:
+                found = re.compile(self._id_of(tool)).match(text, place)
+                if found is None or not text.startswith(behind, found.end()):
+                    continue
+                call_id, place = found[0], found.end() + len(behind)
+            read = read_arguments(tool, self.argument, text, place, marks)
+            if read is None or not text.startswith(marks.mark(end), read.end):
+                continue
+            stop = read.end + len(marks.mark(end))
+            return ToolCall(call_id, tool.name, read.values, marks.show(text[at:stop])), stop
+        return None

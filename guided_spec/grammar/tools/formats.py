@@ -1,0 +1,270 @@
+"""The tool formats by name, and the one that a chat template is of.
+
+gpt-oss's messages in channels (the "harmony" format): reasoning, text and at most one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.tools.format import (
+    DelimitedFormat,
+    ReadText,
+    Tool,
+    ToolCall,
+    ToolFormat,
+    ToolRules,
+    read_json,
+)
+
+__all__ = ["TOOL_FORMATS", "HarmonyFormat", "find_tool_format", "get_tool_format"]
+
+_ANALYSIS = "<|channel|>analysis<|message|>"
+_COMMENTARY = "<|channel|>commentary<|message|>"
+_FINAL = "<|channel|>final<|message|>"
+_END, _NEXT, _CALL = "<|end|>", "<|start|>assistant", "<|call|>"
+_HEADERS = (
+    "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+    "<|channel|>commentary to=functions.{name}<|constrain|>json<|message|>",
+    " to=functions.{name}<|channel|>commentary <|constrain|>json<|message|>",
+    " to=functions.{name}<|channel|>commentary json<|message|>",
+)
+"""How the header of a call is written, by the model and by its chat template."""
+
+
+@dataclass(frozen=True)
+class HarmonyFormat:
+    """Behind ``<|start|>assistant``: analysis and commentary, then a call or the answer.
+
+    A call ends the model's turn, so there is one at most.
+    """
+
+    name: ClassVar[str] = "harmony"
+    hints: ClassVar[tuple[str, ...]] = ("<|channel|>", "<|constrain|>")
+    literals: ClassVar[tuple[str, ...]] = (_ANALYSIS, _END, _NEXT, _CALL, *_HEADERS)
+    holds_reasoning: ClassVar[bool] = True
+
+    def content(self, rules: ToolRules) -> dict[str, Any]:
+        """The format of a structural tag. Raises ConfigError naming the tool."""
+        last = [_call(tool, rules) for tool in rules.tools if rules.choice != "none"]
+        if rules.choice in ("auto", "none"):
+            last.append(_sequence(_const(_FINAL), {"type": "any_text"}))
+        first = [
+            {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
+            for begin in (_ANALYSIS, _COMMENTARY)
+        ]
+        message = _sequence(_or(first), _const(_NEXT))
+        return _sequence({"type": "star", "content": message}, _or(last))
+
+    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
+        """Take apart what the grammar has written and ``marks`` has read."""
+        reasoning, shown, at = list[str](), list[str](), 0
+        sinks = ((_ANALYSIS, reasoning), (_COMMENTARY, shown), (_FINAL, shown))
+        next_message = marks.mark(_NEXT)
+        while at < len(text):
+            for begin, sink in sinks:
+                if text.startswith(marks.mark(begin), at):
+                    at += len(marks.mark(begin))
+                    end = -1 if begin == _FINAL else text.find(marks.mark(_END), at)
+                    sink.append(marks.show(text[at:] if end < 0 else text[at:end]).strip())
+                    at = len(text) if end < 0 else end + len(marks.mark(_END))
+                    break
+            else:
+                return self._read_last(text[at:], tools, marks, reasoning, shown)
+            if text.startswith(next_message, at):
+                at += len(next_message)
+        return ReadText("\n".join(shown), (), "\n".join(reasoning) or None)
+
+    @staticmethod
+    def _read_last(
+        text: str, tools: Sequence[Tool], marks: MarkedText, reasoning: list[str], shown: list[str]
+    ) -> ReadText:
+        """What is neither reasoning nor an answer: a call, or what was cut off."""
+        call = _read_call(text, tools, marks)
+        if call is None and text:
+            shown = [*shown, marks.show(text)]
+        calls = () if call is None else (call,)
+        return ReadText("\n".join(shown), calls, "\n".join(reasoning) or None)
+
+
+def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
+    headers = [_const(header.replace("{name}", tool.name)) for header in _HEADERS]
+    arguments = {"type": "json_schema", "json_schema": tool.parameters}
+    # As a rule <|call|> ends the text by itself, and then no tag can hold it.
+    end = [] if _CALL in rules.stop_names else [_const(_CALL)]
+    return _sequence(_or(headers), arguments, *end)
+
+
+def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall | None:
+    for tool in tools:
+        for header in _HEADERS:
+            begin = marks.mark(header.replace("{name}", tool.name))
+            read = read_json(text, len(begin)) if text.startswith(begin) else None
+            if read is not None:
+                return ToolCall("", tool.name, read.values, marks.show(text))
+    return None
+
+
+def _const(value: str) -> dict[str, Any]:
+    return {"type": "const_string", "value": value}
+
+
+def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def _or(options: list[dict[str, Any]]) -> dict[str, Any]:
+    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
+
+
+_DEEPSEEK_OPENING, _DEEPSEEK_CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
+_DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+_DEEPSEEK_JSON = "{name}\n```json\n{arguments}\n```"
+_MISTRAL_CALL = '{"name": "{name}", "arguments": {arguments}}'
+
+_FORMATS: tuple[ToolFormat, ...] = (
+    HarmonyFormat(),
+    DelimitedFormat(
+        name="deepseek_v3",  # and R1
+        hints=(_DEEPSEEK_OPENING, "```json"),
+        trigger=_DEEPSEEK_OPENING,
+        opening=_DEEPSEEK_OPENING,
+        call=f"{_DEEPSEEK_CALL}function<｜tool▁sep｜>{_DEEPSEEK_JSON}{_DEEPSEEK_END}",
+        separator="\n",
+        closing=_DEEPSEEK_CLOSING,
+    ),
+    DelimitedFormat(
+        name="deepseek_v3_1",
+        hints=(_DEEPSEEK_OPENING,),
+        trigger=_DEEPSEEK_OPENING,
+        opening=_DEEPSEEK_OPENING,
+        call=f"{_DEEPSEEK_CALL}{{name}}<｜tool▁sep｜>{{arguments}}{_DEEPSEEK_END}",
+        closing=_DEEPSEEK_CLOSING,
+    ),
+    DelimitedFormat(
+        name="mistral_v11",  # Small 3.1 and 3.2
+        hints=("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"),
+        trigger="[TOOL_CALLS]",
+        call="[TOOL_CALLS]{name}[CALL_ID]{id}[ARGS]{arguments}",
+    ),
+    DelimitedFormat(
+        name="mistral_v13",  # Magistral, Ministral 3
+        hints=("[TOOL_CALLS]", "[ARGS]"),
+        trigger="[TOOL_CALLS]",
+        call="[TOOL_CALLS]{name}[ARGS]{arguments}",
+    ),
+    DelimitedFormat(
+        name="mistral_tekken",  # Nemo
+        hints=("[TOOL_CALLS][",),
+        trigger="[TOOL_CALLS]",
+        opening="[TOOL_CALLS][",
+        call=_MISTRAL_CALL,
+        separator=", ",
+        closing="]",
+    ),
+    DelimitedFormat(
+        name="mistral",  # 7B v0.3, Mixtral 8x22B
+        hints=("[TOOL_CALLS]",),
+        trigger="[TOOL_CALLS]",
+        opening="[TOOL_CALLS] [",
+        call=_MISTRAL_CALL,
+        separator=", ",
+        closing="]",
+    ),
+    DelimitedFormat(
+        name="kimi_k2",  # and K2.5
+        hints=("<|tool_calls_section_begin|>",),
+        trigger="<|tool_calls_section_begin|>",
+        opening="<|tool_calls_section_begin|>",
+        call="<|tool_call_begin|>{id}<|tool_call_argument_begin|>{arguments}<|tool_call_end|>",
+        closing="<|tool_calls_section_end|>",
+        id_pattern="functions\\.{name}:[0-9]{1,4}",
+    ),
+    DelimitedFormat(
+        name="minimax_m2",  # to M2.7
+        hints=("<minimax:tool_call>",),
+        trigger="<minimax:tool_call>",
+        opening="<minimax:tool_call>\n",
+        call='<invoke name="{name}">\n{arguments}</invoke>\n',
+        closing="</minimax:tool_call>",
+        argument='<parameter name="{key}">{value}</parameter>\n',
+    ),
+    DelimitedFormat(
+        name="command_a",  # and R7B
+        hints=("<|START_ACTION|>",),
+        trigger="<|START_ACTION|>",
+        opening="<|START_ACTION|>[\n    ",
+        call='{"tool_call_id": "{id}", "tool_name": "{name}", "parameters": {arguments}}',
+        separator=",\n    ",
+        closing="\n]<|END_ACTION|>",
+        id_pattern="[0-9]{1,4}",
+    ),
+    DelimitedFormat(
+        name="glm_4_7",
+        hints=("</arg_key><arg_value>",),
+        trigger="<tool_call>",
+        call="<tool_call>{name}{arguments}</tool_call>",
+        argument="<arg_key>{key}</arg_key><arg_value>{value}</arg_value>",
+    ),
+    DelimitedFormat(
+        name="glm_4_5",
+        hints=("<arg_key>",),
+        trigger="<tool_call>",
+        call="<tool_call>{name}\n{arguments}</tool_call>",
+        argument="<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n",
+    ),
+    DelimitedFormat(
+        name="mimo",  # V2
+        hints=("<tool_call><function=",),
+        trigger="<tool_call>",
+        call="<tool_call><function={name}>{arguments}</function></tool_call>",
+        argument="<parameter={key}>{value}</parameter>",
+    ),
+    DelimitedFormat(
+        name="qwen3_coder",  # and Qwen 3.5
+        hints=("<tool_call>", "<function="),
+        trigger="<tool_call>",
+        call="<tool_call>\n<function={name}>\n{arguments}</function>\n</tool_call>",
+        argument="<parameter={key}>\n{value}\n</parameter>\n",
+    ),
+    DelimitedFormat(
+        name="exaone4",
+        hints=("<tool_call>", "[|assistant|]"),
+        trigger="<tool_call>",
+        call='<tool_call>{"name": "{name}", "arguments": {arguments}}</tool_call>',
+    ),
+    DelimitedFormat(
+        name="hermes",  # Qwen 2.5 and 3, and many others
+        hints=("<tool_call>",),
+        trigger="<tool_call>",
+        call='<tool_call>\n{"name": "{name}", "arguments": {arguments}}\n</tool_call>',
+    ),
+    DelimitedFormat(
+        name="llama3",  # Llama 3.1 to 3.3
+        hints=("<|start_header_id|>", '"parameters": '),
+        trigger='{"name": "',
+        call='{"name": "{name}", "parameters": {arguments}}',
+    ),
+)
+
+TOOL_FORMATS: dict[str, ToolFormat] = {known.name: known for known in _FORMATS}
+"""By name; the first whose hints all stand in a chat template is its family's."""
+
+
+def get_tool_format(name: str) -> ToolFormat:
+    """The format of a name. Raises ConfigError."""
+    if name not in TOOL_FORMATS:
+        raise ConfigError("tool_format", name, f"must be one of {', '.join(TOOL_FORMATS)}")
+    return TOOL_FORMATS[name]
+
+
+def find_tool_format(template: str) -> ToolFormat | None:
+    """The format of a chat template's family; None where it is not known."""
+    for known in _FORMATS:
+        if all(hint in template for hint in known.hints):
+            return known
+    return None

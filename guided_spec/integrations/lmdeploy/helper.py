@@ -1,0 +1,178 @@
+"""LMDeploy's guided helper: masks of drafts and targets, each filled once, and what is committed.
+
+It answers the calls of LMDeploy's ``GuidedSpecHelper``, in the same order and with the same
+arguments, so that LMDeploy's own drafters work with it as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.errors import VocabularyMismatchError
+from guided_spec.integrations.lmdeploy.manager import DraftPlace, GuidedManager, Place, fit_bitmask
+from guided_spec.ops.bitmask import apply_token_bitmask, num_mask_words, translate_bitmask
+
+__all__ = ["GuidedHelper", "translate_for_draft"]
+
+Places = Mapping[int, Place]
+Drafts = Mapping[int, DraftPlace]
+
+
+class GuidedHelper:
+    """Does nothing where there is no manager or no guided request, as LMDeploy's does."""
+
+    def __init__(self, guided_manager: GuidedManager | None = None) -> None:
+        self._manager = guided_manager
+
+    @property
+    def manager(self) -> GuidedManager | None:
+        """Where the places of the requests are kept."""
+        return self._manager
+
+    def cleanup_sessions(self, session_ids: Sequence[Any] | None) -> None:
+        """Forget sessions that have ended."""
+        for session_id in session_ids or ():
+            if self._manager is not None:
+                self._manager.remove_processor(session_id)
+
+    def get_processors(self, session_ctx: Any, response_formats: Any) -> dict[int, Place]:
+        """The places of the guided rows of a batch, by row."""
+        if self._manager is None or session_ctx is None:
+            return {}
+        return self._manager.get_processors(session_ctx, response_formats)
+
+    async def prepare_bitmask(
+        self, logits: Tensor, processors: Places | Drafts | None
+    ) -> Tensor | None:
+        """int32 [B, W] on the device of ``logits`` [B, V]: what may follow each row's draft.
+
+        None where nothing is guided. Of the same rows the target's masks are made later.
+        """
+        if not processors or self._manager is None:
+            return None
+        bitmask = self._staged(len(logits), 1, logits.device)
+        array = (
+            bitmask.numpy()
+        )  # another thread is not in inference mode, and may not write tensors
+
+        def fill() -> None:
+            for row, place in processors.items():
+                words = place.next_row()
+                if words is not None:
+                    array[row, 0] = words
+
+        await asyncio.to_thread(fill)
+        return bitmask[:, 0].to(logits.device, non_blocking=True)
+
+    def apply_bitmask(self, logits: Tensor, bitmask: Tensor | None) -> None:
+        """Illegal tokens of logits [B, V] to -inf, in place; no sync.
+
+        A row without any legal token stays as it is, so that its argmax is a token that the drafter
+        means, if an illegal one; ``accept_draft_tokens`` deals with it.
+        """
+        if bitmask is None or self._manager is None:
+            return
+        masked = apply_token_bitmask(logits, fit_bitmask(bitmask, logits.shape[-1]))
+        is_starved = masked.amax(-1, keepdim=True) == float("-inf")
+        logits.copy_(torch.where(is_starved, logits, masked))
+
+    async def accept_draft_tokens(self, draft_token_ids: Tensor, processors: Drafts | None) -> None:
+        """Walk one drafted token, int64 [B, 1], in every guided row; one download.
+
+        Where the drafter knew none of the legal tokens and there is but one, that one is written
+        into ``draft_token_ids``.
+        """
+        if not processors or self._manager is None:
+            return
+        token_ids = draft_token_ids[:, 0].tolist()
+        drafted = {row: place.draft(token_ids[row]) for row, place in processors.items()}
+        changed = {row: token for row, token in drafted.items() if token != token_ids[row]}
+        if changed:
+            draft_token_ids[list(changed), 0] = draft_token_ids.new_tensor(list(changed.values()))
+
+    async def apply_serial_bitmask(
+        self,
+        scores_3d: Tensor,
+        processors: Places,
+        draft_token_ids: Tensor,
+        num_spec_tokens: int,
+    ) -> None:
+        """Mask the target's logits [B, K + 1, V] in place, all rows in one pass.
+
+        Rows that drafting has filled are not filled again; the draft is downloaded only where its
+        drafter did not walk it.
+        """
+        if not processors or self._manager is None:
+            return
+        width = num_spec_tokens + 1
+        is_missing = any(place.missing(num_spec_tokens) for place in processors.values())
+        drafts = draft_token_ids.tolist() if is_missing else None
+        bitmask = self._staged(len(scores_3d), width, scores_3d.device)
+        array = bitmask.numpy()
+
+        def fill() -> None:
+            for row, place in processors.items():
+                rows = place.verify_rows(num_spec_tokens, drafts[row] if drafts else None)
+                if rows is not None:
+                    array[row] = rows.numpy()
+
+        await asyncio.to_thread(fill)
+        fitted = fit_bitmask(bitmask, scores_3d.shape[-1])
+        with torch.inference_mode():
+            on_device = fitted.to(scores_3d.device, non_blocking=True)
+            scores_3d.copy_(apply_token_bitmask(scores_3d, on_device))
+
+    async def accept_rejection_sampled_tokens(
+        self,
+        processors: Places,
+        num_rejected: Tensor,
+        output_token_ids: Tensor,
+        next_token_ids: Tensor,
+        num_spec_tokens: int,
+    ) -> None:
+        """Commit what was sampled; one download.
+
+        num_rejected: [B]. output_token_ids: [B, K + 1] or [B, 1]. next_token_ids: [B].
+
+        A refusal ends its request alone: its row becomes the end-of-text token, in place, and the
+        row is among the manager's ``take_stops``.
+        """
+        if not processors or self._manager is None:
+            return
+        counts = num_rejected.to(output_token_ids.device).unsqueeze(1)
+        packed = torch.cat([counts, next_token_ids.unsqueeze(1), output_token_ids], 1).tolist()
+        for row, place in processors.items():
+            rejected, last, *tokens = packed[row]
+            tokens = [*tokens[: num_spec_tokens - rejected], last]
+            if not self._manager.commit(row, place, tokens):
+                output_token_ids[row] = -1
+                output_token_ids[row, 0] = self._manager.stop_token_id
+                next_token_ids[row] = self._manager.stop_token_id
+
+    def _staged(self, requests: int, depths: int, device: torch.device) -> Tensor:
+        """int32 [B, depths, W] on the host, all ones; pinned where a GPU is to read it."""
+        assert self._manager is not None
+        shape = (requests, depths, num_mask_words(self._manager.vocab_size))
+        return torch.full(shape, -1, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def translate_for_draft(drafter: Any, target_bitmask: Tensor) -> Tensor:
+    """A mask over target tokens to one over the draft tokens of an EAGLE-3 head, where it lies.
+
+    Stands where ``Eagle3._translate_bitmask`` stood, which works on the host from a table that is
+    frozen when the model is built. Raises VocabularyMismatchError for a head of another target.
+    """
+    largest = int(drafter._max_d2t_word)
+    if largest >= target_bitmask.shape[-1]:
+        words = target_bitmask.shape[-1]
+        raise VocabularyMismatchError(
+            f"the draft head names target tokens of word {largest}, the mask has {words} words; "
+            "use a head of this target"
+        )
+    target_ids = drafter.draft_id_to_target_id.to(target_bitmask.device, torch.int64)
+    return translate_bitmask(target_bitmask, target_ids)

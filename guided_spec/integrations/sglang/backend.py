@@ -1,0 +1,340 @@
+"""The two classes that SGLang asks of a grammar backend, put together once SGLang is imported.
+
+Masks have the format of SGLang's own xgrammar backend, so what allocates, moves and applies them is
+SGLang's.
+
+One request's place in its grammar, moved the way SGLang moves it.
+
+What SGLang's requests ask for, as grammar specs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any
+
+from guided_spec.errors import GrammarCompileError, GrammarStateError, GuidedSpecError
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.masks.constraint import Constraint
+
+__all__ = [
+    "ANY_JSON",
+    "GuidedBackend",
+    "GuidedGrammar",
+    "Place",
+    "make_backend",
+    "spec_of",
+]
+
+
+class Place:
+    """A matcher behind SGLang's habits: refusals raise, and a finished text takes any token.
+
+    compiled: the matcher's grammar. text: the tokens that the matcher has taken. ignored: how many
+    came behind the end of the text; no matcher has seen them.
+
+    A step back costs no more than the tokens taken back, however long the text is.
+    """
+
+    def __init__(
+        self,
+        compiled: CompiledGrammar,
+        matcher: GrammarMatcher,
+        text: Sequence[int] = (),
+        ignored: int = 0,
+    ) -> None:
+        self._compiled = compiled
+        self._matcher = matcher
+        self._text = [*text]
+        self._ignored = ignored
+        self._constraint: Constraint | None = None
+
+    @classmethod
+    def at_start(cls, compiled: CompiledGrammar) -> Place:
+        """Before the first token."""
+        return cls(compiled, compiled.new_matcher())
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether the text is complete."""
+        return self._matcher.is_terminated()
+
+    def accept(self, token_id: int) -> None:
+        """Advance by one token; tokens behind the end of the text are counted and change nothing.
+
+        Raises ValueError for a token that the grammar refuses: SGLang ends the request by it.
+        """
+        if self.is_terminated:
+            self._ignored += 1
+            return
+        if not self._matcher.accept_token(token_id):
+            raise ValueError(
+                f"the grammar refuses token {token_id} at position {len(self._text)} of its text"
+            )
+        self._text.append(token_id)
+
+    def rollback(self, num_tokens: int) -> None:
+        """Take back the last ``num_tokens`` tokens."""
+        unseen = min(num_tokens, self._ignored)
+        self._ignored -= unseen
+        seen = num_tokens - unseen
+        if seen:
+            self._matcher.rollback(seen)
+            del self._text[-seen:]
+            if self._constraint is not None and len(self._constraint.committed) > len(self._text):
+                self._constraint = None
+
+    def fill(self, bitmask: Any, index: int) -> None:
+        """Write what may come next into row ``index``, int32 [rows, W] on the host.
+
+        The row of a complete text is left as it is.
+        """
+        if not self.is_terminated:
+            self._matcher.fill_next_token_bitmask(bitmask, index)
+
+    def copy(self) -> Place:
+        """An independent one at the same place."""
+        return Place(self._compiled, self._matcher.fork(), self._text, self._ignored)
+
+    def constraint(self) -> Constraint | None:
+        """The same place for a proposer to draft from; None where nothing can be drafted.
+
+        It has matchers of its own, which follow this place from one call to the next. None for a
+        complete text, and where these matchers refuse what this place's has taken.
+        """
+        if self.is_terminated:
+            return None
+        if self._constraint is None:
+            self._constraint = Constraint(self._compiled)
+        try:
+            self._constraint.commit(self._text[len(self._constraint.committed) :])
+        except GrammarStateError:
+            self._constraint = None
+        return self._constraint
+
+
+ANY_JSON = "$$ANY$$"  # how SGLang writes "any JSON value"
+
+
+def spec_of(key_type: str, key_string: str, *, any_whitespace: bool) -> GrammarSpec:
+    """The spec of one of SGLang's grammar keys.
+
+    key_type: "json", "regex", "ebnf" or "structural_tag". any_whitespace: for "json" alone.
+
+    Raises GrammarCompileError for a tag that is no JSON, and for another type.
+    """
+    match key_type:
+        case "json" if key_string == ANY_JSON:
+            return GrammarSpec.json_schema("true", any_whitespace=any_whitespace)
+        case "json":
+            return GrammarSpec.json_schema(key_string, any_whitespace=any_whitespace)
+        case "regex":
+            return GrammarSpec.regex(key_string)
+        case "ebnf":
+            return GrammarSpec.ebnf(key_string)
+        case "structural_tag":
+            return GrammarSpec.structural_tag(_tag(key_string))
+    raise GrammarCompileError(f"no grammar of the kind {key_type!r} is known")
+
+
+def _tag(text: str) -> Any:
+    try:
+        tag = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarCompileError(f"the structural_tag is not JSON: {error}") from error
+    if isinstance(tag, dict) and tag.get("structures") is not None:
+        return _from_structures(tag)
+    return _without_null_schemas(tag)
+
+
+def _from_structures(tag: dict[str, Any]) -> dict[str, Any]:
+    """The older form, ``{"structures": [...], "triggers": [...]}``, in today's words."""
+    tags = [
+        {
+            "type": "tag",
+            "begin": structure["begin"],
+            "content": {"type": "json_schema", "json_schema": structure.get("schema") or {}},
+            "end": structure["end"],
+        }
+        for structure in tag["structures"]
+    ]
+    return {
+        "type": "structural_tag",
+        "format": {
+            "type": "triggered_tags",
+            "triggers": tag["triggers"],
+            "tags": tags,
+            "at_least_one": bool(tag.get("at_least_one")),
+        },
+    }
+
+
+def _without_null_schemas(node: Any) -> Any:
+    """Tool calls without parameters come with a schema of null, which means any value."""
+    if isinstance(node, list):
+        return [_without_null_schemas(part) for part in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: _without_null_schemas(value) for key, value in node.items()}
+    if kept.get("type") in ("json_schema", "qwen_xml_parameter") and "json_schema" in kept:
+        kept["json_schema"] = {} if kept["json_schema"] is None else kept["json_schema"]
+    return kept
+
+
+def make_backend(kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> Any:
+    """A ``GuidedBackend`` that is a ``BaseGrammarBackend`` of SGLang's as well."""
+    return _classes()[1](kind, vocabulary, any_whitespace=any_whitespace)
+
+
+class GuidedGrammar:
+    """One request's grammar, as SGLang's scheduler and verifiers use it.
+
+    place: this request's. stats: SGLang's ``GrammarStats``.
+    backend: which of guided_spec's took the grammar, "xgrammar" or "llguidance".
+    """
+
+    def __init__(self, place: Place, backend: str, stats: Any) -> None:
+        super().__init__()
+        self.backend = backend
+        self.grammar_stats = stats
+        self._place = place
+
+    def accept_token(self, token: int) -> None:
+        """Advance by one token. Raises ValueError where the grammar refuses it."""
+        self._place.accept(token)
+        self.current_token = token
+
+    def rollback(self, k: int) -> None:
+        """Take back the last ``k`` tokens."""
+        self._place.rollback(k)
+
+    def is_terminated(self) -> bool:
+        """Whether the text is complete."""
+        return self._place.is_terminated
+
+    def constraint(self) -> Constraint | None:
+        """The same place for a proposer to draft from; None where nothing can be drafted."""
+        return self._place.constraint()
+
+    def copy(self) -> GuidedGrammar:
+        """An independent one at the same place; its grammar is not compiled again."""
+        stats = replace(self.grammar_stats, is_cache_hit=True, tree_traversal_time=[])
+        return type(self)(self._place.copy(), self.backend, stats)
+
+    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> Any:
+        """int32 [batch_size, W] on the host, all ones."""
+        return _xgrammar().XGrammarGrammarBackend.allocate_vocab_mask(
+            vocab_size, batch_size, device
+        )
+
+    def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
+        """Write what may come next into row ``idx``."""
+        self._place.fill(vocab_mask, idx)
+
+    @staticmethod
+    def reset_vocab_mask(vocab_mask: Any) -> None:
+        """Set all rows to ones."""
+        vocab_mask.fill_(-1)
+
+    @staticmethod
+    def move_vocab_mask(vocab_mask: Any, device: Any) -> Any:
+        """The mask on ``device``."""
+        return _xgrammar().XGrammarGrammarBackend.move_vocab_mask(vocab_mask, device)
+
+    @staticmethod
+    def apply_vocab_mask(logits: Any, vocab_mask: Any) -> None:
+        """Set the logits of forbidden tokens to -inf, in place."""
+        # A method there, but one without a use for its object.
+        _xgrammar().XGrammarGrammar.apply_vocab_mask(None, logits, vocab_mask)
+
+
+class GuidedBackend:
+    """Compiles SGLang's grammars with guided_spec.
+
+    kind: "auto", "xgrammar" or "llguidance".
+    any_whitespace: whether the model chooses the whitespace between JSON values.
+
+    What cannot be enforced in full is refused: the request fails before its first token, with the
+    reason. Large grammars are tried out in a process of their own.
+    """
+
+    def __init__(self, kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> None:
+        super().__init__()
+        self._any_whitespace = any_whitespace
+        backend = build_backend(kind, vocabulary)
+        make = partial(build_backend, kind)
+        self._compiler = GrammarPipeline(backend, GrammarLimits(), make=make)
+
+    def dispatch_json(self, key_string: str) -> Any:
+        """A JSON schema as text, or SGLang's word for any JSON value."""
+        return self._compile("json", key_string)
+
+    def dispatch_regex(self, key_string: str) -> Any:
+        """A regular expression for the whole text."""
+        return self._compile("regex", key_string)
+
+    def dispatch_ebnf(self, key_string: str) -> Any:
+        """A grammar in xgrammar's GBNF dialect."""
+        return self._compile("ebnf", key_string)
+
+    def dispatch_structural_tag(self, key_string: str) -> Any:
+        """A structural tag in either of SGLang's forms."""
+        return self._compile("structural_tag", key_string)
+
+    @property
+    def is_support_token_filter(self) -> bool:
+        """Whether ``set_token_filter`` works, which strict thinking needs."""
+        return True
+
+    def set_token_filter(self, *args: Any, **kwargs: Any) -> None:
+        """As in SGLang's xgrammar backend: the masks have the same format."""
+        _xgrammar().XGrammarGrammarBackend.set_token_filter(*args, **kwargs)
+
+    @staticmethod
+    def allocate_vocab_mask(vocab_size: int, batch_size: int, device: Any) -> Any:
+        """As a grammar's: reasoning without a grammar asks the backend."""
+        return _xgrammar().XGrammarGrammarBackend.allocate_vocab_mask(
+            vocab_size, batch_size, device
+        )
+
+    move_vocab_mask = staticmethod(GuidedGrammar.move_vocab_mask)
+    apply_vocab_mask = staticmethod(GuidedGrammar.apply_vocab_mask)
+
+    def _compile(self, key_type: str, key_string: str) -> Any:
+        base = _base()
+        try:
+            spec = spec_of(key_type, key_string, any_whitespace=self._any_whitespace)
+            compiled = self._compiler.compile(spec)
+        except GuidedSpecError as error:
+            return base.InvalidGrammarObject(str(error))
+        stats = base.GrammarStats(dispatch_type=key_type)
+        name = compiled.backend if isinstance(compiled, NotedGrammar) else ""
+        return _classes()[0](Place.at_start(compiled), name, stats)
+
+
+@cache
+def _classes() -> tuple[type[GuidedGrammar], type[GuidedBackend]]:
+    # SGLang asks for its own base classes, which cannot be named where it is not installed.
+    base = _base()
+    return (
+        type("SGLangGrammar", (GuidedGrammar, base.BaseGrammarObject), {}),
+        type("SGLangBackend", (GuidedBackend, base.BaseGrammarBackend), {}),
+    )
+
+
+def _base() -> Any:
+    return importlib.import_module("sglang.srt.constrained.base_grammar_backend")
+
+
+def _xgrammar() -> Any:
+    return importlib.import_module("sglang.srt.constrained.xgrammar_backend")

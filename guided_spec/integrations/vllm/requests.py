@@ -1,0 +1,325 @@
+"""The requests of one vLLM worker that asked for a grammar, and the tokens they have committed.
+
+The grammars that are enforced live in the scheduler's process. What is kept here follows the tokens
+that this worker sampled, in steps that draft and in those that do not; it draws up drafts only, and
+is given up where it stops to fit.
+
+Shadow constraints: a request's grammar followed where only its committed tokens are known.
+
+Another engine owns the grammar that is enforced. A shadow only draws up drafts, so it may lag
+behind, or be lost: the request is then drafted without it, and vLLM's log says why.
+
+vLLM's own grammars, compiled a second time where the drafts are made.
+
+vLLM keeps its grammars in the scheduler's process; a worker never sees one. It does see what each
+request asked for. Here that is compiled by vLLM's own xgrammar backend, with the same settings, so
+what is forced here is forced there.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Container, Hashable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarKind, GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.masks.constraint import Constraint
+
+__all__ = [
+    "GrammarRequests",
+    "ShadowConstraints",
+    "VllmGrammars",
+]
+
+_logger = logging.getLogger("vllm.guided_spec")
+
+
+class ShadowConstraints:
+    """The constraints of running requests, by any names for these.
+
+    queue: compiles their grammars in the background, once for equal ones.
+    waits: whether ``follow`` waits for a grammar that is not compiled yet.
+    """
+
+    def __init__(self, queue: GrammarCompileQueue, *, waits: bool = False) -> None:
+        self._queue = queue
+        self._waits = waits
+        self._shadows: dict[Hashable, _Shadow] = {}
+
+    def follow(
+        self, name: Hashable, spec: GrammarSpec, text: Sequence[int], start: int = 0
+    ) -> Constraint | None:
+        """The constraint of a request at the end of its committed tokens.
+
+        text: all of these from ``start`` on; of them only what is new is read.
+
+        None while its grammar compiles, once its text is complete, and after it was lost: when the
+        grammar does not compile or refuses a token. Text that does not go on from what came before
+        is followed from its beginning.
+        """
+        self.prepare(name, spec)
+        return self._shadows[name].follow(text, start, waits=self._waits)
+
+    def prepare(self, name: Hashable, spec: GrammarSpec) -> None:
+        """Begin to compile a request's grammar, which is followed later."""
+        shadow = self._shadows.get(name)
+        if shadow is None or shadow.spec != spec:
+            self._shadows[name] = _Shadow(spec, self._queue.submit(spec))
+
+    def forget(self, name: Hashable) -> None:
+        """Forget a request; one that is not known is no error."""
+        self._shadows.pop(name, None)
+
+    def keep(self, names: Container[Hashable]) -> None:
+        """Forget every request that is not among ``names``."""
+        for name in [name for name in self._shadows if name not in names]:
+            del self._shadows[name]
+
+
+class _Shadow:
+    def __init__(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
+        self.spec = spec
+        self._future = future
+        self._constraint: Constraint | None = None
+        self._is_lost = False
+
+    def follow(self, text: Sequence[int], start: int, *, waits: bool) -> Constraint | None:
+        if self._is_lost or not (waits or self._future.done()):
+            return None
+        if (failure := self._future.exception()) is not None:
+            self._lose(failure)
+            return None
+        constraint = self._constraint
+        if constraint is None or not _continues(constraint.committed, text, start):
+            constraint = self._constraint = Constraint(self._future.result())
+        try:
+            constraint.commit(text[start + len(constraint.committed) :])
+        except GrammarStateError as error:
+            self._lose(error)
+            return None
+        return None if constraint.is_terminated else constraint
+
+    def _lose(self, error: BaseException) -> None:
+        self._is_lost = True
+        _logger.warning("guided_spec: a request is drafted without its grammar: %s", error)
+
+
+def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:
+    """Whether ``text`` may continue ``committed`` from ``start`` on; looks at its end only."""
+    last = len(committed) - 1
+    return len(text) - start > last and (last < 0 or text[start + last] == committed[last])
+
+
+_KINDS: dict[str, GrammarKind] = {
+    "JSON": "json_schema",
+    "JSON_OBJECT": "json_object",
+    "REGEX": "regex",
+    "CHOICE": "choice",
+    "GRAMMAR": "ebnf",
+    "STRUCTURAL_TAG": "structural_tag",
+}
+_OPTIONS = {kind: option for option, kind in _KINDS.items()}
+_ANY_OBJECT = '{"type": "object"}'
+
+
+class VllmGrammars:
+    """A grammar backend: vLLM's xgrammar backend under one VllmConfig.
+
+    config: vLLM's configuration, which names the model, its tokenizer and the whitespace style.
+
+    Raises ModelError for a tokenizer that cannot be read.
+    """
+
+    def __init__(self, config: Any) -> None:
+        tokenizers = importlib.import_module("vllm.tokenizers")
+        backend = importlib.import_module("vllm.v1.structured_output.backend_xgrammar")
+        self._types = importlib.import_module("vllm.v1.structured_output.backend_types")
+        self._request = importlib.import_module("vllm.v1.structured_output.request")
+        self.tokenizer = tokenizers.cached_tokenizer_from_config(model_config=config.model_config)
+        vocab_size = config.model_config.get_vocab_size()
+        self._backend = backend.XgrammarBackend(
+            config, tokenizer=self.tokenizer, vocab_size=vocab_size
+        )
+        any_grammar = self._compile_own(GrammarSpec.json_object())
+        self.vocabulary = Vocabulary.from_tokenizer(
+            self.tokenizer, vocab_size, any_grammar.tokenizer_info.stop_token_ids
+        )
+        self._without_bytes = frozenset(
+            token for token, data in enumerate(self.vocabulary.token_bytes) if not data
+        ) - {*self.vocabulary.stop_token_ids}
+        outputs = config.structured_outputs_config
+        self._any_whitespace = not outputs.disable_any_whitespace
+        # A grammar that binds behind reasoning: where that ends, only the scheduler knows.
+        self._is_late = bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
+
+    def spec_of(self, sampling_params: Any) -> GrammarSpec | None:
+        """What a request's text must match from its first token on.
+
+        None for a free request, for a grammar that binds behind reasoning, and for one that another
+        backend than xgrammar enforces.
+        """
+        params = getattr(sampling_params, "structured_outputs", None)
+        if params is None or params.all_constraints_none() or self._is_late:
+            return None
+        if params._backend != "xgrammar":
+            return None
+        option, source = self._request.get_structured_output_key(params)
+        kind = _KINDS[option.name]
+        is_json = kind in ("json_schema", "json_object")
+        return GrammarSpec(kind, source, any_whitespace=is_json and self._any_whitespace)
+
+    def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
+        """``spec`` as vLLM compiles it. Raises whatever vLLM's backend raises."""
+        compiled = self._compile_own(spec)
+        style = self._compile_style(spec) if spec.any_whitespace else None
+        excluded = frozenset() if spec.kind == "structural_tag" else self._without_bytes
+        return XGrammarGrammar(compiled, style, excluded)
+
+    def _compile_own(self, spec: GrammarSpec) -> Any:
+        option = getattr(self._types.StructuredOutputOptions, _OPTIONS[spec.kind])
+        return self._backend.compile_grammar(option, spec.source).ctx
+
+    def _compile_style(self, spec: GrammarSpec) -> Any:
+        """The same values with ``", "`` and ``": "``: where whitespace is free, one guess at it."""
+        source = spec.source if spec.kind == "json_schema" else _ANY_OBJECT
+        return self._backend.compiler.compile_json_schema(source, any_whitespace=False)
+
+
+MOST_NOTED = 64  # steps without a draft whose tokens may stay on the device
+
+
+class GrammarRequests:
+    """Running requests by vLLM's names for them.
+
+    config: vLLM's VllmConfig. With tensor parallelism a grammar is waited for where it is first
+        needed: every rank must draft the same tokens, and so have it from the same step on.
+
+    Raises ModelError for a tokenizer that cannot be read.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self._grammars = VllmGrammars(config)
+        queue = GrammarCompileQueue(self._grammars, max_workers=1)
+        is_split = config.parallel_config.tensor_parallel_size > 1
+        self._shadows = ShadowConstraints(queue, waits=is_split)
+        self._asked: dict[str, _Asked] = {}
+        self._noted: list[_Noted] = []
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the number of tokens of the masks."""
+        return self._grammars.vocabulary.vocab_size
+
+    def add(self, name: str, sampling_params: Any, output: Iterable[int]) -> None:
+        """A request begins, or goes on after it was preempted, behind its ``output`` tokens."""
+        self._forget(name)
+        spec = self._grammars.spec_of(sampling_params)
+        self._asked[name] = _Asked(sampling_params, spec, list(output))
+        if spec is not None:
+            self._shadows.prepare(name, spec)
+
+    def restate(self, name: str, output: Sequence[int]) -> None:
+        """The output of a request that was added, as vLLM knows it; what was missed is made up for.
+
+        Only what is new is read, where the output still ends as it did.
+        """
+        self._drop_noted(name)
+        known = self._asked[name].output
+        if len(known) > len(output) or (known and known[-1] != output[len(known) - 1]):
+            self._shadows.forget(name)
+            known.clear()
+        known.extend(output[len(known) :])
+
+    def knows(self, name: str, sampling_params: Any) -> bool:
+        """Whether this very request was added."""
+        asked = self._asked.get(name)
+        return asked is not None and asked.sampling_params is sampling_params
+
+    def any_grammar(self, names: Iterable[str]) -> bool:
+        """Whether one of the requests asked for a grammar."""
+        asked = map(self._asked.get, names)
+        return any(one is not None and one.spec is not None for one in asked)
+
+    def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
+        """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
+
+        Nothing waits for the device, except now and then while nothing is drafted. Tokens outside
+        of the vocabulary are none.
+        """
+        if self.any_grammar(names):
+            counts = num_tokens.view(-1, 1).to(token_ids.dtype)
+            packed = torch.cat([counts, token_ids], 1)  # a copy: vLLM may use its memory again
+            if len(self._noted) == MOST_NOTED:
+                self._record()
+            self._noted.append(_Noted([*names], packed))
+
+    def commit(self, names: Sequence[str]) -> list[Constraint | None]:
+        """[B] where each request's grammar stands behind all that was noted; waits for it.
+
+        None for a free request, one without tokens in the last step that was noted (its prompt is
+        still read), and one whose grammar is not compiled yet, is complete, or does not fit its
+        tokens.
+        """
+        written = self._record()
+        return [self._follow(name) if name in written else None for name in names]
+
+    def keep(self, names: Container[str]) -> None:
+        """Forget every request that is not among ``names``."""
+        for name in [name for name in self._asked if name not in names]:
+            del self._asked[name]
+            self._forget(name)
+
+    def _record(self) -> set[str]:
+        """Append what was noted; returns the requests that got tokens in the last step."""
+        noted, self._noted = self._noted, []
+        written = set[str]()
+        for names, packed in noted:
+            written.clear()
+            for name, (count, *token_ids) in zip(names, packed.tolist(), strict=True):
+                new = [
+                    token for token in token_ids[: max(0, count)] if 0 <= token < self.vocab_size
+                ]
+                if name in self._asked and new:
+                    self._asked[name].output.extend(new)
+                    written.add(name)
+        return written
+
+    def _follow(self, name: str) -> Constraint | None:
+        asked = self._asked[name]
+        return None if asked.spec is None else self._shadows.follow(name, asked.spec, asked.output)
+
+    def _forget(self, name: str) -> None:
+        self._shadows.forget(name)
+        self._drop_noted(name)
+
+    def _drop_noted(self, name: str) -> None:
+        for noted in self._noted:
+            noted.names[:] = [None if other == name else other for other in noted.names]
+
+
+class _Noted(NamedTuple):
+    """What a step sampled, int [B, 1 + width]: how many tokens, and these.
+
+    names: None for a request whose tokens are known in another way.
+    """
+
+    names: list[str | None]
+    packed: Tensor
+
+
+class _Asked(NamedTuple):
+    """sampling_params: vLLM's, whose identity tells a request from a later one of its name."""
+
+    sampling_params: Any
+    spec: GrammarSpec | None
+    output: list[int]

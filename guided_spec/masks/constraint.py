@@ -1,0 +1,253 @@
+"""One request's place in its grammar: the original matcher, and a fork that runs ahead of it.
+
+The original moves on committed tokens only. The fork follows drafts; it is made once per request
+and brought back by rollback, because forking copies the whole history while rollback does not.
+
+The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
+fork has seen most of them in its draft; the original reads them all. Where they do not end the
+text, both may do so later, while the next step runs on the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+
+from guided_spec.errors import GrammarStateError
+from guided_spec.grammar.completion.completion import CompletingGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
+
+__all__ = ["Constraint", "Fork"]
+
+_LOG = logging.getLogger(__name__)
+
+
+class Fork:
+    """A matcher ahead of the committed text by ``token_ids``, which may all be taken back.
+
+    excluded: tokens to refuse without asking the matcher. Used by one thread at a time.
+    """
+
+    def __init__(self, matcher: GrammarMatcher, excluded: frozenset[int] = frozenset()) -> None:
+        self.matcher = as_matcher(matcher)
+        self._excluded = excluded
+        self.token_ids: list[int] = []
+
+    def accept(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, when the grammar refuses it."""
+        if token_id in self._excluded or not self.matcher.accept_token(token_id):
+            return False
+        self.token_ids.append(token_id)
+        return True
+
+    def rollback_to(self, length: int) -> None:
+        """Go back until only the first ``length`` tokens of the draft are left."""
+        surplus = len(self.token_ids) - length
+        if surplus > 0:
+            self.matcher.rollback(surplus)
+            del self.token_ids[length:]
+
+    def lead(self, token_ids: Sequence[int]) -> int:
+        """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
+
+        Returns how many of them it took: it stops at one that is refused, and at the text's end.
+        """
+        agreed = 0
+        for wanted, ahead in zip(token_ids, self.token_ids, strict=False):
+            if wanted != ahead:
+                break
+            agreed += 1
+        self.rollback_to(agreed)
+        for token_id in token_ids[agreed:]:
+            if self.matcher.is_terminated() or not self.accept(token_id):
+                break
+        return len(self.token_ids)
+
+    def confirm(self) -> None:
+        """What the fork is ahead by is committed: it cannot be taken back any more."""
+        self.token_ids.clear()
+
+
+class Constraint:
+    """One request's grammar, at the end of its committed text.
+
+    compiled: shared with other requests; this constraint makes its own matchers from it.
+    ends: the tokens that can end the text; None where only the matchers know.
+    committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
+    steered: indices of those at which a budget took tokens out of the mask, see
+        ``guided_spec.grammar.completion.completion``.
+    has_lost_end: whether the budget is no longer kept, since no way to an end in time is known.
+    """
+
+    def __init__(self, compiled: CompiledGrammar, ends: Iterable[int] | None = None) -> None:
+        self.compiled = compiled
+        self._ends = None if ends is None else frozenset(ends)
+        self.committed: list[int] = []
+        self.steered: list[int] = []
+        self.resyncs = 0
+        self.has_lost_end = False
+        self._original = as_matcher(compiled.new_matcher())
+        self._fork = Fork(self._original.fork(), compiled.excluded)
+        self._unread: list[int] = []  # the last committed tokens, where the original lacks them
+        self._unled: list[int] = []  # the same of the fork
+        self._failure: GrammarStateError | None = None
+
+    @property
+    def is_terminated(self) -> bool:
+        """Whether a stop token was committed: the text is complete."""
+        return not self._unread and self._original.is_terminated()
+
+    def may_end(self) -> bool:
+        """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
+        if self.settle() is not None:
+            return False
+        matcher = self._original
+        return matcher.is_terminated() or any(map(matcher.fork().accept_token, self._ends or ()))
+
+    def fork(self) -> Fork:
+        """The fork, standing at the end of the committed text. The previous draft is forgotten."""
+        self._lead()
+        self._fork.rollback_to(0)
+        return self._fork
+
+    def commit(self, token_ids: Sequence[int]) -> list[int]:
+        """Advance the original; returns the tokens up to the one that ended the text.
+
+        Where a matcher refuses a token, both are rebuilt once from the committed tokens and asked
+        again. Raises GrammarStateError when the new one refuses a token too: the text is then no
+        longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
+        """
+        self._require_settled()
+        original, fork = self._original, self._fork
+        taken = list(token_ids[: _advance(original, token_ids)])
+        if original.may_fail:
+            _require_working(original, fork.matcher)
+        is_refused = len(taken) < len(token_ids) and not original.is_terminated()
+        if (
+            is_refused
+            or fork.lead(taken) < len(taken)
+            # A fork that takes the text for complete fills no more masks: nothing would be illegal.
+            or fork.matcher.is_terminated() != original.is_terminated()
+        ):
+            taken = self._resync(token_ids)
+        start = len(self.committed)
+        self.committed.extend(taken)
+        self._confirm(fork, start)
+        return taken
+
+    def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
+        """``commit``, but the matchers read the tokens later: the fork when it is asked for.
+
+        So it costs next to nothing. Only where no token can end the text; every other text is
+        committed at once, as is that of a matcher that can be at fault. Raises what ``settle``
+        would have returned, too.
+        """
+        self._require_settled()
+        may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
+        if may_end or self._original.may_fail or not token_ids:
+            return self.commit(token_ids)
+        self.committed.extend(token_ids)
+        self._unread = self._unled = list(token_ids)
+        return list(token_ids)
+
+    def settle(self) -> GrammarStateError | None:
+        """Bring both matchers to the end of the committed text; returns why that cannot be.
+
+        Where one refuses a token, both are rebuilt, as by ``commit``.
+        """
+        self._lead()
+        behind, self._unread = self._unread, []
+        if behind:
+            is_refused = _advance(self._original, behind) < len(behind)
+            if is_refused or self._original.is_terminated():
+                self._rebuild()
+        return self._failure
+
+    def _require_settled(self) -> None:
+        if (failure := self.settle()) is not None:
+            raise failure
+
+    def _lead(self) -> None:
+        """Bring the fork to the end of the committed text."""
+        behind, self._unled = self._unled, []
+        if not behind:
+            return
+        fork = self._fork
+        is_refused = fork.lead(behind) < len(behind)
+        try:
+            self._confirm(fork, len(self.committed) - len(behind))
+        except GrammarStateError as error:
+            self._failure = error
+        if is_refused or fork.matcher.is_terminated():
+            self._rebuild()
+
+    def _confirm(self, fork: Fork, start: int) -> None:
+        """The draft of ``fork`` is committed from ``start`` on.
+
+        It filled the rows, and still knows those on the way that was committed. Raises
+        GrammarStateError where it has lost its way to the end of a text that must be whole.
+        """
+        matcher = fork.matcher
+        fork.confirm()
+        if steered := matcher.steered:
+            self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
+        if matcher.has_lost_end and not self.has_lost_end:
+            self._lose_end("no way to end the text within max_tokens is known")
+
+    def _lose_end(self, reason: str) -> None:
+        self.has_lost_end = True
+        reason = f"{reason}, behind output token {len(self.committed)}"
+        if isinstance(self.compiled, CompletingGrammar) and self.compiled.is_required:
+            fix = "complete=True asks for whole texts: allow more tokens, or pass complete=None"
+            raise GrammarStateError(f"{reason}; {fix}")
+        _LOG.warning("%s; it may be cut off", reason)
+
+    def _rebuild(self) -> None:
+        """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
+        self._unread = []
+        try:
+            self._resync(())
+        except GrammarStateError as error:
+            self._failure = error
+
+    def _resync(self, token_ids: Sequence[int]) -> list[int]:
+        """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""
+        text = [*self.committed, *token_ids]
+        matcher = as_matcher(self.compiled.new_matcher())
+        end = self._read(matcher, text)
+        if end < len(text) and isinstance(self.compiled, CompletingGrammar):
+            # The budget is what refuses it, perhaps: the text goes on without one.
+            own, refused = as_matcher(self.compiled.compiled.new_matcher()), text[end]
+            if self._read(own, text) == len(text):
+                self._lose_end(f"the budget refuses token {refused}, which its row allowed")
+                self.compiled, matcher, end = self.compiled.compiled, own, len(text)
+        if end < len(text):
+            reason = f"the grammar refuses token {text[end]} at output position {end}"
+            raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
+        self._original = matcher
+        self._fork = Fork(matcher.fork(), self.compiled.excluded)
+        self.resyncs += 1
+        return text[len(self.committed) : end]
+
+    def _read(self, matcher: Matcher, text: list[int]) -> int:
+        """How many tokens of ``text`` a new matcher takes; what follows its end is cut off."""
+        end = _advance(matcher, text)
+        _require_working(matcher)
+        if matcher.is_terminated() and end >= len(self.committed):
+            del text[end:]
+        return end
+
+
+def _require_working(*matchers: Matcher) -> None:
+    for matcher in matchers:
+        if matcher.fault is not None:
+            raise GrammarStateError(matcher.fault)
+
+
+def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
+    """Accept tokens up to the end of the text or the first refused one; returns how many."""
+    is_terminated, accept = matcher.is_terminated, matcher.accept_token
+    for taken, token_id in enumerate(token_ids):
+        if is_terminated() or not accept(token_id):
+            return taken
+    return len(token_ids)

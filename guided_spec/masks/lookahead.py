@@ -1,0 +1,518 @@
+"""Forks walked along one draft, and the mask rows they produce.
+
+The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
+
+Who fills which mask rows of a step: one walk after another, or many walks on several threads.
+
+One request's way along its draft: its fork, the tokens so far, and whether more may follow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from guided_spec.masks.constraint import Constraint, Fork
+from guided_spec.masks.rows import MaskRows, XGrammarBatch
+from guided_spec.ops.host import named_range
+from guided_spec.types import Draft
+
+__all__ = [
+    "Lookahead",
+    "RowFiller",
+    "Walk",
+    "cores",
+]
+
+
+class Walk:
+    """Made once a step and request.
+
+    request: its index in the batch. fork: None for a free text, and until it is needed.
+    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
+    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
+    is_open: nothing has ended the draft. is_paused: the turn is another proposer's; is_held: the
+    request's tokens are walked later. refused: the illegal token that ended the draft. starved:
+    positions at which the drafter knew none of the legal tokens.
+    """
+
+    __slots__ = (
+        "drafted",
+        "filled",
+        "fork",
+        "has_ended",
+        "is_held",
+        "is_open",
+        "is_paused",
+        "limit",
+        "refused",
+        "request",
+        "starved",
+    )
+
+    def __init__(self, request: int, fork: Fork | None, limit: int) -> None:
+        self.request = request
+        self.fork = fork
+        self.limit = limit
+        self.drafted: list[int] = []
+        self.filled = 0
+        self.has_ended = fork is not None and fork.matcher.is_terminated()
+        self.is_open = limit > 0 and not self.has_ended
+        self.is_paused = False
+        self.is_held = False
+        self.refused: int | None = None
+        self.starved = 0
+
+    @property
+    def num_missing(self) -> int:
+        """Mask rows of the draft so far that are not filled; a complete text has none behind it."""
+        if self.fork is None:
+            return 0
+        missing = len(self.drafted) + (not self.has_ended) - self.filled
+        return missing if missing > 0 else 0  # a third of the time of ``max``
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a token may be appended now."""
+        return self.is_open and not self.is_paused and not self.is_held
+
+    def append(self, token_id: int) -> bool:
+        """Append a token; False, and no change, where the fork refuses it."""
+        fork = self.fork
+        if fork is not None:
+            if not fork.accept(token_id):
+                return False
+            self.has_ended = fork.matcher.is_terminated()
+        self.drafted.append(token_id)
+        self.is_open = not self.has_ended and len(self.drafted) < self.limit
+        return True
+
+    def take(self, fork: Fork) -> None:
+        """From here on the fork goes with the draft, of which there is nothing yet."""
+        self.fork = fork
+        if fork.matcher.is_terminated():  # it disagrees with its text, which fails at the commit
+            self.end()
+
+    def end(self) -> None:
+        """The text is complete: nothing follows."""
+        self.has_ended, self.is_open = True, False
+
+    def refuse(self, token_id: int) -> None:
+        """An illegal token ends the draft."""
+        self.is_open, self.refused = False, token_id
+
+
+# Seconds, in all and for each walk that is done, after which other threads help with the walks that
+# are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
+# however many rows there are: the time tells, their number does not (``python -m
+# benchmarks.masks``; docs/performance.md, "Where masks are filled").
+PATIENCE = 0.003
+SLOW_WALK = 0.00005
+WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
+# Walks that are worth a call of xgrammar's for the rows of one depth together.
+WALKS_TOGETHER = 8
+# More threads than this only wait for each other: between two native calls each needs the
+# interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
+# wait for its turn holds up all the others, and that costs far more than the threads gain.
+MOST_THREADS = 8
+
+
+class RowFiller:
+    """Fills the rows that the walks of one step still lack.
+
+    The rows are the same on every way: each walk's rows are filled by one thread, in order.
+    """
+
+    def __init__(self, rows: MaskRows) -> None:
+        self._rows = rows
+        self._batch = XGrammarBatch()  # of the thread that calls ``fill``
+
+    def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
+        """Fill every missing row of these walks, up to the one behind the draft so far.
+
+        threads: that fill at once, this one among them; None for what the rows turn out to cost.
+
+        The forks end where they stood, at the ends of the drafts.
+        """
+        missing = [walk for walk in walks if walk.num_missing]
+        if not missing:
+            return
+        with named_range("fill masks"):
+            if threads is None:
+                self._fill_patiently(missing)
+            elif threads > 1:
+                self._fill_apart(missing, threads)
+            else:
+                self._fill_here(missing)
+
+    def _fill_patiently(self, walks: Sequence[Walk]) -> None:
+        began = time.perf_counter()
+        start, count = 0, WALKS_AT_ONCE
+        while start < len(walks):
+            left = walks[start:]
+            threads = min(MOST_THREADS, cores() // 2, len(left))
+            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_WALK * start):
+                self._fill_apart(left, threads)
+                return
+            self._fill_here(left[:count])
+            start, count = start + count, 2 * count
+
+    def _fill_here(self, walks: Sequence[Walk]) -> None:
+        if len(walks) >= WALKS_TOGETHER:
+            self._fill_together(walks, self._batch)
+        else:
+            for walk in walks:
+                self._fill_alone(walk)
+
+    def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
+        """Deal the walks out; this thread takes its share too."""
+        own, *others = (walks[start::threads] for start in range(threads))
+        running: list[Future[None]] = [
+            _pool().submit(self._fill_together, share, XGrammarBatch()) for share in others
+        ]
+        try:
+            self._fill_together(own, self._batch)
+        finally:
+            wait(running)  # whatever happens: nobody may write into the next step's rows
+        for share in running:
+            share.result()
+
+    def _fill_alone(self, walk: Walk) -> None:
+        fork = walk.fork
+        assert fork is not None
+        # Tokens may have been appended unfilled: back to the first missing row, and up again.
+        fork.rollback_to(walk.filled)
+        for depth in range(walk.filled, len(walk.drafted)):
+            self._rows.fill(fork.matcher, walk.request, depth)
+            fork.accept(walk.drafted[depth])
+            walk.filled = depth + 1
+        if walk.num_missing:
+            self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
+            walk.filled += 1
+
+    def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
+        """Every walk's next missing row, then the row after that, ..."""
+        for walk in walks:
+            if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
+                walk.fork.rollback_to(walk.filled)
+        while walks:
+            self._fill_level(batch, walks)
+            left: list[Walk] = []
+            for walk in walks:
+                at, walk.filled = walk.filled, walk.filled + 1
+                if at < len(walk.drafted) and walk.fork is not None:
+                    walk.fork.accept(walk.drafted[at])
+                    if walk.num_missing:
+                        left.append(walk)
+            walks = left
+
+    def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
+        """One row of each walk: xgrammar's in one call, others one by one."""
+        matchers: list[Any] = []
+        places: list[tuple[int, int]] = []
+        for walk in walks:
+            assert walk.fork is not None
+            matcher = walk.fork.matcher
+            source = matcher.row_source
+            if batch.takes(source):
+                matchers.append(source)
+                places.append((walk.request, walk.filled))
+            else:
+                self._rows.fill(matcher, walk.request, walk.filled)
+        if matchers:
+            self._rows.fill_many(batch, matchers, places)
+
+
+@cache
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")
+
+
+# From this many rows on they are filled on another thread while the forward is launched. Fewer are
+# filled by this thread once it is launched: a GPU does not wait for that (docs/performance.md).
+ROWS_WORTH_A_THREAD = 256
+Pause = Callable[[int], bool]
+
+
+class Lookahead:
+    """One step's forks. Made by ``fork``, thrown away after ``finish``.
+
+    A proposer either asks ``next_mask`` and answers with ``accept``, depth by depth, or hands whole
+    token lists to ``extend``; both may alternate. ``drafted`` is what the draft holds so far: a
+    proposer continues from there.
+    """
+
+    def __init__(
+        self, walks: list[Walk], rows: MaskRows, constraints: Sequence[Constraint | None]
+    ) -> None:
+        self._walks = walks
+        self._rows = rows
+        self._filler = RowFiller(rows)
+        self._asleep: Sequence[Constraint | None] | None = constraints  # None: forks were taken
+        self._filling: Future[None] | None = None  # on another thread
+        self._is_constrained = any(constraint is not None for constraint in constraints)
+        self._pauses: Callable[[Walk], bool] | None = None
+        self.forced: list[list[int]] = [[] for _ in walks]
+        self.fill_seconds = 0.0
+
+    @classmethod
+    def fork(
+        cls, constraints: Sequence[Constraint | None], rows: MaskRows, limits: Sequence[int]
+    ) -> Lookahead:
+        """Every request's fork, from where its text ends; the originals are not touched.
+
+        The forks go there when they are first needed, which may be while the target runs.
+
+        constraints: B of them, None for a free request. limits: B, draft tokens at most; never
+        more than ``rows.depths - 1``, since the last row belongs to the token after the draft.
+        """
+        rows.clear(len(constraints))
+        walks = [Walk(at, None, min(limit, rows.depths - 1)) for at, limit in enumerate(limits)]
+        for walk, constraint in zip(walks, constraints, strict=True):
+            if constraint is not None and constraint.is_terminated:
+                walk.end()
+        return cls(walks, rows, constraints)
+
+    @property
+    def drafted(self) -> list[list[int]]:
+        """[B] lists of the legal draft tokens so far. Read only."""
+        return [walk.drafted for walk in self._walks]
+
+    @property
+    def is_open(self) -> list[bool]:
+        """[B]: whether more tokens may be drafted for the request.
+
+        False from its limit on, after an end-of-text token and after an illegal token, and while it
+        is paused or held.
+        """
+        return [walk.is_drafting for walk in self._walks]
+
+    def has_room(self, count: int) -> bool:
+        """Whether any open request may draft ``count`` tokens more, 1 or above."""
+        return any(
+            walk.is_drafting and walk.limit - len(walk.drafted) >= count for walk in self._walks
+        )
+
+    @property
+    def refused(self) -> list[int | None]:
+        """[B]: the illegal token that ended the request's draft, None where there was none."""
+        return [walk.refused for walk in self._walks]
+
+    @property
+    def starved(self) -> list[int]:
+        """[B]: positions at which the drafter's own vocabulary had no legal token."""
+        return [walk.starved for walk in self._walks]
+
+    @contextmanager
+    def pausing(self, pause: Pause, ends: Sequence[int] | None = None) -> Iterator[None]:
+        """Inside, a turn ends behind a token where ``pause(request)`` says so, or at ``ends`` [B].
+
+        So another proposer takes over in a draft. ends: draft tokens.
+        """
+        ends = [walk.limit for walk in self._walks] if ends is None else ends
+        self._pauses = lambda walk: len(walk.drafted) >= ends[walk.request] or pause(walk.request)
+        for walk, end in zip(self._walks, ends, strict=True):
+            walk.is_paused = len(walk.drafted) >= end
+        try:
+            yield
+        finally:
+            self._pauses = None
+            for walk in self._walks:
+                walk.is_paused = False
+
+    @contextmanager
+    def holding(self, held: Sequence[bool]) -> Iterator[None]:
+        """Inside, the requests of ``held`` [B] count as closed: their drafts are walked later."""
+        for walk, is_held in zip(self._walks, held, strict=True):
+            walk.is_held = is_held
+        try:
+            yield
+        finally:
+            for walk in self._walks:
+                walk.is_held = False
+
+    def next_mask(self) -> Tensor | None:
+        """int32 [B, W] on the device: what may come after each request's draft so far.
+
+        None when no request is constrained. Rows of free, closed and held requests forbid nothing.
+        """
+        return self._rows.at_depths(self._next_depths()) if self._is_constrained else None
+
+    def next_rows(self, count: int) -> NDArray[np.int64]:
+        """Where the rows of ``next_mask`` lie on the host, int64 [count]: addresses.
+
+        count: B or more; those behind the batch's own forbid nothing. The rows stay as they are
+        until the step after the next one.
+        """
+        return self._rows.addresses(self._next_depths(), count)
+
+    def _next_depths(self) -> list[int | None]:
+        """Fill what comes next; returns where those rows are."""
+        self._fill([walk for walk in self._walks if walk.is_drafting])
+        return [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
+
+    def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
+        """Append one drafted token, int64 [B], to every open request; one download.
+
+        -1 closes the request: nothing more is drafted. So does a token that its mask forbids; it
+        may stand in the draft all the same, where the verifier refuses it.
+        starved: bool [B], where the drafter's own vocabulary had no legal token; counted.
+        """
+        rows = [token_ids] if starved is None else [token_ids, starved.to(token_ids.dtype)]
+        self.accept_ids(*torch.stack(rows).tolist())
+
+    def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
+        """``accept`` of what the host has already; starved: [B] 0 or 1."""
+        self._wake()
+        for walk in self._walks:
+            if walk.is_drafting:
+                if starved is not None:
+                    walk.starved += starved[walk.request]
+                self._accept(walk, token_ids[walk.request])
+
+    def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """Append a list of tokens to each request; returns what was legal of each.
+
+        Cut at the first illegal token and at the request's limit. Rows are not filled yet: that
+        can wait until the target runs.
+        """
+        return self.extend_best([[(token,) for token in draft] for draft in drafts])
+
+    def extend_best(self, options: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+        """``extend`` by the first legal one of several tokens at each position.
+
+        options: [B] lists with, for each position, tokens in the order of preference; a request's
+            draft stops at an empty one.
+        """
+        self._wake()
+        legal: list[list[int]] = []
+        for walk, positions in zip(self._walks, options, strict=True):
+            start = len(walk.drafted)
+            for token_ids in positions:
+                if not walk.is_drafting or not token_ids:
+                    break
+                if any(walk.append(token_id) for token_id in token_ids):
+                    self._check_pause(walk)
+                else:
+                    walk.refuse(token_ids[0])
+            legal.append(walk.drafted[start:])
+        return legal
+
+    def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
+        """``extend``, and the tokens count as forced by the grammar in the statistics."""
+        starts = [len(walk.drafted) for walk in self._walks]
+        legal = self.extend(drafts)
+        for positions, start, tokens in zip(self.forced, starts, legal, strict=True):
+            positions.extend(range(start, start + len(tokens)))
+        return legal
+
+    def fork_of(self, request: int) -> Fork | None:
+        """The fork of one request, at the end of its draft so far; None if free or closed.
+
+        Whoever borrows it must leave it where it was before any other call.
+        """
+        self._wake()
+        walk = self._walks[request]
+        return walk.fork if walk.is_open else None
+
+    def peek(self, request: int) -> NDArray[np.int32] | None:
+        """The mask row after one request's draft so far, [W] on the host; None if free or closed.
+
+        Read only. It is the row that ``next_mask`` and ``finish`` hand out: it is not filled twice.
+        """
+        self._wake()
+        walk = self._walks[request]
+        if walk.fork is None or not walk.is_open:
+            return None
+        self._fill([walk])
+        return self._rows.words(request, len(walk.drafted))
+
+    def follow(self, draft: Draft) -> Draft:
+        """The draft to verify: walked now and cut to the requests' room, where nobody did so.
+
+        An illegal token stays in it, where the verifier refuses it.
+        """
+        if draft.token_ids.shape[1] == 0 or any(walk.drafted for walk in self._walks):
+            return draft
+        limits = torch.tensor([walk.limit for walk in self._walks])
+        lengths = torch.minimum(draft.num_tokens.cpu(), limits)
+        width = int(lengths.max())
+        rows = draft.token_ids[:, :width].tolist()
+        self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
+        return draft.cut(width)._replace(num_tokens=lengths.to(draft.num_tokens.device))
+
+    def start(self) -> None:
+        """Begin to fill the rows that are still missing, beside what runs next."""
+        if self._asleep is None:
+            missing = sum(walk.num_missing for walk in self._walks)
+        else:  # nothing is drafted: one row each
+            missing = len(self._asleep)
+        if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
+            self._filling = self._rows.fill_beside(partial(self._fill, self._walks))
+
+    def finish(self, num_draft: int) -> Tensor | None:
+        """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
+
+        None when no request is constrained. Rows after the end of the text, after an illegal draft
+        token and past a shorter draft's own last row forbid nothing; no such row is ever drawn
+        from, or what is drawn there is dropped.
+        """
+        if not self._is_constrained:
+            return None
+        if self._filling is None:
+            self._fill(self._walks)
+        else:
+            self._filling.result()
+        return self._rows.first(len(self._walks), num_draft + 1)
+
+    def _accept(self, walk: Walk, token_id: int) -> None:
+        if token_id < 0:
+            walk.is_open = False
+            return
+        if walk.fork is not None:
+            depth = len(walk.drafted)
+            if walk.filled <= depth:
+                self._fill([walk])
+            # The mask decides: the verifier goes by it, and ``accept_token`` may admit more.
+            if not self._rows.allows(walk.request, depth, token_id):
+                walk.refuse(token_id)
+                return
+        if walk.append(token_id):
+            self._check_pause(walk)
+        else:
+            walk.refuse(token_id)
+
+    def _check_pause(self, walk: Walk) -> None:
+        if self._pauses is not None:
+            walk.is_paused = walk.is_open and self._pauses(walk)
+
+    def _wake(self) -> None:
+        constraints, self._asleep = self._asleep, None
+        if constraints is not None:
+            for walk, constraint in zip(self._walks, constraints, strict=True):
+                if constraint is not None:
+                    walk.take(constraint.fork())
+
+    def _fill(self, walks: Sequence[Walk]) -> None:
+        self._wake()
+        started = time.perf_counter()
+        self._filler.fill(walks)
+        self.fill_seconds += time.perf_counter() - started

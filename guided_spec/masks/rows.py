@@ -1,0 +1,344 @@
+"""The mask rows of a step: filled on the host, read where the model runs.
+
+Host memory for mask rows, whose untouched rows forbid nothing.
+
+The mask rows of a step on a CUDA device, and how they get there.
+
+Rows of many of xgrammar's own matchers in one call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xgrammar
+from numpy.typing import NDArray
+from torch import Tensor
+
+from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mailbox import answer_later
+
+__all__ = [
+    "MaskBlock",
+    "MaskRows",
+    "MaskUpload",
+    "Uploaded",
+    "XGrammarBatch",
+    "row_allows",
+]
+
+
+class XGrammarBatch:
+    """One native loop instead of one of Python's. Used by one thread at a time.
+
+    The interpreter is free for other threads until the last row is filled. xgrammar's own threads
+    stay out of it: it starts them anew for every call, and hands out single rows under a lock.
+    """
+
+    def __init__(self) -> None:
+        self._batch = xgrammar.BatchGrammarMatcher(max_threads=1)
+
+    @staticmethod
+    def takes(matcher: object) -> bool:
+        """Whether the matcher is xgrammar's own."""
+        return isinstance(matcher, xgrammar.GrammarMatcher)
+
+    def fill(
+        self, matchers: Sequence[Any], bitmask: NDArray[np.int32], rows: Sequence[int]
+    ) -> None:
+        """Write row ``rows[i]`` of a contiguous int32 [rows, W] bitmask from matcher i, for all i.
+
+        The matchers stay where they are. Raises RuntimeError where one of them is terminated: rows
+        of any of them may be left unwritten then.
+        """
+        self._batch.batch_fill_next_token_bitmask(list(matchers), bitmask, list(rows))
+
+
+class MaskBlock:
+    """int32 [rows, W], cleared and filled again in every step; row ``rows`` is never filled.
+
+    words: W. is_pinned: whether a CUDA device can copy from it while the host goes on.
+
+    ``clear`` writes nothing: a row that is not filled again is set to all ones when it is read.
+    """
+
+    def __init__(self, rows: int, words: int, *, is_pinned: bool) -> None:
+        self._rows = torch.full((rows + 1, words), -1, dtype=torch.int32, pin_memory=is_pinned)
+        self._array: NDArray[np.int32] = self._rows.numpy()
+        # Single words are read in a quarter of the time.
+        self._words: memoryview[int] = memoryview(self._array)  # type: ignore[arg-type]
+        self._num_ids = words * 32
+        self._is_filled = np.zeros(rows + 1, dtype=np.bool_)
+        self._is_stale = np.zeros(rows + 1, dtype=np.bool_)  # holds what an earlier step filled
+        self._copies: list[torch.cuda.Event] = []
+
+    def clear(self) -> None:
+        """Forget what was filled. Waits for the copies that are still under way."""
+        for copied in self._copies:
+            copied.synchronize()
+        self._copies.clear()
+        self._is_stale |= self._is_filled
+        self._is_filled[:] = False
+
+    def hold(self, copied: torch.cuda.Event) -> None:
+        """A copy from here is under way: the next ``clear`` waits for its event."""
+        self._copies.append(copied)
+
+    def fill(self, matcher: GrammarMatcher, row: int) -> None:
+        """Fill one row from the matcher's state."""
+        self._is_filled[row] = True  # first: a matcher that fails may have written a part of it
+        matcher.fill_next_token_bitmask(self._rows, row)
+
+    def fill_many(self, batch: XGrammarBatch, matchers: Sequence[Any], rows: list[int]) -> None:
+        """Fill ``rows`` from as many matchers that ``batch`` takes, in one call."""
+        self._is_filled[rows] = True
+        batch.fill(matchers, self._array, rows)
+
+    def is_filled(self, rows: Sequence[int]) -> bool:
+        """Whether any of these rows is filled."""
+        return bool(self._is_filled[rows].any())
+
+    def allows(self, row: int, token_id: int) -> bool:
+        """Whether a row admits a token; it admits no ids that it has no bit for."""
+        if not 0 <= token_id < self._num_ids:
+            return False
+        if not self._is_filled[row]:
+            self._restore(row, row + 1)
+        return bool((self._words[row, token_id >> 5] >> (token_id & 31)) & 1)
+
+    def row(self, row: int) -> NDArray[np.int32]:
+        """One row, int32 [W]: a view."""
+        if self._is_stale[row] and not self._is_filled[row]:
+            self._restore(row, row + 1)
+        found: NDArray[np.int32] = self._array[row]
+        return found
+
+    def rows(self, start: int, stop: int) -> Tensor:
+        """Rows ``start`` to ``stop - 1``, int32 [stop - start, W]: a view, contiguous."""
+        self._restore(start, stop)
+        return self._rows[start:stop]
+
+    def addresses(self, rows: Sequence[int]) -> NDArray[np.int64]:
+        """Where rows in any order lie in memory, int64 [len(rows)]."""
+        at = np.array(rows, dtype=np.int64)
+        for row in at[self._is_stale[at] & ~self._is_filled[at]].tolist():
+            self._restore(row, row + 1)
+        return self._rows.data_ptr() + at * self._array.strides[0]
+
+    def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
+        """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if given."""
+        for row in rows:
+            self.row(row)
+        return torch.index_select(self._rows, 0, torch.tensor(rows), out=out)
+
+    def _restore(self, start: int, stop: int) -> None:
+        is_left = self._is_stale[start:stop] & ~self._is_filled[start:stop]
+        if is_left.any():
+            self._array[start:stop][is_left] = -1
+            self._is_stale[start:stop] &= ~is_left
+
+
+class Uploaded(NamedTuple):
+    """Rows on the device, and the event behind which their host memory may change again."""
+
+    rows: Tensor
+    copied: torch.cuda.Event
+
+
+class MaskUpload:
+    """Memory for [requests, depths] rows on the device; it stays where it is for good.
+
+    So a CUDA graph may read from it: the rows of as many requests and depths lie at the same
+    address in every step. It is written again in the next step, behind whatever was launched on the
+    current stream before ``begin``.
+    """
+
+    def __init__(self, requests: int, depths: int, words: int, device: torch.device) -> None:
+        self._device = device
+        self._side = torch.cuda.Stream(device)
+        shape = (requests * depths, words)
+        self._rows = torch.empty(shape, dtype=torch.int32, device=device)
+        self._next = torch.empty(requests, words, dtype=torch.int32, device=device)
+        self._staged = torch.empty(requests, words, dtype=torch.int32, pin_memory=True)
+        self._is_sent = torch.cuda.Event()  # the last copy from ``_staged``
+        self._is_read = torch.cuda.Event()  # the last step's readers of ``_rows``
+
+    def begin(self) -> None:
+        """Start a step: what was launched so far still reads the last step's rows."""
+        self._is_read.record(torch.cuda.current_stream(self._device))
+
+    def verify_rows(self, rows: Tensor, requests: int) -> Uploaded:
+        """Pinned int32 [depths * requests, W] to the device, as [requests, depths, W].
+
+        The copy runs on a stream of its own, beside the forward; the current stream waits for it.
+        """
+        depths, words = len(rows) // requests, rows.shape[1]
+        found = self._rows[: len(rows)].view(requests, depths, words)
+        with torch.cuda.stream(self._side):
+            self._side.wait_event(self._is_read)
+            if requests == 1 or depths == 1:
+                found.view_as(rows).copy_(rows, non_blocking=True)
+                copied = self._side.record_event()
+            else:
+                # One contiguous copy, turned round over there: a host that gathers is slower.
+                arrived = rows.to(self._device, non_blocking=True)
+                copied = self._side.record_event()
+                found.copy_(arrived.view(depths, requests, words).transpose(0, 1))
+        torch.cuda.current_stream(self._device).wait_stream(self._side)
+        return Uploaded(found, copied)
+
+    def stage(self, requests: int) -> Tensor:
+        """Pinned int32 [requests, W] to gather rows in, for ``next_rows``."""
+        self._is_sent.synchronize()
+        return self._staged[:requests]
+
+    def next_rows(self, rows: Tensor) -> Uploaded:
+        """Pinned int32 [requests, W] to the device, on the current stream: it waits for them."""
+        found = self._next[: len(rows)]
+        found.copy_(rows, non_blocking=True)
+        copied = torch.cuda.current_stream(self._device).record_event()
+        if rows.data_ptr() == self._staged.data_ptr():
+            self._is_sent = copied
+        return Uploaded(found, copied)
+
+
+class MaskRows:
+    """Rows [requests, depths] of one vocabulary, each int32 [W]; reused from step to step.
+
+    A row that nobody fills in a step reads as all ones: nothing forbidden.
+
+    In memory all requests' rows of one depth lie together, so that both what a drafter asks for
+    (one depth) and what the verifier asks for (the first depths) is one contiguous piece. For a
+    CUDA device the memory is pinned, the copies do not block the host, and there are two blocks of
+    it in turn: a step begins while the last one's rows may still be on their way.
+    """
+
+    def __init__(self, requests: int, depths: int, vocab_size: int, device: torch.device) -> None:
+        self.requests = requests
+        self.depths = depths
+        self.device = device
+        words = num_mask_words(vocab_size)
+        is_cuda = device.type == "cuda"
+        self._block, *self._blocks = (
+            MaskBlock(requests * depths, words, is_pinned=is_cuda) for _ in range(1 + is_cuda)
+        )
+        self._none = requests * depths  # the row of a block that forbids nothing
+        self._upload = MaskUpload(requests, depths, words, device) if is_cuda else None
+        self._active = requests
+        self._filling: Future[None] | None = None
+
+    def clear(self, requests: int | None = None) -> None:
+        """Start a step with this many requests, all of them by default; nothing is filled.
+
+        What ``first`` and ``at_depths`` returned in the step before may change from here on, for
+        whatever is launched later.
+        """
+        if self._filling is not None:  # a step that failed half-way may have left it running
+            self._filling.exception()
+            self._filling = None
+        answer_later(None)  # so may a draft that this thread should have walked
+        self._active = self.requests if requests is None else requests
+        assert self._active <= self.requests
+        self._blocks.append(self._block)
+        self._block = self._blocks.pop(0)
+        self._block.clear()
+        if self._upload is not None:
+            self._upload.begin()
+
+    def fill_beside(self, fill: Callable[[], None]) -> Future[None]:
+        """Run ``fill``, which fills rows of this step, on another thread."""
+        self._filling = _beside().submit(fill)
+        return self._filling
+
+    def fill(self, matcher: GrammarMatcher, request: int, depth: int) -> None:
+        """Fill one row from the matcher's state."""
+        self._block.fill(matcher, self._at(request, depth))
+
+    def fill_many(
+        self, batch: XGrammarBatch, matchers: Sequence[Any], places: Sequence[tuple[int, int]]
+    ) -> None:
+        """Fill the row at ``places[i]``, (request, depth), from matcher i, for all i, in one call.
+
+        All the matchers are xgrammar's own.
+        """
+        rows = [depth * self._active + request for request, depth in places]
+        self._block.fill_many(batch, matchers, rows)
+
+    def allows(self, request: int, depth: int, token_id: int) -> bool:
+        """Whether the row admits the token; ids outside the vocabulary are never admitted."""
+        return self._block.allows(self._at(request, depth), token_id)
+
+    def words(self, request: int, depth: int) -> NDArray[np.int32]:
+        """One row, int32 [W], on the host: a view."""
+        return self._block.row(self._at(request, depth))
+
+    def at_depths(self, depths: Sequence[int | None]) -> Tensor:
+        """int32 [B, W] on the device: for request b its row at ``depths[b]``; all ones at None.
+
+        On a CUDA device it is the same memory at every call: whoever needs the rows for longer
+        copies them.
+        """
+        assert len(depths) == self._active
+        depth = self._common(depths)
+        if depth is not None:
+            rows = self._block.rows(self._at(0, depth), self._at(0, depth + 1))
+            if self._upload is None:
+                return rows.clone()
+            sent = self._upload.next_rows(rows)
+            self._block.hold(sent.copied)
+            return sent.rows
+        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        if self._upload is None:
+            return self._block.gather(places)
+        staged = self._upload.stage(len(depths))
+        self._block.gather(places, staged)
+        return self._upload.next_rows(staged).rows
+
+    def addresses(self, depths: Sequence[int | None], count: int) -> NDArray[np.int64]:
+        """Where the rows of ``at_depths`` lie on the host, int64 [count]; the rest forbids nothing.
+
+        Whoever reads there has to be done before the next ``clear`` but one.
+        """
+        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
+        return self._block.addresses([*places, *[self._none] * (count - len(places))])
+
+    def first(self, requests: int, depths: int) -> Tensor:
+        """int32 [requests, depths, W] on the device: the first rows of the step's requests.
+
+        Contiguous; on a CUDA device at the same address for the same two numbers.
+        """
+        assert requests == self._active
+        rows = self._block.rows(0, depths * requests)
+        if self._upload is None:
+            return rows.view(depths, requests, -1).transpose(0, 1).contiguous()
+        sent = self._upload.verify_rows(rows, requests)
+        self._block.hold(sent.copied)
+        return sent.rows
+
+    def _at(self, request: int, depth: int) -> int:
+        return depth * self._active + request
+
+    def _common(self, depths: Sequence[int | None]) -> int | None:
+        """The one depth asked for, if the rows of all who ask for none are untouched there."""
+        asked = {depth for depth in depths if depth is not None}
+        if len(asked) != 1:
+            return None
+        (depth,) = asked
+        others = [self._at(b, depth) for b, at in enumerate(depths) if at is None]
+        return None if self._block.is_filled(others) else depth
+
+
+def row_allows(row: NDArray[np.int32], token_id: int) -> bool:
+    """Whether a row, int32 [W] on the host, admits the token; it admits no other ids."""
+    return 0 <= token_id < len(row) * 32 and bool((int(row[token_id >> 5]) >> (token_id & 31)) & 1)
+
+
+@cache
+def _beside() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-masks")

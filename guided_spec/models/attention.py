@@ -1,0 +1,76 @@
+"""Attention masks by position for rows of any length, in the form each model takes them.
+
+Which attention kernels serve batches whose shape changes from call to call.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from guided_spec.errors import ModelError
+
+__all__ = [
+    "MaskBuilder",
+    "shape_free_kernels",
+]
+
+
+class MaskBuilder:
+    """Builds what a model takes as ``attention_mask``: 4-D, or a mapping of them by layer type.
+
+    config: the model's configuration. layer_types, windows: what ``SlotCache`` read from it.
+    Raises ModelError for an attention implementation that takes no 4-D mask.
+    """
+
+    def __init__(self, config: Any, layer_types: list[str], windows: dict[str, int]) -> None:
+        implementation = config.get_text_config(decoder=True)._attn_implementation
+        if implementation not in ("sdpa", "eager"):
+            raise ModelError(
+                f"attn_implementation={implementation!r}: rows of different lengths need 'sdpa' or "
+                "'eager'; load the model with one of these"
+            )
+        self._is_additive = implementation == "eager"
+        self._types = sorted(set(layer_types) - {"dummy"})
+        self._windows = windows
+
+    def build(self, positions: Tensor, view: int, dtype: torch.dtype) -> Any:
+        """The mask of queries at ``positions`` [B, T] over keys 0 to ``view`` - 1.
+
+        Each [B, 1, T, view] on the device of ``positions``: bool for sdpa, ``dtype`` for eager.
+        """
+        keys = torch.arange(view, device=positions.device)
+        queries = positions[:, None, :, None]
+        causal = keys <= queries
+        masks = {kind: self._mask(kind, causal, keys, queries, dtype) for kind in self._types}
+        return next(iter(masks.values())) if len(masks) == 1 else masks
+
+    def _mask(
+        self, kind: str, causal: Tensor, keys: Tensor, queries: Tensor, dtype: torch.dtype
+    ) -> Tensor | None:
+        if kind == "linear_attention":
+            return None
+        visible = causal
+        if kind in self._windows:
+            visible = causal & (keys > queries - self._windows[kind])
+        if not self._is_additive:
+            return visible
+        hidden = torch.zeros(visible.shape, dtype=dtype, device=visible.device)
+        return hidden.masked_fill_(~visible, torch.finfo(dtype).min)
+
+
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def shape_free_kernels() -> AbstractContextManager[None]:
+    """Without cuDNN's attention, which builds a plan for every new shape.
+
+    That takes some 25 ms for each forward and backward call on one H200 (torch 2.11), a hundred
+    times what the attention itself takes, and here nearly every shape is new.
+    """
+    context: AbstractContextManager[None] = sdpa_kernel(KERNELS)
+    return context

@@ -1,0 +1,1 @@
+"""Learned draft heads: their layouts, weights, loading and export."""

@@ -1,0 +1,457 @@
+"""The draft head of EAGLE-3: a decoder layer fed with embeddings and features of several layers.
+
+Li et al., "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time
+Test", 2025. With hidden states l, m, h of a low, a middle and a high layer of the target at
+position p, and the embedding e of token p + 1:
+
+    g = fc([l ; m ; h])                                           ``features``, target states only
+    n = hidden_norm(g)
+    x = g + attention([input_layernorm(e) ; n])                   n + ..., if norm_before_residual
+    y = x + mlp(post_attention_layernorm(x))                      ``forward``
+    logits = lm_head(norm(y))                                     ``logits``
+
+and y is the g of the next position; with norm_output (EAGLE 3.1) norm(y) is. Further layers are
+ordinary ones over y. Checkpoints of SafeAILab and SpecForge call the layer ``midlayer``, those of
+speculators ``layers.0``.
+
+What the config.json of an EAGLE-3 head says, in the two dialects that are written.
+
+SafeAILab and SpecForge describe the layer at the top level, with an optional ``eagle_config``;
+speculators in ``transformer_layer_config``, with its flags at the top level. ``eagle3_layout_for``
+says the same of a head that is yet to be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama as llama
+from transformers.models.qwen3 import modeling_qwen3 as qwen3
+
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.config import (
+    CLASSES,
+    HeadShape,
+    build_head_config,
+    check_fit,
+    derive_head_config,
+    initialize,
+)
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.weights import (
+    check_quantization,
+    fill_head,
+    follow_biases,
+    read_tensors,
+)
+from guided_spec.models.target import TargetEnds
+
+__all__ = [
+    "LAYER_IDS",
+    "Eagle3Head",
+    "Eagle3Layout",
+    "Eagle3Options",
+    "eagle3_layout_for",
+    "read_layout",
+]
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+class Eagle3Layout(NamedTuple):
+    """An EAGLE-3 head without its weights.
+
+    config: transformers configuration of its layers. aux_hidden_layers: see ``DraftHead``.
+    target_hidden_size: width of one of these hidden states. draft_vocab_size: D.
+    use_aux_hidden_state: whether there is an ``fc``; else the head is fed as EAGLE is.
+    norm_before_fc: one norm over all that ``fc`` reads. fc_norm: one for each hidden state.
+    norm_before_residual: whether the residual stream starts behind ``hidden_norm``.
+    norm_output: whether what is recycled is behind the final norm.
+    """
+
+    config: Any
+    aux_hidden_layers: tuple[int, ...]
+    target_hidden_size: int
+    draft_vocab_size: int
+    use_aux_hidden_state: bool
+    norm_before_fc: bool
+    fc_norm: bool
+    norm_before_residual: bool
+    norm_output: bool
+
+
+class Eagle3Options(NamedTuple):
+    """What a new EAGLE-3 head is like; see ``Eagle3Layout`` for the flags.
+
+    shape: sizes of its layers. model_type: their kind, "llama" or "qwen3". aux_hidden_layers: None
+    is (2, n // 2, n - 3) of the target's n, as all runtimes have it, or what a shallow target has
+    of these. draft_vocab_size: D; None is the target's vocabulary.
+    """
+
+    shape: HeadShape = HeadShape()
+    model_type: str = "llama"
+    aux_hidden_layers: tuple[int, ...] | None = None
+    draft_vocab_size: int | None = None
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    norm_output: bool = False
+
+
+def eagle3_layout_for(
+    target: PreTrainedModel,
+    options: Eagle3Options = Eagle3Options(),  # noqa: B008 - a tuple, never changed
+) -> Eagle3Layout:
+    """The layout of a new EAGLE-3 head for ``target``, as wide as it.
+
+    Raises ConfigError, naming the option, for what cannot be made.
+    """
+    text_config: Any = target.config.get_text_config(decoder=True)
+    if options.model_type not in CLASSES:
+        fix = f"must be one of {', '.join(sorted(CLASSES))}"
+        raise ConfigError("model_type", options.model_type, fix)
+    if options.norm_before_fc and options.fc_norm:
+        raise ConfigError(
+            "fc_norm", options.fc_norm, "excludes norm_before_fc: choose one of the two"
+        )
+    size, largest = options.draft_vocab_size, text_config.vocab_size
+    if size is not None and not 1 <= size <= largest:
+        fix = f"must be 1 to {largest}, the size of the target's vocabulary"
+        raise ConfigError("draft_vocab_size", size, fix)
+    return Eagle3Layout(
+        config=derive_head_config(target, options.model_type, options.shape),
+        aux_hidden_layers=_choose_layers(options, text_config.num_hidden_layers),
+        target_hidden_size=text_config.hidden_size,
+        draft_vocab_size=size or largest,
+        use_aux_hidden_state=True,
+        norm_before_fc=options.norm_before_fc,
+        fc_norm=options.fc_norm,
+        norm_before_residual=options.norm_before_residual,
+        norm_output=options.norm_output,
+    )
+
+
+def _choose_layers(options: Eagle3Options, depth: int) -> tuple[int, ...]:
+    """Ascending, as checkpoints are read: index i is the input of layer i."""
+    if options.aux_hidden_layers is None:
+        wanted = (2, depth // 2, depth - 3)
+        return tuple(sorted({min(max(index, 1), depth) for index in wanted}))
+    chosen = tuple(sorted(set(options.aux_hidden_layers)))
+    is_distinct = len(chosen) == len(options.aux_hidden_layers)
+    if not chosen or not is_distinct or chosen[0] < 0 or chosen[-1] > depth:
+        fix = f"must be different hidden states, 0 to {depth}: i is the input of layer i"
+        raise ConfigError("aux_hidden_layers", options.aux_hidden_layers, fix)
+    return chosen
+
+
+def read_layout(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    target: PreTrainedModel,
+    source: str,
+) -> Eagle3Layout:
+    """Read config.json; ``tensors`` say how many hidden states ``fc`` takes.
+
+    Raises ModelError, naming ``source``, for layers of another kind and for another target.
+    """
+    eagle = config.get("eagle_config") or {}
+    layer = config.get("transformer_layer_config")
+    if layer is None:
+        # Much of such a config.json is often copied from the target: the layer is Llama's whatever
+        # model_type says, and attends to everything whatever layer_types says.
+        values, model_type = {"num_hidden_layers": 1, **config, "layer_types": None}, "llama"
+    else:
+        values, model_type = layer, layer.get("model_type", "qwen3")
+    head = build_head_config(values, model_type, target, source)
+    text_config: Any = target.config.get_text_config(decoder=True)
+    target_hidden_size = config.get("target_hidden_size") or head.hidden_size
+    found = {"target_hidden_size": target_hidden_size, "vocab_size": head.vocab_size}
+    expected = {"target_hidden_size": text_config.hidden_size, "vocab_size": text_config.vocab_size}
+    check_fit(source, expected, found)
+    flags = {
+        name: bool(eagle.get(name, config.get(name, name == "use_aux_hidden_state")))
+        for name in Eagle3Layout._fields[4:]
+    }
+    aux_hidden_layers: tuple[int, ...] = (-1,)
+    if flags["use_aux_hidden_state"]:
+        depth, width = text_config.num_hidden_layers, tensors.get("fc.weight")
+        count = 3 if width is None else width.shape[-1] // target_hidden_size
+        aux_hidden_layers = _read_layer_ids(config, count, depth, source)
+    return Eagle3Layout(
+        config=head,
+        aux_hidden_layers=aux_hidden_layers,
+        target_hidden_size=target_hidden_size,
+        draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
+        **flags,
+    )
+
+
+def _read_layer_ids(
+    config: Mapping[str, Any], count: int, depth: int, source: str
+) -> tuple[int, ...]:
+    """The ``count`` layers whose inputs ``fc`` takes, ascending, as all runtimes collect them.
+
+    At the top level (speculators, vLLM) id i is the input of layer i; in ``eagle_config``
+    (SpecForge, SGLang, ModelOpt) it is the output of layer i, one further.
+    """
+    ids = config.get(LAYER_IDS)
+    if not ids:
+        ids = [index + 1 for index in (config.get("eagle_config") or {}).get(LAYER_IDS) or ()]
+    ids = sorted(ids or (2, depth // 2, depth - 3))
+    if len(ids) == count + 1 and ids[-1] == depth:
+        ids.pop()  # the verifier's last layer: speculators trained against it, fc never sees it
+    if len(ids) != count or ids[0] < 0 or ids[-1] > depth:
+        raise ModelError(
+            f"checkpoint={source!r}: {LAYER_IDS}: expected the {count} hidden states that "
+            f"fc.weight takes, from 0 to {depth}, found {ids}; pass a head for this target"
+        )
+    return tuple(ids)
+
+
+# Held by checkpoints for training or for other runtimes; what they say is known without them.
+IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+
+
+class Parts(NamedTuple):
+    """What the layers of one model type are made of."""
+
+    attention: Any
+    layer: Any
+    mlp: Any
+    norm: Any
+    rotary: Any
+
+
+PARTS = {
+    "llama": Parts(
+        llama.LlamaAttention,
+        llama.LlamaDecoderLayer,
+        llama.LlamaMLP,
+        llama.LlamaRMSNorm,
+        llama.LlamaRotaryEmbedding,
+    ),
+    "qwen3": Parts(
+        qwen3.Qwen3Attention,
+        qwen3.Qwen3DecoderLayer,
+        qwen3.Qwen3MLP,
+        qwen3.Qwen3RMSNorm,
+        qwen3.Qwen3RotaryEmbedding,
+    ),
+}
+
+
+class FirstLayer(nn.Module):
+    """The layer whose attention reads [embedding ; hidden], twice as wide as what it returns."""
+
+    def __init__(self, layout: Eagle3Layout) -> None:
+        super().__init__()
+        config, size = layout.config, layout.config.hidden_size
+        parts = PARTS[config.model_type]
+        self.norm_before_residual = layout.norm_before_residual
+        self.self_attn = parts.attention(config, 0)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            outputs = getattr(self.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * size, outputs))
+        self.mlp = parts.mlp(config)
+        self.input_layernorm = parts.norm(size, config.rms_norm_eps)
+        self.hidden_norm = parts.norm(size, config.rms_norm_eps)
+        self.post_attention_layernorm = parts.norm(size, config.rms_norm_eps)
+
+    def forward(self, embedding: Tensor, hidden: Tensor, **attention: Any) -> Tensor:
+        """embedding, hidden and the result: [B, T, H]; attention: what ``self_attn`` takes."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        wide = torch.cat([self.input_layernorm(embedding), normed], -1)
+        states: Tensor = residual + self.self_attn(wide, **attention)[0]
+        output: Tensor = states + self.mlp(self.post_attention_layernorm(states))
+        return output
+
+
+class Eagle3Head(nn.Module):
+    """See ``DraftHead``; made by ``from_checkpoint`` or ``fresh``.
+
+    layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
+    output head, that are not among them are the target's where the sizes allow it, and no
+    parameters. vocabulary: None where it is the target's.
+
+    The parameters are on torch's current default device, with weights not yet set.
+    """
+
+    def __init__(
+        self,
+        layout: Eagle3Layout,
+        names: Collection[str],
+        vocabulary: DraftVocabulary | None,
+        target: PreTrainedModel,
+    ) -> None:
+        super().__init__()
+        self.layout = layout
+        self.config = layout.config
+        self.hidden_size: int = layout.config.hidden_size
+        self.aux_hidden_layers = layout.aux_hidden_layers
+        self.num_modules = 1
+        self.vocabulary = vocabulary
+        self.norm_output = layout.norm_output
+        self._target = TargetEnds(target)
+        parts = PARTS[self.config.model_type]
+        self._build_ends(layout, names)
+        self._build_fusion(layout)
+        further = (
+            parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
+        )
+        self.layers = nn.ModuleList([FirstLayer(layout), *further])
+        self.norm = parts.norm(self.hidden_size, self.config.rms_norm_eps)
+        follow_biases(self, names)
+        with torch.device(target.device):
+            self.rotary_emb = parts.rotary(self.config)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> Eagle3Head:
+        """Load a head on the target's device and in its dtype, for inference.
+
+        The target is not changed; its embedding and output head are used as they are where the
+        checkpoint has no other. Raises ModelError, listing what was expected and what was found,
+        for a checkpoint that is no EAGLE-3 head or was made for another target.
+        """
+        source = checkpoint.source
+        check_quantization(checkpoint.config, source)
+        kept = sorted(checkpoint.names.difference(IGNORED))
+        names = {name: name.replace("midlayer.", "layers.0.") for name in kept}
+        read = read_tensors(checkpoint, names, target.dtype)
+        tensors = TargetEnds(target).without_copy(read)
+        layout = read_layout(checkpoint.config, tensors, target, source)
+        offsets = tensors.pop("d2t", None)
+        vocabulary = _read_vocabulary(offsets, layout, target, source)
+        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None, layout: Eagle3Layout
+    ) -> Eagle3Head:
+        """A new head to be trained, on the target's device, in float32 and in train mode.
+
+        vocabulary: which target tokens it scores; None is all. layout: ``eagle3_layout_for``. Its
+        output head starts as the target's rows of these tokens; the embedding is the target's, and
+        no parameter. There are no biases. Other weights come from torch's generator as
+        transformers draws them.
+
+        Raises ConfigError when the two are not for one another.
+        """
+        size = layout.config.vocab_size if vocabulary is None else vocabulary.target_size
+        kept = size if vocabulary is None else len(vocabulary)
+        if (kept, size) != (layout.draft_vocab_size, layout.config.vocab_size):
+            fix = f"must have {layout.draft_vocab_size} of {layout.config.vocab_size} tokens"
+            raise ConfigError("vocabulary", f"{kept} of {size} tokens", fix)
+        if vocabulary is not None:
+            vocabulary = DraftVocabulary(vocabulary.target_ids.to(target.device), size)
+        with torch.device(target.device):
+            head = cls(layout, ("lm_head.weight",), vocabulary, target).float()
+        initialize(head, layout.config.initializer_range)
+        ids = None if vocabulary is None else vocabulary.target_ids
+        rows = head._target.output_rows(ids, head.hidden_size)
+        if rows is not None and head.lm_head is not None:
+            head.lm_head.weight.data.copy_(rows)
+        return head
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """Target states [..., len(aux_hidden_layers) * H_target] fused to [..., H]."""
+        hidden_states = hidden_states.to(self.norm.weight.dtype)
+        if self.fc is None:
+            return hidden_states
+        if self.input_norm is not None:
+            hidden_states = self.input_norm(hidden_states)
+        if self.fc_norm is not None:
+            chunks = hidden_states.chunk(len(self.fc_norm), -1)
+            normed = [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)]
+            hidden_states = torch.cat(normed, -1)
+        fused: Tensor = self.fc(hidden_states)
+        return fused
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead.forward``."""
+        del module
+        arguments = {
+            "position_embeddings": self.rotary_emb(hidden, position_ids),
+            "past_key_values": past_key_values,
+        }
+        masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
+        states: Tensor = self.layers[0](
+            self.embed(token_ids).to(hidden.dtype), hidden, attention_mask=masks[0], **arguments
+        )
+        for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
+            states = layer(states, attention_mask=mask, **arguments)
+        if self.norm_output:
+            states = self.norm(states)
+        return states
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [..., D]."""
+        normed = hidden if self.norm_output else self.norm(hidden)
+        return self.score(normed)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to [..., H]."""
+        embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
+        embedded: Tensor = embed(token_ids)
+        return embedded
+
+    def score(self, normed: Tensor) -> Tensor:
+        """What is behind the last norm, [..., H], to [..., D]."""
+        scores: Tensor
+        scores = self._target.logits(normed) if self.lm_head is None else self.lm_head(normed)
+        return scores
+
+    def _build_ends(self, layout: Eagle3Layout, names: Collection[str]) -> None:
+        config = layout.config
+        fits = layout.target_hidden_size == self.hidden_size
+        self.embed_tokens: nn.Embedding | None = None
+        if "embed_tokens.weight" in names or not fits:
+            self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in names or not fits or self.vocabulary is not None:
+            self.lm_head = nn.Linear(self.hidden_size, layout.draft_vocab_size)
+
+    def _build_fusion(self, layout: Eagle3Layout) -> None:
+        norm, eps = PARTS[self.config.model_type].norm, self.config.rms_norm_eps
+        size, count = layout.target_hidden_size, len(layout.aux_hidden_layers)
+        self.fc = self.input_norm = self.fc_norm = None
+        if layout.use_aux_hidden_state:
+            self.fc = nn.Linear(count * size, self.hidden_size)
+            if layout.norm_before_fc:
+                self.input_norm = norm(count * size, eps)
+            if layout.fc_norm:
+                self.fc_norm = nn.ModuleList(norm(size, eps) for _ in range(count))
+
+    def _mask(self, attention_mask: Any, index: int) -> Any:
+        if isinstance(attention_mask, Mapping):
+            return attention_mask[self.config.layer_types[index]]
+        return attention_mask
+
+
+def _read_vocabulary(
+    offsets: Tensor | None, layout: Eagle3Layout, target: PreTrainedModel, source: str
+) -> DraftVocabulary | None:
+    draft_size, target_size = layout.draft_vocab_size, layout.config.vocab_size
+    if draft_size == target_size and (offsets is None or not offsets.any()):
+        return None
+    if offsets is None or offsets.shape != (draft_size,):
+        found = "none" if offsets is None else list(offsets.shape)
+        raise ModelError(
+            f"checkpoint={source!r}: d2t: expected int64 [{draft_size}], found {found}; a head "
+            f"with {draft_size} of {target_size} tokens has to say which ones"
+        )
+    return DraftVocabulary.from_offsets(offsets.to(target.device), target_size, source)

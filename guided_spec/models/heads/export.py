@@ -1,0 +1,500 @@
+"""Draft heads written as checkpoints, which ``load_head`` reads, in the layouts that engines load.
+
+=================  =================================================================
+kind of head       layouts, and whose loader was run on what is written here
+=================  =================================================================
+``EagleHead``      "safeailab": none
+``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
+``MtpHead``        "deepseek": transformers, once it is added to its target
+``QwenMtpHead``    "qwen": none
+=================  =================================================================
+
+vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
+``bench``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
+
+EAGLE and EAGLE-3 heads in the layouts that are published.
+
+SafeAILab's describes the layer at the top level of config.json; speculators' in
+``transformer_layer_config``. Which loaders were run on them: see ``head_export``.
+
+Multi-token prediction modules in the layouts that are published: the inverse of reading them.
+
+"deepseek" and "qwen" have the target's own config.json, with the number of modules in it, and only
+the tensors of the modules: as a folder of its own, or to be added to the target's. speculators' own
+layout is not written: no engine loads it before its modules are put back into the target.
+
+What a saved draft head consists of, and the parts of config.json that all layouts share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.eagle import EagleHead
+from guided_spec.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from guided_spec.models.heads.loading import forget_head
+from guided_spec.models.heads.mtp import OWN_NAMES, MtpHead, QwenMtpHead
+from guided_spec.models.heads.weights import check_tensors, split_experts
+from guided_spec.models.target import TargetEnds, TargetLayers
+
+__all__ = [
+    "Embedding",
+    "HeadFiles",
+    "SaveKeywords",
+    "SaveOptions",
+    "architectures_of",
+    "dtype_name",
+    "eagle3_safeailab",
+    "eagle3_speculators",
+    "eagle_safeailab",
+    "head_layouts",
+    "mtp_deepseek",
+    "mtp_qwen",
+    "rope_fields",
+    "save_head",
+    "speculators_config",
+]
+
+Embedding = Literal["auto", "omit", "copy"]
+
+# The release whose files these are.
+SPECULATORS_VERSION = "0.9.0"
+
+
+class HeadFiles(NamedTuple):
+    """config: of config.json. tensors: of model.safetensors, by the names of the layout.
+
+    exact: parts of names of tensors that keep their dtype.
+    """
+
+    config: dict[str, Any]
+    tensors: dict[str, Tensor]
+    exact: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a head is written.
+
+    dtype: of its weights. speculative_tokens: how many to draft, which layouts of speculators tell
+    the engine. embedding: "copy" writes what the head borrows of the target, its embedding and
+    where the layout has a place for it the output head; "omit" leaves it out, which is smaller;
+    "auto" writes it where the layout's own loader does not take it from the target.
+
+    Raises ConfigError, naming the option, for a value that cannot be.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    speculative_tokens: int = 5
+    embedding: Embedding = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
+            fix = "must be torch.bfloat16, torch.float16 or torch.float32"
+            raise ConfigError("dtype", self.dtype, fix)
+        if self.speculative_tokens < 1:
+            raise ConfigError("speculative_tokens", self.speculative_tokens, "must be at least 1")
+        if self.embedding not in get_args(Embedding):
+            raise ConfigError("embedding", self.embedding, "must be 'auto', 'omit' or 'copy'")
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The fields of ``SaveOptions`` as keyword arguments."""
+
+    dtype: torch.dtype
+    speculative_tokens: int
+    embedding: Embedding
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As config.json has it: "bfloat16"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def architectures_of(target: PreTrainedModel) -> list[str]:
+    """The class names in the target's config.json."""
+    found: list[str] | None = target.config.architectures
+    return found or [type(target).__name__]
+
+
+def rope_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """A rotary embedding as transformers 5 reads it, and as earlier releases and engines do.
+
+    parameters: ``rope_parameters`` of a configuration, the same for all layers.
+    """
+    kept = dict(parameters)
+    scaling = {name: value for name, value in kept.items() if name != "rope_theta"}
+    is_plain = scaling.get("rope_type", "default") == "default"
+    return {
+        "rope_parameters": kept,
+        "rope_theta": kept.get("rope_theta", 10000.0),
+        "rope_scaling": None if is_plain else scaling,
+    }
+
+
+def speculators_config(target: PreTrainedModel, options: SaveOptions) -> dict[str, Any]:
+    """The two keys by which speculators and vLLM know how to draft, and for which target.
+
+    Raises ConfigError for a target that was not loaded from a folder or the hub.
+    """
+    path = getattr(target.config, "name_or_path", None)
+    if not path:
+        fix = (
+            "must have been loaded from a folder or a hub id, which this layout names; load it "
+            "so, or set target.config.name_or_path"
+        )
+        raise ConfigError("target.config.name_or_path", path, fix)
+    method = {
+        "proposal_type": "greedy",
+        "speculative_tokens": options.speculative_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [method],
+            "verifier": {"name_or_path": str(path), "architectures": architectures_of(target)},
+        },
+    }
+
+
+Tensors = Mapping[str, Tensor]
+
+SIZES = (
+    "model_type",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "vocab_size",
+)
+WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
+SLIDING = "sliding_attention"
+
+
+def eagle_safeailab(
+    head: EagleHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """``fc``, ``layers.{i}`` and perhaps ``embed_tokens``; config.json of a Llama."""
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        **_layer_fields(head.config, tensors),
+        "bias": "fc.bias" in tensors,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(options.dtype),
+    }
+    return HeadFiles(config, _with_embedding(tensors, target, options, head.hidden_size))
+
+
+def eagle3_safeailab(
+    head: Eagle3Head, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """``midlayer``, ``d2t`` as offsets, ``t2d``; the hidden states under the keys of both dialects.
+
+    Raises ModelError for layers that engines would read as plain Llama's.
+    """
+    layout, kind = head.layout, head.config.model_type
+    if kind != "llama":
+        raise _refusal("safeailab", f"layers of Llama, found {kind}", "speculators")
+    if SLIDING in (getattr(head.config, "layer_types", None) or ()):
+        raise _refusal("safeailab", "layers without windows, found sliding ones", "speculators")
+    flags = {name: getattr(layout, name) for name in ("norm_before_fc", "norm_before_residual")}
+    # SpecForge takes norm_output for something else, which it does by default: only where it is on.
+    flags |= {name: True for name in ("fc_norm", "norm_output") if getattr(layout, name)}
+    eagle: dict[str, Any] = {
+        "use_aux_hidden_state": layout.use_aux_hidden_state,
+        "norm_before_fc": layout.norm_before_fc,
+    }
+    if layout.use_aux_hidden_state:
+        # Here SGLang and SpecForge count the outputs of layers; at the top level vLLM their inputs.
+        eagle[LAYER_IDS] = [index - 1 for index in layout.aux_hidden_layers]
+        flags[LAYER_IDS] = [*layout.aux_hidden_layers]
+    config = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **_layer_fields(head.config, tensors),
+        "draft_vocab_size": layout.draft_vocab_size,
+        "target_hidden_size": layout.target_hidden_size,
+        **flags,
+        "eagle_config": eagle,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype_name(options.dtype),
+    }
+    complete = _complete_eagle3(head, tensors, target, options)
+    renamed = {name.replace("layers.0.", "midlayer."): t for name, t in complete.items()}
+    return HeadFiles(config, renamed)
+
+
+def eagle3_speculators(
+    head: Eagle3Head, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """What ``Eagle3DraftModel.from_pretrained`` of speculators 0.9 reads.
+
+    Embedding and output head are always there. speculators takes those that are missing from the
+    verifier only if the memory it finds in their place happens to hold a NaN. Raises ModelError
+    for a head that speculators has no words for, and for embedding="omit".
+    """
+    layout = head.layout
+    if options.embedding == "omit":
+        raise ModelError(
+            "embedding='omit': speculators does not reliably take them from the verifier; pass "
+            "'auto', or layout='safeailab'"
+        )
+    if not layout.use_aux_hidden_state:
+        raise _refusal("speculators", "a head with an fc, found none", "safeailab")
+    if layout.target_hidden_size != head.hidden_size:
+        found = f"{head.hidden_size} of {layout.target_hidden_size}"
+        raise _refusal("speculators", f"a head as wide as its target, found {found}", "safeailab")
+    if any(name.endswith(".bias") for name in tensors):
+        raise _refusal("speculators", "a head without biases, found some", "safeailab")
+    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+    config = {
+        "architectures": ["Eagle3DraftModel"],
+        "speculators_model_type": "eagle3",
+        **speculators_config(target, options),
+        "draft_vocab_size": layout.draft_vocab_size,
+        "target_hidden_size": None,
+        LAYER_IDS: [*layout.aux_hidden_layers],
+        **{name: getattr(layout, name) for name in flags},
+        "embed_requires_grad": False,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(options.dtype),
+        "transformer_layer_config": {
+            **_layer_fields(head.config, tensors),
+            "tie_word_embeddings": False,
+        },
+    }
+    complete = replace(options, embedding="copy")
+    return HeadFiles(config, _complete_eagle3(head, tensors, target, complete))
+
+
+def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
+    """What ``head_config.build_head_config`` reads, and what engines ask about biases."""
+    fields = {name: getattr(config, name) for name in SIZES}
+    if SLIDING in (getattr(config, "layer_types", None) or ()):
+        fields |= {name: getattr(config, name) for name in WINDOWS if hasattr(config, name)}
+    has_bias = any(name.endswith("self_attn.q_proj.bias") for name in tensors)
+    rope = rope_fields(config.rope_parameters)
+    return {**fields, **rope, "attention_bias": has_bias, "mlp_bias": False}
+
+
+def _complete_eagle3(
+    head: Eagle3Head, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> dict[str, Tensor]:
+    complete = _with_embedding(tensors, target, options, head.hidden_size)
+    if options.embedding == "copy" and "lm_head.weight" not in complete:
+        complete["lm_head.weight"] = _borrowed(
+            TargetEnds(target).output_rows(None, head.hidden_size), "output head"
+        )
+    if head.vocabulary is not None:
+        complete |= head.vocabulary.tensors()._asdict()
+    return complete
+
+
+def _with_embedding(
+    tensors: Tensors, target: PreTrainedModel, options: SaveOptions, width: int
+) -> dict[str, Tensor]:
+    complete = dict(tensors)
+    if options.embedding == "copy" and "embed_tokens.weight" not in complete:
+        rows = TargetEnds(target).embedding_rows(width)
+        complete["embed_tokens.weight"] = _borrowed(rows, "embedding")
+    return complete
+
+
+def _borrowed(rows: Tensor | None, what: str) -> Tensor:
+    if rows is None:
+        raise ModelError(
+            f"embedding='copy': expected plain weights of the target's {what}, found others; save "
+            "it as 'safeailab', with embedding='omit'"
+        )
+    return rows
+
+
+def _refusal(layout: str, problem: str, other: str) -> ModelError:
+    return ModelError(f"layout={layout!r}: it needs {problem}; save it as {other!r}")
+
+
+# Of a whole model as it was loaded; a head is none of that.
+DROPPED = ("_name_or_path", "quantization_config", "transformers_version")
+
+
+def mtp_deepseek(
+    head: MtpHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """``model.layers.{N + i}.*`` of a target of N layers, experts one by one.
+
+    With embedding="copy" each module has its ``embed_tokens`` and ``shared_head.head``, as
+    published ones have.
+    """
+    kind = TargetLayers(target)
+    first: int = kind.config.num_hidden_layers
+    own = {inner: outer for outer, inner in OWN_NAMES.items()}
+    named = {}
+    for name, tensor in split_experts(dict(tensors)).items():
+        _, number, rest = name.split(".", 2)
+        prefix = next((inner for inner in own if rest.startswith(inner)), "mtp_block.")
+        stem = own.get(prefix, "") + rest.removeprefix(prefix)
+        named[f"model.layers.{first + int(number)}.{stem}"] = tensor
+    if options.embedding == "copy":
+        ends = _ends(target, head.hidden_size)
+        for module in range(head.num_modules):
+            layer = f"model.layers.{first + module}."
+            named[f"{layer}embed_tokens.weight"] = ends["embed_tokens.weight"]
+            named[f"{layer}shared_head.head.weight"] = ends["lm_head.weight"]
+    config = _target_config(target, options, "num_nextn_predict_layers", head.num_modules)
+    return HeadFiles(config, named, frozenset(kind.exact))
+
+
+def mtp_qwen(
+    head: QwenMtpHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """``mtp.*``, experts one by one.
+
+    With embedding="copy" the target's ``model.embed_tokens`` and ``lm_head`` are there too.
+    """
+    named = {f"mtp.{name}": tensor for name, tensor in split_experts(dict(tensors)).items()}
+    if options.embedding == "copy":
+        ends = _ends(target, head.hidden_size)
+        named["model.embed_tokens.weight"] = ends["embed_tokens.weight"]
+        named["lm_head.weight"] = ends["lm_head.weight"]
+    config = _target_config(target, options, "mtp_num_hidden_layers", head.num_modules)
+    return HeadFiles(config, named, frozenset(TargetLayers(target).exact))
+
+
+def _target_config(
+    target: PreTrainedModel, options: SaveOptions, count: str, num_modules: int
+) -> dict[str, Any]:
+    config = {
+        **_plain(target.config),
+        "architectures": architectures_of(target),
+        "dtype": dtype_name(options.dtype),
+    }
+    config.get("text_config", config)[count] = num_modules
+    return config
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    """What config.json says of a model whose weights are not quantized."""
+    values = {name: v for name, v in config.to_diff_dict().items() if name not in DROPPED}
+    rope = getattr(config, "rope_parameters", None) or {}
+    if "rope_theta" in rope:  # not one for each type of layer
+        values |= rope_fields(rope)
+    return {"model_type": config.model_type, **values}
+
+
+def _ends(target: PreTrainedModel, width: int) -> dict[str, Tensor]:
+    ends = TargetEnds(target)
+    rows = {
+        "embed_tokens.weight": ends.embedding_rows(width),
+        "lm_head.weight": ends.output_rows(None, width),
+    }
+    found = {name: tensor for name, tensor in rows.items() if tensor is not None}
+    if len(found) < len(rows):
+        raise ModelError(
+            "embedding='copy': expected plain weights of the target's embedding and output head, "
+            "found others; pass embedding='omit'"
+        )
+    return found
+
+
+Describe = Callable[[Any, Mapping[str, Tensor], PreTrainedModel, SaveOptions], HeadFiles]
+
+# The first is the one to choose where nothing speaks for another.
+LAYOUTS: dict[type[nn.Module], dict[str, Describe]] = {
+    EagleHead: {"safeailab": eagle_safeailab},
+    Eagle3Head: {"speculators": eagle3_speculators, "safeailab": eagle3_safeailab},
+    MtpHead: {"deepseek": mtp_deepseek},
+    QwenMtpHead: {"qwen": mtp_qwen},
+}
+
+
+def head_layouts(head: DraftHead) -> tuple[str, ...]:
+    """The layouts that heads of this kind can be written in, the usual one first.
+
+    Raises ModelError for a head of another package.
+    """
+    return tuple(_find_layouts(head))
+
+
+def save_head(
+    head: DraftHead,
+    folder: str | Path,
+    *,
+    layout: str,
+    target: PreTrainedModel,
+    tensors: Mapping[str, Tensor] | None = None,
+    **options: Unpack[SaveKeywords],
+) -> Path:
+    """Write config.json and model.safetensors into ``folder``, which is made; returns it.
+
+    head: of this package; not changed. layout: one of ``head_layouts``. target: what the head was
+        made for; its config and, where ``options`` ask for it, its embedding are written.
+    tensors: the state dict to write instead of the head's own, under the same names, in any dtype
+        and on any device: gathered from a run that spreads the head over devices.
+    options: fields of ``SaveOptions``: ``speculative_tokens``, ``dtype``, ``embedding``.
+
+    Router biases stay float32. Raises ConfigError for a layout that this kind of head does not
+    have and for a target without a name where the layout wants one; ModelError for tensors that
+    do not fit the head, listing them, and for what a layout cannot say of this head.
+    """
+    layouts, module = _find_layouts(head), _as_module(head)
+    if layout not in layouts:
+        fix = f"must be {' or '.join(map(repr, layouts))} for {type(head).__name__}"
+        raise ConfigError("layout", layout, fix)
+    chosen, expected = SaveOptions(**options), module.state_dict()
+    stored = expected if tensors is None else dict(tensors)
+    check_tensors(expected, stored, "tensors=")
+    files = layouts[layout](head, stored, target, chosen)
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    save_file(
+        {name: _store(name, tensor, files, chosen) for name, tensor in files.tensors.items()},
+        path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
+    config = json.dumps(files.config, indent=2, sort_keys=True)
+    (path / "config.json").write_text(f"{config}\n", encoding="utf-8")
+    forget_head(path, target)
+    return path
+
+
+def _find_layouts(head: DraftHead) -> dict[str, Describe]:
+    for kind, layouts in LAYOUTS.items():
+        if isinstance(head, kind):
+            return layouts
+    known = ", ".join(kind.__name__ for kind in LAYOUTS)
+    raise ModelError(f"head={type(head).__name__}: expected one of {known}; write it yourself")
+
+
+def _as_module(head: DraftHead) -> nn.Module:
+    module: Any = head
+    found: nn.Module = module
+    return found
+
+
+def _store(name: str, tensor: Tensor, files: HeadFiles, options: SaveOptions) -> Tensor:
+    """A copy on the CPU in memory of its own, as safetensors wants it."""
+    is_exact = any(fragment in name for fragment in files.exact)
+    dtype = tensor.dtype
+    if tensor.is_floating_point():
+        dtype = torch.float32 if is_exact else options.dtype
+    stored = torch.empty(tensor.shape, dtype=dtype)
+    return stored.copy_(tensor.detach())

@@ -1,0 +1,322 @@
+"""Multi-token prediction modules as of DeepSeek-V3, R1 and V3.2, GLM-4.5 and GLM-4.5-Air.
+
+Section 2.2 of DeepSeek-V3's report (arXiv:2412.19437). With N layers in the target, its checkpoint
+holds module i as ``model.layers.{N + i}.*``: ``enorm``, ``hnorm``, ``eh_proj``,
+``shared_head.norm``, the weights of one decoder layer, and copies of the target's embedding and
+output layer, which are not read. ``MtpHead.fresh`` makes such modules of any target's layers.
+
+Multi-token prediction modules as of Qwen3-Next, Qwen3.5 and Qwen3.5-MoE.
+
+Their checkpoints hold it as ``mtp.*``: ``pre_fc_norm_embedding``, ``pre_fc_norm_hidden``, ``fc``,
+``layers.{i}.*`` and ``norm``. transformers skips these when it loads a model. What speculators
+saves for such a module differs only in its names, and is read too. ``QwenMtpHead.fresh`` makes such
+modules of any target's layers.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpLayer
+
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.config import Initialize, copy_layers, start_modules
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.weights import check_quantization, fill_head, read_tensors
+from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
+
+__all__ = ["OWN_NAMES", "MtpHead", "QwenMtpHead"]
+
+# What a module holds besides its decoder layer, and what transformers' MtpLayer calls it.
+OWN_NAMES = {
+    "enorm.": "enorm.",
+    "hnorm.": "hnorm.",
+    "eh_proj.": "eh_proj.",
+    "shared_head.norm.": "post_norm.",
+}
+# Copies of what the target has, and a buffer that old checkpoints hold.
+UNREAD = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+
+
+class MtpHead(nn.Module):
+    """L modules, run by transformers' ``MtpLayer``; see ``DraftHead`` for its attributes.
+
+    With token embedding e and hidden state h, of the target's last layer after its final norm::
+
+        y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
+
+    h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
+    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
+    not, and it is one key of a text.
+    """
+
+    aux_hidden_layers: tuple[int, ...] = (-1,)
+    vocabulary: DraftVocabulary | None = None
+
+    def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
+        """Modules with weights not yet set, on torch's current default device."""
+        super().__init__()
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        self.config: Any = cut_config(self._kind, num_modules)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_modules = num_modules
+        types = getattr(self.config, "layer_types", None)
+        self._layer_types: list[str] = types or ["full_attention"] * num_modules
+        classes = self._kind.layer_class, self._kind.norm_class
+        self.layers = nn.ModuleList(MtpLayer(self.config, *classes, i) for i in range(num_modules))
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead:
+        """The modules in the target's own checkpoint, on the target's device and in its dtype.
+
+        Nothing else of the checkpoint is read. The head borrows the target's embedding, rotary
+        embedding and output layer; it is in eval mode, and its weights take no gradient.
+
+        Raises ModelError, listing what was expected and found, when the checkpoint has no such
+        modules, belongs to another target, or is quantized in a way that cannot be read.
+        """
+        check_quantization(checkpoint.config, checkpoint.source)
+        first: int = target.config.get_text_config(decoder=True).num_hidden_layers
+        num_modules = _count_modules(checkpoint)
+        names = _module_names(checkpoint, first, num_modules)
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        exact = TargetLayers(target).exact
+        source = checkpoint.source
+        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
+    ) -> MtpHead:
+        """New modules to be trained, on the target's device, in float32 and in train mode.
+
+        initialize: "target" starts their decoder layers as the target's last one, where that
+        attends and is not quantized; "random" does not. The rest is drawn from torch's generator
+        as the target's class draws its own.
+
+        Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
+        not run alone.
+        """
+        if num_modules < 1:
+            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        head = start_modules(lambda: cls(target, num_modules), target)
+        blocks: list[Any] = [*head.layers]
+        copy_layers([layer.mtp_block for layer in blocks], head._kind, initialize)
+        return head
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
+        first: Any = self.layers[0]
+        return hidden_states.to(first.eh_proj.weight.dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead``: [B, T, H] after the module's norm."""
+        output: Tensor = self.layers[module](
+            self._ends.embed(token_ids).to(hidden.dtype),
+            hidden,
+            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+        )
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's output layer."""
+        return self._ends.logits(hidden)
+
+
+def _count_modules(checkpoint: Checkpoint) -> int:
+    config = checkpoint.config.get("text_config", checkpoint.config)
+    count = config.get("num_nextn_predict_layers")
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: config.json: expected num_nextn_predict_layers of "
+            f"at least 1, found {count}; pass a checkpoint that has MTP modules"
+        )
+    return count
+
+
+def _module_names(checkpoint: Checkpoint, first: int, count: int) -> dict[str, str]:
+    """The head's name of each tensor of layers ``first`` to ``first + count - 1`` to be read."""
+    names = {}
+    for module in range(count):
+        prefix = f"model.layers.{first + module}."
+        found = [name.removeprefix(prefix) for name in checkpoint.matching(prefix)]
+        if not found:
+            layers = {name.split(".")[2] for name in checkpoint.matching("model.layers.")}
+            listed = ", ".join(sorted(layers, key=int)) or "none"
+            raise ModelError(
+                f"checkpoint={checkpoint.source!r}: expected an MTP module as {prefix}*, behind "
+                f"the {first} layers of the target, found layers {listed}; "
+                "pass a checkpoint that was saved with its MTP modules"
+            )
+        kept = [name for name in found if not name.startswith(UNREAD)]
+        names.update({prefix + name: f"layers.{module}.{_rename(name)}" for name in kept})
+    return names
+
+
+def _rename(name: str) -> str:
+    """The name in an MtpLayer, where what is not the module's own belongs to its decoder layer."""
+    for prefix, renamed in OWN_NAMES.items():
+        if name.startswith(prefix):
+            return renamed + name.removeprefix(prefix)
+    return f"mtp_block.{name}"
+
+
+# Prefixes of names, and what they are here: the first that fits counts.
+PUBLISHED_NAMES = {"mtp.": ""}
+SPECULATORS_NAMES = {
+    "mtp_layers.0.token_layernorm.": "pre_fc_norm_embedding.",
+    "mtp_layers.0.hidden_layernorm.": "pre_fc_norm_hidden.",
+    "mtp_layers.0.input_proj.": "fc.",
+    "mtp_layers.0.final_layernorm.": "norm.",
+    "mtp_layers.": "layers.",
+}
+
+
+class QwenMtpHead(nn.Module):
+    """Decoder layers of the target's kind between a projection and a norm; see ``DraftHead``.
+
+    With token embedding e and hidden state h, of the target's last layer after its final norm::
+
+        x = fc([pre_fc_norm_embedding(e); pre_fc_norm_hidden(h)])
+        h' = norm(layer(x));   logits = output(h')
+
+    h' is also what the next pass takes. The norms are of the target's class; Qwen's scale
+    by 1 + weight. Embedding, rotary embedding and output layer are the target's. The equations are
+    those of the serving engines (vLLM ``qwen3_next_mtp``, SGLang ``qwen3_next_mtp``).
+    """
+
+    aux_hidden_layers: tuple[int, ...] = (-1,)
+    vocabulary: DraftVocabulary | None = None
+
+    def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
+        """Modules with weights not yet set, on torch's current default device."""
+        super().__init__()
+        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
+        self.config: Any = cut_config(self._kind, num_modules)
+        self.hidden_size: int = self.config.hidden_size
+        self.num_modules = num_modules
+        types = getattr(self.config, "layer_types", None)
+        self._layer_types: list[str] = types or ["full_attention"] * num_modules
+        layer_class, norm_class = self._kind.layer_class, self._kind.norm_class
+        width, eps = self.hidden_size, self.config.rms_norm_eps
+        self.pre_fc_norm_embedding = norm_class(width, eps=eps)
+        self.pre_fc_norm_hidden = norm_class(width, eps=eps)
+        self.fc = nn.Linear(2 * width, width, bias=False)
+        self.layers = nn.ModuleList(layer_class(self.config, i) for i in range(num_modules))
+        self.norm = norm_class(width, eps=eps)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> QwenMtpHead:
+        """The module in the target's own checkpoint, or in one of speculators.
+
+        It is on the target's device and in its dtype, in eval mode, and its weights take no
+        gradient. Nothing else of the checkpoint is read.
+
+        Raises ModelError, listing what was expected and found, when the checkpoint has no such
+        module, belongs to another target, or is quantized in a way that cannot be read.
+        """
+        check_quantization(checkpoint.config, checkpoint.source)
+        num_modules = _count_qwen_modules(checkpoint)
+        names = _qwen_names(checkpoint)
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        exact = TargetLayers(target).exact
+        source = checkpoint.source
+        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
+    ) -> QwenMtpHead:
+        """New modules to be trained, on the target's device, in float32 and in train mode.
+
+        initialize: "target" starts their decoder layers as the target's last one, where that
+        attends and is not quantized; "random" does not. The rest is drawn from torch's generator
+        as the target's class draws its own.
+
+        Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
+        not run alone.
+        """
+        if num_modules < 1:
+            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        head = start_modules(lambda: cls(target, num_modules), target)
+        copy_layers(head.layers, head._kind, initialize)
+        return head
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
+        return hidden_states.to(self.fc.weight.dtype)
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        *,
+        module: int,
+        position_ids: Tensor,
+        attention_mask: Any,
+        past_key_values: Any,
+    ) -> Tensor:
+        """See ``DraftHead``: [B, T, H] after the last norm, which all modules share."""
+        embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids).to(hidden.dtype))
+        states = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
+        states = self.layers[module](
+            states,
+            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+        )
+        output: Tensor = self.norm(states)
+        return output
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's output layer."""
+        return self._ends.logits(hidden)
+
+
+def _count_qwen_modules(checkpoint: Checkpoint) -> int:
+    """As many as the configuration says; Qwen3-Next's does not, and has one."""
+    config = checkpoint.config.get("text_config", checkpoint.config)
+    default = config.get("num_nextn_predict_layers", 1)
+    count = config.get("mtp_num_hidden_layers", default)
+    if not isinstance(count, int) or count < 1:
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: config.json: expected mtp_num_hidden_layers of at "
+            f"least 1, found {count}; pass a checkpoint that has an MTP module"
+        )
+    return count
+
+
+def _qwen_names(checkpoint: Checkpoint) -> dict[str, str]:
+    """The head's name of each tensor to be read, by its name in the checkpoint."""
+    published = dict.fromkeys(checkpoint.matching("mtp."), PUBLISHED_NAMES)
+    saved = dict.fromkeys(checkpoint.matching("mtp_layers."), SPECULATORS_NAMES)
+    if not published and not saved:
+        parts = sorted({name.split(".")[0] for name in checkpoint.names})
+        raise ModelError(
+            f"checkpoint={checkpoint.source!r}: expected an MTP module as mtp.*, or mtp_layers.* "
+            f"in one of speculators, found only {', '.join(f'{part}.*' for part in parts)}; pass a "
+            "checkpoint that was saved with its MTP module"
+        )
+    return {name: _renamed(name, table) for name, table in (published or saved).items()}
+
+
+def _renamed(name: str, table: dict[str, str]) -> str:
+    prefix = next(prefix for prefix in table if name.startswith(prefix))
+    return table[prefix] + name.removeprefix(prefix)

@@ -1,0 +1,278 @@
+"""A draft head over KV slots: it reads verified tokens, then walks along a draft.
+
+Keys and values of verified tokens are always computed from the *target's* hidden states. What a
+draft leaves behind them is computed from the head's own output and overwritten by the next read:
+"training-time test" of EAGLE-3 (arXiv:2503.01840) trains for that, and MTP heads are served so.
+
+With several modules (DeepSeek-V3's report, arXiv:2412.19437, section 2.2) module j predicts one
+token further: at position i it pairs the output of module j - 1 at i with token i + j + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.packed.graph_pool import pad_ids
+from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
+
+__all__ = ["SlotHead", "SlotRoom"]
+
+
+class SlotRoom(NamedTuple):
+    """How much a head over slots holds.
+
+    num_slots: texts at a time. max_length: tokens of a text.
+    piece: tokens of one reading forward at most, over all its rows.
+    """
+
+    num_slots: int
+    max_length: int
+    piece: int = 1024
+
+
+class SlotHead:
+    """A head, its KV cache, and where each slot stands.
+
+    room: how much it can hold. device, dtype: of the head.
+
+    Runs one token through every module, into no slot, which allocates the slots' memory. Raises
+    ModelError when the head's layers cannot run over slots.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self,
+        head: DraftHead,
+        room: SlotRoom,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        self.head = head
+        num_slots, max_length, self._piece = room
+        self.max_length = max_length
+        self._device, self._dtype = device, dtype
+        self._run: Any = head
+        self._cache = SlotCache(head.config, num_slots=num_slots, max_length=max_length)
+        self._masks = MaskBuilder(head.config, self._cache.layer_types, self._cache.windows)
+        self._lengths = [0] * num_slots  # verified positions read
+        self._depths = [0] * num_slots  # draft tokens walked behind them
+        depth, width = head.num_modules, head.hidden_size
+        # Each module's output at the last position it has read.
+        self._last = torch.zeros(depth, num_slots, width, device=device, dtype=dtype)
+        self._hidden = torch.zeros(num_slots, width, device=device, dtype=dtype)
+        # The draft so far, as modules behind the first need it: tokens, and the outputs for them.
+        self._tokens = torch.zeros(num_slots, depth, device=device, dtype=torch.int64)
+        self._trail = torch.zeros(num_slots, depth, width, device=device, dtype=dtype)
+        self._marked = (self._hidden.clone(), self._trail.clone())
+        self._marks = [0] * num_slots
+        self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
+        for module in range(depth):
+            self._forward(
+                self._tokens[:1, :1], self._trail[:1, :1], module, StepRows([0], [0], [0])
+            )
+
+    def length(self, slot: int) -> int:
+        """Verified positions that were read into the slot; 0: nothing to draft from."""
+        return self._lengths[slot]
+
+    def depth(self, slot: int) -> int:
+        """Draft tokens walked behind the verified ones."""
+        return self._depths[slot]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty the slots."""
+        for slot in slots:
+            self._lengths[slot] = self._depths[slot] = self._marks[slot] = 0
+
+    @torch.inference_mode()
+    def mark(self, slots: Sequence[int]) -> None:
+        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        index = self._index(slots)
+        for kept, state in zip(self._marked, (self._hidden, self._trail), strict=True):
+            kept[index] = state[index]
+        for slot in slots:
+            self._marks[slot] = self._depths[slot]
+
+    @torch.inference_mode()
+    def rewind(self, slots: Sequence[int]) -> None:
+        """Take the slots' drafts back to their marks."""
+        slots = [slot for slot in slots if self._depths[slot] != self._marks[slot]]
+        if not slots:
+            return
+        index = self._index(slots)
+        for kept, state in zip(self._marked, (self._hidden, self._trail), strict=True):
+            state[index] = kept[index]
+        for slot in slots:
+            self._depths[slot] = self._marks[slot]
+
+    @torch.inference_mode()
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None:
+        """Read verified tokens; a draft walked before is forgotten.
+
+        tokens: [R] lists, n >= 1 each: the tokens *after* the positions. states: [R] hidden states
+        of the target at the positions, [n, len(aux_hidden_layers) * H_target].
+        """
+        for slot in slots:
+            self._depths[slot] = 0
+        left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
+        while left:
+            width = max(1, self._piece // len(left))
+            for group in self._alike([slot for slot, _, _ in left]):
+                rows = [left[i] for i in group]
+                self._read_piece(
+                    [slot for slot, _, _ in rows],
+                    [row[:width] for _, row, _ in rows],
+                    [state[:width] for _, _, state in rows],
+                )
+            left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
+        self.mark(slots)
+
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
+        """Make ``destinations`` hold what was read into ``source``, without a draft."""
+        length = self._lengths[source]
+        self._cache.copy_slot(source, destinations, length)
+        index = self._index(destinations)
+        self._last[:, index] = self._last[:, source].unsqueeze(1).clone()
+        self._hidden[index] = self._hidden[source].clone()
+        for slot in destinations:
+            self._lengths[slot], self._depths[slot] = length, 0
+        self.mark(destinations)
+
+    @torch.inference_mode()
+    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+        """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
+        modules = self.head.num_modules
+        # Which module runs, and how many of its places lie before the text's start.
+        keys = [self._next_module(slot) for slot in slots]
+        for module, skip in sorted(set(keys)):
+            rows = [row for row, key in enumerate(keys) if key == (module, skip)]
+            chosen = [slots[row] for row in rows]
+            tokens = token_ids
+            if len(rows) < len(slots):
+                tokens = token_ids[torch.tensor(rows).to(self._device, non_blocking=True)]
+            if module < modules:
+                self._walk_module(module, skip, chosen, tokens)
+            else:
+                self._walk_recycled(chosen, tokens)
+            for slot in chosen:
+                self._depths[slot] += 1
+
+    @torch.inference_mode()
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        """[R, D]: the scores of the token that follows each slot's draft."""
+        return self.head.logits(self._hidden[self._index(slots)])
+
+    def _next_module(self, slot: int) -> tuple[int, int]:
+        module = self._depths[slot] + 1
+        if module >= self.head.num_modules:
+            return self.head.num_modules, 0
+        return module, max(0, module - self._lengths[slot])
+
+    def _alike(self, slots: list[int]) -> list[list[int]]:
+        """Row numbers in groups whose modules skip equally many tokens at a text's start."""
+        keys = [min(self._lengths[slot], self.head.num_modules - 1) for slot in slots]
+        return [[i for i, k in enumerate(keys) if k == key] for key in sorted(set(keys))]
+
+    def _read_piece(
+        self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]
+    ) -> None:
+        index, counts = self._index(slots), [len(row) for row in tokens]
+        starts, width = [self._lengths[slot] for slot in slots], max(counts)
+        ids = pad_ids(tokens, width)
+        ids = ids.to(self._device, non_blocking=True)
+        padded = pad_sequence(list(states), batch_first=True)  # [R, width, X]
+        hidden = self.head.features(padded.to(self._device, self._dtype))
+        last: list[Tensor] = []
+        for module in range(self.head.num_modules):
+            skip = max(0, module - starts[0])  # the same for all: see _alike
+            if module > 0:
+                # The output of the module before, one position later than where this one reads.
+                before = self._last[module - 1, index].unsqueeze(1)
+                hidden = hidden[:, :-1] if skip else torch.cat([before, hidden[:, :-1]], 1)
+            if width <= skip:
+                break  # the text is still too short for this module
+            fed = [max(0, count - skip) for count in counts]
+            places = [max(0, start - module) for start in starts]
+            hidden = self._forward(ids[:, skip:], hidden, module, StepRows(slots, places, fed))
+            last.append(_at(hidden, fed))
+        self._last[: len(last), index] = torch.stack(last)
+        self._hidden[index] = last[0]
+        for slot, count in zip(slots, counts, strict=True):
+            self._lengths[slot] += count
+
+    def _walk_recycled(self, slots: list[int], token_ids: Tensor) -> None:
+        """One token through the last module, fed with its own output."""
+        index, last = self._index(slots), self.head.num_modules - 1
+        # It has been fed up to the last verified position by then, whatever number it has.
+        starts = [self._lengths[slot] + self._depths[slot] - last for slot in slots]
+        hidden = self._hidden[index].unsqueeze(1)
+        rows = StepRows(slots, starts, [1] * len(slots))
+        self._hidden[index] = self._forward(token_ids.unsqueeze(1), hidden, last, rows)[:, 0]
+
+    def _walk_module(self, module: int, skip: int, slots: list[int], token_ids: Tensor) -> None:
+        """The next module over the whole draft, ``module`` tokens, up to the last position read.
+
+        skip: tokens at the front that would belong to positions before the text's start.
+        """
+        index = self._index(slots)
+        self._tokens[index, module - 1] = token_ids
+        before = self._last[module - 1, index].unsqueeze(1)
+        hidden = torch.cat([before, self._trail[index, : module - 1]], 1)[:, skip:]
+        starts = [max(0, self._lengths[slot] - module) for slot in slots]
+        rows = StepRows(slots, starts, [module - skip] * len(slots))
+        hidden = self._forward(self._tokens[index, skip:module], hidden, module, rows)
+        self._trail[index, skip:module] = hidden
+        self._hidden[index] = hidden[:, -1]
+
+    def _forward(self, token_ids: Tensor, hidden: Tensor, module: int, rows: StepRows) -> Tensor:
+        plan = StepPlan(
+            rows.slots,
+            rows.starts,
+            rows.counts,
+            num_tokens=token_ids.shape[1],
+            max_length=self.max_length,
+        )
+        self._cache.begin(plan)
+        positions = plan.positions(self._device)
+        with shape_free_kernels():
+            output: Tensor = self._run(
+                token_ids,
+                hidden,
+                module=module,
+                position_ids=positions,
+                attention_mask=self._masks.build(positions, plan.view, self._dtype),
+                past_key_values=self._cache,
+            )
+        return output
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        key = tuple(slots)
+        if self._indexed is None or self._indexed[0] != key:
+            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+        return self._indexed[1]
+
+
+class StepRows(NamedTuple):
+    """[R] slots, tokens already in each, and real tokens fed to each."""
+
+    slots: list[int]
+    starts: list[int]
+    counts: list[int]
+
+
+def _at(hidden: Tensor, counts: Sequence[int]) -> Tensor:
+    """[R, H]: of hidden [R, T, H] each row's last real token."""
+    last = torch.tensor([max(count, 1) - 1 for count in counts])
+    index = last.to(hidden.device, non_blocking=True).view(-1, 1, 1)
+    return hidden.gather(1, index.expand(-1, 1, hidden.shape[2])).squeeze(1)

@@ -1,0 +1,302 @@
+"""Filling a draft head with the tensors of a checkpoint, and refusing those that do not fit.
+
+Mixture-of-experts weights: one tensor an expert, as published, and one for all of them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+
+__all__ = [
+    "allocate",
+    "check_quantization",
+    "check_tensors",
+    "dequantize",
+    "fill_head",
+    "follow_biases",
+    "fuse_experts",
+    "load_tensors",
+    "read_tensors",
+    "split_experts",
+]
+
+EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+FUSED = re.compile(r"(.+\.experts)\.gate_up_proj")
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+# projection: expert: tensor
+Experts = dict[str, dict[int, Tensor]]
+
+
+def fuse_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights with the experts of each layer stacked, as transformers' modules hold them.
+
+    tensors: by name; not changed. ``X.experts.{e}.gate_proj.weight`` [I, H], ``up_proj`` [I, H] and
+    ``down_proj`` [H, I] of the experts 0 to E - 1 become ``X.experts.gate_up_proj`` [E, 2 * I, H],
+    the gate first, and ``X.experts.down_proj`` [E, H, I]. Dtype and device stay, and so does
+    everything else, experts that are fused already among it.
+
+    Raises ModelError when an expert lacks one of its three weights.
+    """
+    fused: dict[str, Tensor] = {}
+    groups: defaultdict[str, Experts] = defaultdict(lambda: {name: {} for name in PROJECTIONS})
+    for name, tensor in tensors.items():
+        match = EXPERT.fullmatch(name)
+        if match is None:
+            fused[name] = tensor
+        else:
+            prefix, expert, projection = match.groups()
+            groups[prefix][projection][int(expert)] = tensor
+    for prefix, experts in groups.items():
+        order = _expert_numbers(prefix, experts)
+        gate, up, down = ([experts[name][e] for e in order] for name in PROJECTIONS)
+        pairs = [torch.cat(pair) for pair in zip(gate, up, strict=True)]
+        fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
+        fused[f"{prefix}.down_proj"] = torch.stack(down)
+    return fused
+
+
+def split_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse of ``fuse_experts``: views of the stacked weights, one expert each.
+
+    Stacks that are laid out another way (gpt-oss, whose experts have biases) stay as they are.
+    """
+    split = dict(tensors)
+    for name, pairs in tensors.items():
+        match = FUSED.fullmatch(name)
+        down = tensors.get(f"{match[1]}.down_proj") if match else None
+        if match is None or down is None or f"{name}_bias" in tensors:
+            continue
+        del split[name], split[f"{match[1]}.down_proj"]
+        for expert, (pair, last) in enumerate(zip(pairs, down, strict=True)):
+            gate, up = pair.chunk(2)
+            for projection, weight in zip(PROJECTIONS, (gate, up, last), strict=True):
+                split[f"{match[1]}.{expert}.{projection}.weight"] = weight
+    return split
+
+
+def _expert_numbers(prefix: str, experts: Experts) -> range:
+    """0 to E - 1, when every projection is there for each of them."""
+    numbers = range(1 + max(number for weights in experts.values() for number in weights))
+    for projection, weights in experts.items():
+        if set(weights) != set(numbers):
+            raise ModelError(
+                f"{prefix}: expected the {projection} of experts 0 to {numbers[-1]}, "
+                f"found those of {sorted(weights)}"
+            )
+    return numbers
+
+
+Head = TypeVar("Head", bound=nn.Module)
+
+MOST_LINES = 40
+SCALE = "_scale_inv"
+QUANTIZATIONS = ("quantization_config", "compression_config")
+
+
+def follow_biases(module: nn.Module, names: Collection[str]) -> None:
+    """Give every ``Linear`` in ``module`` a bias exactly where ``names`` has a tensor for it.
+
+    Configurations of draft heads say little that is reliable about biases; their files do.
+    """
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            bias = nn.Parameter(linear.weight.new_empty(linear.out_features))
+            linear.register_parameter("bias", bias if f"{name}.bias" in names else None)
+
+
+def read_tensors(
+    checkpoint: Checkpoint, names: Mapping[str, str], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The tensors of a head by its own names, on the CPU: plain weights, experts fused.
+
+    names: what the head calls each tensor of the checkpoint that is to be read, scales of fp8
+        weights among them. dtype: of what was quantized; the rest keeps its own.
+
+    Raises ModelError as ``Checkpoint.read``, ``dequantize`` and ``fuse_experts`` do.
+    """
+    plain = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=dtype)
+    return fuse_experts({names[name]: tensor for name, tensor in plain.items()})
+
+
+def fill_head(
+    build: Callable[[], Head],
+    tensors: Mapping[str, Tensor],
+    target: PreTrainedModel,
+    source: str,
+    *,
+    exact: Collection[str] = (),
+) -> Head:
+    """A head for inference, filled with tensors, on the target's device and in its dtype.
+
+    build: makes the head on torch's default device, which is the meta device meanwhile; what it
+        puts elsewhere stays there. tensors, source: as for ``load_tensors``. exact: as for
+        ``allocate``.
+
+    Raises ModelError as ``load_tensors`` does, and for buffers that no checkpoint would fill.
+    """
+    with torch.device("meta"):
+        head = build()
+    stored = head.state_dict()
+    unfilled = [name for name, t in head.named_buffers() if t.is_meta and name not in stored]
+    if unfilled:
+        raise ModelError(
+            f"checkpoint={source!r}: expected layers whose every tensor is in a checkpoint, found "
+            f"{unfilled[0]}, which is not; use EAGLE-3 for this target"
+        )
+    allocate(head, device=target.device, dtype=target.dtype, exact=exact)
+    load_tensors(head, tensors, source)
+    return head.eval()
+
+
+def allocate(
+    module: nn.Module,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    exact: Collection[str] = (),
+) -> None:
+    """Put the parameters into fresh memory, to be loaded; they take no gradient.
+
+    exact: parts of names of tensors that are float32 whatever ``dtype`` is, such as router biases.
+    Buffers on the meta device are treated alike, others stay as they are: rotary frequencies have
+    to be float32 whatever the weights are.
+    """
+    for path, part in module.named_modules():
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            is_weight = isinstance(tensor, nn.Parameter)
+            if not is_weight and not tensor.is_meta:
+                continue
+            is_exact = any(fragment in f"{path}.{name}" for fragment in exact)
+            kind = torch.float32 if is_exact else dtype
+            kind = kind if tensor.is_floating_point() else tensor.dtype
+            memory = torch.empty(tensor.shape, device=device, dtype=kind)
+            setattr(part, name, nn.Parameter(memory, requires_grad=False) if is_weight else memory)
+
+
+def load_tensors(
+    module: nn.Module,
+    tensors: Mapping[str, Tensor],
+    source: str,
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Copy the tensors into the parameters and buffers of the same names.
+
+    tensors: in any dtype, on any device; they are converted to the module's.
+    source: what to name in the error.
+    optional: names that may be missing; what they would fill stays as it is.
+
+    Raises one ModelError that lists every missing, unexpected and wrongly shaped tensor; the module
+    is unchanged then.
+    """
+    expected = module.state_dict()
+    check_tensors(expected, tensors, f"checkpoint={source!r}", optional=optional)
+    with torch.no_grad():
+        for name in expected.keys() & tensors.keys():
+            expected[name].copy_(tensors[name])
+
+
+def check_tensors(
+    expected: Mapping[str, Tensor],
+    tensors: Mapping[str, Tensor],
+    what: str,
+    *,
+    optional: Collection[str] = (),
+) -> None:
+    """Raise one ModelError that lists every missing, unexpected and wrongly shaped tensor.
+
+    what: where they are from, for the error. optional: names that may be missing.
+    """
+    missing = sorted(expected.keys() - tensors.keys() - set(optional))
+    unexpected = sorted(tensors.keys() - expected.keys())
+    shared = sorted(expected.keys() & tensors.keys())
+    misshaped = [name for name in shared if expected[name].shape != tensors[name].shape]
+    problems = [
+        *(f"{name}: expected {list(expected[name].shape)}, found none" for name in missing),
+        *(f"{name}: expected none, found {list(tensors[name].shape)}" for name in unexpected),
+        *(
+            f"{name}: expected {list(expected[name].shape)}, found {list(tensors[name].shape)}"
+            for name in misshaped
+        ),
+    ]
+    if problems:
+        listed = "\n  ".join(problems[:MOST_LINES])
+        more = f"\n  and {len(problems) - MOST_LINES} more" if len(problems) > MOST_LINES else ""
+        raise ModelError(
+            f"{what}: its tensors do not fit the head; pass a head of this kind "
+            f"that was made for this target:\n  {listed}{more}"
+        )
+
+
+def check_quantization(config: Mapping[str, Any], source: str) -> None:
+    """Refuse quantized weights that ``dequantize`` cannot read.
+
+    config: the checkpoint's config.json. Raises ModelError for all but fp8 in blocks.
+    """
+    for key in QUANTIZATIONS:
+        found = config.get(key)
+        if found and not _is_blockwise_fp8(found):
+            method = found.get("quant_method") if isinstance(found, Mapping) else found
+            raise ModelError(
+                f"checkpoint={source!r}: {key}: expected plain weights or fp8 with a "
+                f"weight_block_size, found quant_method={method!r}; pass a head that is not "
+                "quantized this way"
+            )
+
+
+def dequantize(
+    tensors: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Tensor]:
+    """The tensors, weights in fp8 multiplied out into ``dtype`` and their scales left out.
+
+    The format is that of DeepSeek-V3 and R1: ``*.weight`` float8_e4m3fn [out, in] beside
+    ``*.weight_scale_inv`` float32 [ceil(out / bo), ceil(in / bi)], one factor for each block of
+    ``weight_block_size`` = (bo, bi). Nothing else is changed. Raises ModelError for a weight
+    without a scale of that shape, and a scale without a weight.
+    """
+    quantization: Any = config.get("quantization_config")
+    if not _is_blockwise_fp8(quantization):
+        return dict(tensors)
+    block = tuple(quantization["weight_block_size"])
+    scales = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
+    quantized = {name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn}
+    unpaired = sorted(scales ^ quantized)
+    if unpaired:
+        pair = "float8_e4m3fn weights and their _scale_inv"
+        raise ModelError(f"fp8 weights: expected pairs of {pair}, found one of {unpaired[0]!r}")
+    plain = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
+    for name in quantized:
+        plain[name] = _multiply_out(name, plain[name], tensors[name + SCALE], block).to(dtype)
+    return plain
+
+
+def _is_blockwise_fp8(quantization: Any) -> bool:
+    is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
+    return is_fp8 and bool(quantization.get("weight_block_size"))
+
+
+def _multiply_out(name: str, weight: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
+    """[out, in] float32."""
+    shape = [-(-size // step) for size, step in zip(weight.shape, block, strict=False)]
+    if weight.dim() != 2 or list(scale.shape) != shape:
+        raise ModelError(
+            f"{name}{SCALE}: expected {shape} for blocks of {list(block)} of "
+            f"{list(weight.shape)}, found {list(scale.shape)}; the checkpoint is broken"
+        )
+    rows = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
+    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]

@@ -1,0 +1,1 @@
+"""Models packed for CUDA graphs: fused weights, and kernels over slots."""

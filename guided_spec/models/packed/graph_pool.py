@@ -1,0 +1,224 @@
+"""Functions over tensors of fixed shapes, captured as CUDA graphs and replayed by one launch.
+
+On another device than CUDA the functions simply run, so that what uses a pool runs everywhere.
+
+Batches filled up to the size that a graph has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from guided_spec.ops.host import host_integers
+from guided_spec.ops.mailbox import before_waiting, is_awaited
+
+__all__ = [
+    "NOTHING",
+    "GraphPool",
+    "Inputs",
+    "bucket",
+    "pack_places",
+    "pad_ids",
+    "pad_rows",
+    "pad_states",
+    "pad_to",
+]
+
+WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
+
+# Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
+SIZES = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
+    *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
+)
+
+Inputs = Mapping[str, Tensor]
+NOTHING: Inputs = MappingProxyType({})
+
+
+def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
+    """The smallest of the sizes that ``count`` fits in; ``count`` itself beyond them."""
+    return next((size for size in sizes if size >= count), count)
+
+
+class Captured(NamedTuple):
+    """One graph, the tensors that are copied for it, and those that every replay writes.
+
+    On another device than CUDA there is no graph, and only the copies are kept.
+    """
+
+    graph: Any
+    inputs: dict[str, Tensor]
+    outputs: Any
+
+
+class GraphPool:
+    """The graphs of one model; they share their memory, so only one runs at a time.
+
+    device: where the functions run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._is_cuda = device.type == "cuda"
+        self._captured: dict[Hashable, Captured] = {}
+        self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
+        self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
+
+    def __len__(self) -> int:
+        return len(self._captured)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._captured
+
+    def prepare(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+    ) -> None:
+        """Capture what ``run`` would at its first call with ``key``; ``body`` runs several times.
+
+        For a body that may not run with the inputs of the first call: these are others.
+        """
+        self._captured[key] = self._capture(inputs, body, fixed)
+
+    def whole(self, tensor: Tensor) -> Tensor | None:
+        """The tensor returned by a graph's body whose first rows ``tensor`` is, if it is any's.
+
+        It is at the same place after each run, so that another pool's graphs may read it there.
+        """
+        return self._outputs.get(tensor.data_ptr())
+
+    def run(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+    ) -> Any:
+        """``body`` of ``inputs`` and ``fixed``, captured at the first call with ``key``.
+
+        key: says all that ``body`` depends on besides the inputs' values: their shapes too, and
+            where those of ``fixed`` lie.
+        inputs: tensors on the device, or on the host (pinned, for the copy not to block). From the
+            second call on, those that are left out keep what ``body`` made of them.
+        fixed: tensors on the device that are read where they lie, without a copy.
+        body: must not wait for the device. It may change its inputs in place; what else it writes
+            must not depend on how often it runs, which at the first call is several times.
+
+        Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
+        graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
+        """
+        if key not in self._captured:
+            self.prepare(key, inputs, body, fixed)
+        found = self._captured[key]
+        for name, value in inputs.items():
+            found.inputs[name].copy_(value, non_blocking=True)
+        if found.graph is None:
+            return body({**found.inputs, **fixed})
+        self._replay(found.graph)
+        return found.outputs
+
+    def _replay(self, graph: Any) -> None:
+        if not is_awaited():
+            graph.replay()
+            return
+        # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
+        stream = torch.cuda.current_stream(self._device)
+        launched = _launcher().submit(_launch, graph, stream)
+        try:
+            before_waiting()
+        finally:
+            launched.result()
+
+    def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
+        before_waiting()
+        static = {
+            name: torch.empty_like(value, device=self._device).copy_(value)
+            for name, value in inputs.items()
+        }
+        if not self._is_cuda:
+            return Captured(None, static, None)
+        given = {**static, **fixed}
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(WARM_UPS):
+                body(given)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may use the device meanwhile: mask rows are uploaded on their own stream.
+        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
+            outputs = body(given)
+        found = outputs if isinstance(outputs, tuple) else (outputs,)
+        self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
+        return Captured(graph, static, outputs)
+
+
+def _launch(graph: Any, stream: Any) -> None:
+    with torch.cuda.stream(stream):
+        graph.replay()
+
+
+@cache
+def _launcher() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-launch")
+
+
+def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
+    if tensor.shape == torch.Size(shape):
+        return tensor
+    room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
+    return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
+
+
+def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
+    """int64 [B, width] on the host, zeros behind each row."""
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    return host_integers(padded).view(len(padded), width)
+
+
+def pad_rows(tensor: Tensor, size: int) -> Tensor:
+    """``tensor`` with zeros behind its last row, up to ``size`` rows."""
+    return pad_to(tensor, (size, *tensor.shape[1:]))
+
+
+def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
+    """int64 [len(rows), size] on the host; unused places behind the rows' own.
+
+    rows: of B integers each, the slots before all others: -1 is what marks an unused place.
+
+    Not pinned: so few bytes are staged by the driver, which costs less than pinned memory does.
+    """
+    missing = size - len(rows[0])
+    first, *others = rows
+    return host_integers([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])
+
+
+def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
+    """[R, width, X] of R tensors [n, X], n at most ``width``; what is behind a row's end is any.
+
+    As many launches for many rows as for one.
+    """
+    if len(states) == 1:
+        return states[0].unsqueeze(0)
+    counts = [len(state) for state in states]
+    ends = itertools.accumulate(counts)
+    rows = [
+        [end - count + min(column, count - 1) for column in range(width)]
+        for end, count in zip(ends, counts, strict=True)
+    ]
+    flat = torch.cat(list(states))
+    return flat[host_integers(rows).to(flat.device, non_blocking=True)]

@@ -1,0 +1,420 @@
+"""A packed EAGLE-3 head over KV slots: its steps, and whole drafts, as CUDA graphs.
+
+The forward of an EAGLE-3 head over KV slots, in few kernels; see ``models.packed_decoder``.
+
+How the tokens of a draft are picked inside of the graph that makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
+from guided_spec.models.packed.graph_pool import (
+    NOTHING,
+    GraphPool,
+    Inputs,
+    bucket,
+    pack_places,
+    pad_ids,
+    pad_rows,
+    pad_states,
+    pad_to,
+)
+from guided_spec.models.packed.lm import WIDEST_GRAPH
+from guided_spec.models.stock.kv_cache import copy_positions
+from guided_spec.ops.pointwise import add_rms_norm, rms_norm
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+
+__all__ = [
+    "PackedEagle3",
+    "PackedSlotHead",
+    "Picker",
+]
+
+
+class PackedEagle3:
+    """What ``Eagle3Head`` computes, up to rounding; made by ``of``.
+
+    head: on one device, with plain weights, which become views of packed ones.
+    max_length: tokens of a text.
+    """
+
+    def __init__(self, head: Eagle3Head, max_length: int) -> None:
+        self.head = head
+        stock: list[Any] = list(head.layers)
+        self._layers = [PackedLayer(layer.self_attn, layer.mlp) for layer in stock]
+        self._stock = stock
+        self._eps: float = head.norm.variance_epsilon
+        weight: Tensor = head.norm.weight
+        self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
+
+    @classmethod
+    def of(cls, head: DraftHead, max_length: int) -> PackedEagle3 | None:
+        """The packed form of ``head``; None where it is not of the kind that this serves."""
+        is_served = isinstance(head, Eagle3Head) and _is_served(head)
+        return cls(head, max_length) if is_served else None  # type: ignore[arg-type]
+
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """(heads, size) of the keys and values of a layer."""
+        return self._layers[0].shape.keys, self._layers[0].shape.size
+
+    def forward(
+        self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
+    ) -> Tensor:
+        """As of ``DraftHead.forward``: int64 [B, T] and [B, T, H] to the recycled [B, T, H].
+
+        memory: the slots of the layers. Tokens go to the positions from ``places.starts`` on.
+        """
+        first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
+        embedded = self.head.embed(token_ids).to(hidden.dtype)
+        embedded = rms_norm(embedded, first.input_layernorm.weight, self._eps)
+        normed = rms_norm(hidden, first.hidden_norm.weight, self._eps)
+        residual = normed if first.norm_before_residual else hidden
+        normed = torch.cat([embedded, normed], -1)
+        for index, (layer, stock, kept) in enumerate(layers):
+            if index > 0:
+                normed = rms_norm(residual, stock.input_layernorm.weight, self._eps)
+            change = layer.attend(normed, self._rotation, kept, places)
+            inner = stock.post_attention_layernorm.weight
+            residual, normed = add_rms_norm(change, residual, inner, self._eps)
+            residual = residual + layer.feed(normed)
+        if self.head.norm_output:
+            return rms_norm(residual, self.head.norm.weight, self._eps)
+        return residual
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., H] to [..., D]."""
+        head = self.head
+        normed = hidden if head.norm_output else rms_norm(hidden, head.norm.weight, self._eps)
+        return head.score(normed)
+
+
+def _is_served(head: Eagle3Head) -> bool:
+    if not has_whole_static_rope(head.config):
+        return False
+    layers: list[Any] = list(head.layers)
+    if any(getattr(layer.self_attn, "sliding_window", None) for layer in layers):
+        return False
+    return all(PackedLayer.fits(layer.self_attn, layer.mlp) for layer in layers)
+
+
+class Picker(Protocol):
+    """Picks the tokens of a draft inside of its graph.
+
+    key: says all that ``pick`` depends on besides its arguments. ticket: of this draft, see
+    ``Mailbox``.
+    """
+
+    @property
+    def key(self) -> Hashable: ...
+    @property
+    def ticket(self) -> int: ...
+
+    def inputs(self, graph: Hashable, size: int) -> Inputs:
+        """What ``pick`` reads, for ``size`` rows; see ``GraphPool.run``.
+
+        graph: the same for calls with the same key; it keeps what is left out.
+        """
+        ...
+
+    def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
+        """int64 [R] target ids from logits [R, D]; ticket: int64 [1].
+
+        Nothing is waited for where the ticket is ``UNTICKETED``.
+        """
+        ...
+
+
+class Scored(NamedTuple):
+    """Where a forward left its rows: hidden [R, H] and logits [R, D]."""
+
+    hidden: Tensor
+    logits: Tensor
+
+
+class PackedSlotHead:
+    """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
+
+    room: how much it can hold. graphs: on CUDA, where logits are overwritten by the next call.
+    """
+
+    @torch.inference_mode()
+    def __init__(
+        self, packed: PackedEagle3, room: SlotRoom, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._packed, self.max_length = packed, room.max_length
+        self._room, self._device, self._dtype = room, device, dtype
+        heads, size = packed.kv_shape
+        shape = (room.num_slots, heads, room.max_length + 1, size)
+        self._memory = tuple(
+            KeyValues(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
+            for _ in range(packed.head.config.num_hidden_layers)
+        )
+        self.graphs = GraphPool(device)
+        self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
+        width = packed.head.hidden_size
+        # The last row is for the unused places of a graph, whose slot is -1.
+        self._hidden = torch.zeros(room.num_slots + 1, width, device=device, dtype=dtype)
+        self._marked = torch.zeros_like(self._hidden)
+        self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
+        self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
+        self._has_walked = False  # whether the walking graph stands where these rows do
+
+    def length(self, slot: int) -> int:
+        """Verified positions that were read into the slot; 0: nothing to draft from."""
+        return self._lengths[slot]
+
+    def depth(self, slot: int) -> int:
+        """Draft tokens walked behind the verified ones."""
+        return self._depths[slot]
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Empty the slots."""
+        for slot in slots:
+            self._lengths[slot] = self._depths[slot] = self._marks[slot] = 0
+
+    @torch.inference_mode()
+    def mark(self, slots: Sequence[int]) -> None:
+        """Remember where the slots' drafts stand, for ``rewind``; ``read`` does so too."""
+        index = self._index(slots)
+        self._marked.index_copy_(0, index, self._hidden[index])
+        for slot in slots:
+            self._marks[slot] = self._depths[slot]
+
+    @torch.inference_mode()
+    def rewind(self, slots: Sequence[int]) -> None:
+        """Take the slots' drafts back to their marks."""
+        slots = [slot for slot in slots if self._depths[slot] != self._marks[slot]]
+        if not slots:
+            return
+        index = self._index(slots)
+        self._hidden.index_copy_(0, index, self._marked[index])
+        self._scored = None
+        for slot in slots:
+            self._depths[slot] = self._marks[slot]
+
+    @torch.inference_mode()
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None:
+        """Read verified tokens; a draft walked before is forgotten. See ``SlotHead.read``."""
+        left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
+        while left:
+            width = max(1, self._room.piece // len(left))
+            self._read_piece(
+                [slot for slot, _, _ in left],
+                [row[:width] for _, row, _ in left],
+                [state[:width] for _, _, state in left],
+            )
+            left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
+        self._begin_draft(slots)
+
+    @torch.inference_mode()
+    def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
+        """See ``SlotHead.copy_slot``."""
+        length = self._lengths[source]
+        for memory in self._memory:
+            copy_positions(memory, source, destinations, length)
+        self._hidden[self._index(destinations)] = self._hidden[source].clone()
+        self._scored = None
+        for slot in destinations:
+            self._lengths[slot] = length
+        self._begin_draft(destinations)
+
+    def can_read_ahead(self, slots: Sequence[int], width: int) -> bool:
+        """Whether ``width`` more tokens fit each slot, and one graph."""
+        longest = max(self._lengths[slot] for slot in slots) + width
+        return width <= WIDEST_GRAPH and longest <= self._room.max_length
+
+    @torch.inference_mode()
+    def read_ahead(
+        self, slots: Sequence[int], token_ids: Tensor, states: Tensor, last: Tensor
+    ) -> None:
+        """Read verified tokens of which the host does not know yet how many there are.
+
+        token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R],
+        in [0, T), where each row ends; what is behind is any.
+
+        A slot holds them once ``confirm`` says how many they were; otherwise it is as before, but
+        for the draft, which is forgotten.
+        """
+        size, length = bucket(len(slots)), bucket(token_ids.shape[1])
+        rows = (slots, [self._lengths[slot] for slot in slots], [0] * len(slots))
+        places = pack_places(rows, size).to(self._device, non_blocking=True)
+        places[2, : len(slots)] = last
+        inputs = {
+            "token_ids": pad_to(token_ids.clamp_min(0), (size, length)),
+            "states": pad_to(states, (size, length, states.shape[2])),
+            "places": places,
+        }
+        self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
+        self._begin_draft(slots)
+
+    def confirm(self, slot: int, count: int) -> None:
+        """The slot holds ``count`` of the tokens that were read ahead."""
+        self._lengths[slot] += count
+
+    @torch.inference_mode()
+    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+        """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
+        size = bucket(len(slots))
+        inputs = {"token_ids": pad_rows(token_ids, size)}
+        is_scored = self._scored is not None and self._scored[0] == tuple(slots)
+        if not is_scored or not self._has_walked:
+            inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
+            inputs["places"] = pack_places((slots, self._ends(slots)), size)
+        self._keep(slots, self.graphs.run(("walk", size), inputs, self._walk))
+        self._has_walked = True
+        for slot in slots:
+            self._depths[slot] += 1
+
+    @torch.inference_mode()
+    def walk_greedily(self, slots: Sequence[int], count: int) -> Tensor:
+        """int64 [R, count] target ids, each the best behind the ones before: one graph for all.
+
+        All but the last are appended. On CUDA the next such draft overwrites the result.
+        """
+        body = partial(self._draft_best, count)
+        best: Tensor = self._run_draft("best", count, (slots, self._ends(slots)), body)
+        return best[: len(slots)]
+
+    @torch.inference_mode()
+    def walk_by(self, picker: Picker, slots: Sequence[int], count: int) -> None:
+        """Draft ``count`` tokens that ``picker`` picks: one graph for all.
+
+        All but the last are appended.
+        """
+        rows = (slots, self._ends(slots), [picker.ticket] * len(slots))
+        body = partial(self._draft_by, picker, count)
+        self._run_draft(picker.key, count, rows, body, picker.inputs)
+
+    @torch.inference_mode()
+    def logits(self, slots: Sequence[int]) -> Tensor:
+        """[R, D]: the scores of the token that follows each slot's draft."""
+        if self._scored is not None and self._scored[0] == tuple(slots):
+            return self._scored[1].logits
+        return self._packed.logits(self._hidden[self._index(slots)])
+
+    def _ends(self, slots: Sequence[int]) -> list[int]:
+        """Where the next token of each slot's draft goes."""
+        return [self._lengths[slot] + self._depths[slot] for slot in slots]
+
+    def _begin_draft(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self._depths[slot] = 0
+        self.mark(slots)
+
+    def _read_piece(
+        self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]
+    ) -> None:
+        counts = [len(row) for row in tokens]
+        is_wide = (width := max(counts)) > WIDEST_GRAPH
+        size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
+        padded = pad_states(states, width)
+        starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
+        inputs = {
+            "token_ids": pad_to(pad_ids(tokens, length), (size, length)),
+            "states": pad_to(padded, (size, length, padded.shape[2])),
+            "places": pack_places((slots, starts, last), size),
+        }
+        if is_wide:
+            self._keep(slots, self._read({k: v.to(self._device) for k, v in inputs.items()}))
+        else:
+            self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
+        for slot, count in zip(slots, counts, strict=True):
+            self._lengths[slot] += count
+
+    def _read(self, inputs: Inputs) -> Scored:
+        slots, starts, last = inputs["places"].unbind(0)
+        hidden = self._packed.head.features(inputs["states"].to(self._dtype))
+        places = SlotPlaces(slots, starts)
+        hidden = self._packed.forward(inputs["token_ids"], hidden, places, self._memory)
+        rows = torch.arange(len(last), device=last.device)
+        return self._score(slots, hidden[rows, last])
+
+    def _walk(self, inputs: Inputs) -> Scored:
+        """One step; the inputs are left as the next one needs them."""
+        hidden, places = inputs["hidden"], inputs["places"]
+        output = self._step(inputs["token_ids"], hidden, SlotPlaces(places[0], places[1]))
+        hidden.copy_(output)
+        places[1] += 1
+        return self._score(places[0], output)
+
+    def _run_draft(
+        self,
+        name: Hashable,
+        count: int,
+        rows: Sequence[Sequence[int]],
+        body: Callable[[Inputs], tuple[Any, Scored]],
+        others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
+    ) -> Any:
+        """rows: of the places, slots first. Returns the first of what ``body`` does."""
+        slots, size = rows[0], bucket(len(rows[0]))
+        # What the last forward left; computed here where it is of other slots, so that a graph of
+        # each size serves both.
+        scores = pad_rows(self.logits(slots), size)
+        inputs = {**others(key := (name, count, size), size), "logits": scores}
+        if key not in self.graphs:
+            # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
+            still = pack_places([[] for _ in rows], size)
+            self.graphs.prepare(key, {**inputs, "places": still}, body)
+        found, last = self.graphs.run(key, {**inputs, "places": pack_places(rows, size)}, body)
+        self._keep(slots, last)
+        for slot in slots:
+            self._depths[slot] += count - 1
+        return found
+
+    def _draft_best(self, count: int, inputs: Inputs) -> tuple[Tensor, Scored]:
+        vocabulary, picked = self._packed.head.vocabulary, list[Tensor]()
+
+        def pick(_: int, logits: Tensor) -> Tensor:
+            best = logits.argmax(-1)
+            picked.append(best if vocabulary is None else vocabulary.to_target(best))
+            return picked[-1]
+
+        last = self._draft(inputs, count, pick)
+        return torch.stack(picked, 1), last
+
+    def _draft_by(self, picker: Picker, count: int, inputs: Inputs) -> tuple[None, Scored]:
+        ticket = inputs["places"][2, :1]
+        return None, self._draft(inputs, count, partial(picker.pick, ticket, inputs))
+
+    def _draft(self, inputs: Inputs, count: int, pick: Callable[[int, Tensor], Tensor]) -> Scored:
+        """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
+        slots, starts = inputs["places"][:2].unbind(0)
+        hidden, logits = self._hidden[slots], inputs["logits"]
+        for depth in range(count):
+            token_ids = pick(depth, logits)
+            if depth < count - 1:
+                hidden = self._step(token_ids, hidden, SlotPlaces(slots, starts + depth))
+                logits = self._packed.logits(hidden)
+        self._hidden[slots] = hidden
+        return Scored(hidden, logits)
+
+    def _step(self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces) -> Tensor:
+        fed = (token_ids.unsqueeze(1), hidden.unsqueeze(1))
+        return self._packed.forward(*fed, places, self._memory)[:, 0]
+
+    def _score(self, slots: Tensor, hidden: Tensor) -> Scored:
+        self._hidden[slots] = hidden
+        return Scored(hidden, self._packed.logits(hidden))
+
+    def _keep(self, slots: Sequence[int], scored: Scored) -> None:
+        rows = Scored(*(part[: len(slots)] for part in scored))
+        self._scored, self._has_walked = (tuple(slots), rows), False
+
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        key = tuple(slots)
+        if self._indexed is None or self._indexed[0] != key:
+            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+        return self._indexed[1]

@@ -1,0 +1,1 @@
+"""Stock transformers models over KV slots."""

@@ -1,0 +1,252 @@
+"""The forward of any dense stock decoder over KV slots, with its attention alone replaced.
+
+For models that ``models.packed_decoder`` does not know. The stock modules run as they are, without
+a cache and without masks, so that a CUDA graph can hold them.
+
+Stock transformers models over KV slots without a cache object and without a mask.
+
+transformers asks a table for the attention function that a configuration names. The one that is
+registered here writes the new keys and values into the buffers that ``attending`` names and attends
+over them, by ``guided_spec.ops.slot_attention``:
+
+    with using_slot_attention(model.config), attending(buffers, places):
+        model(input_ids=token_ids, position_ids=positions, use_cache=False)
+
+transformers builds no mask for an attention function without an entry in its table of masks
+(``AttentionMaskInterface``), so there must be none. Tested with transformers 5.17 to 5.23.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.packed.decoder import STATIC_ROPE, PackedOutput, has_hooks
+from guided_spec.models.target import capture_hidden, find_decoder
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
+
+__all__ = [
+    "SLOT_ATTENTION",
+    "StockDecoder",
+    "attending",
+    "using_slot_attention",
+]
+
+SLOT_ATTENTION = "guided_spec_slots"
+
+# What an attention function may be given that changes its result, and what to call it.
+REFUSED = {
+    "softcap": "a cap on the scores (softcap)",
+    "s_aux": "attention sinks (s_aux)",
+    "position_bias": "a position bias",
+    "attention_mask": "a mask of its own",
+}
+
+
+class Attended(NamedTuple):
+    """What the forward in flight attends to: one pair of buffers for each layer."""
+
+    buffers: Sequence[KeyValues]
+    places: SlotPlaces
+
+
+class _Current(threading.local):
+    attended: Attended | None = None
+
+
+_current = _Current()
+
+
+@contextmanager
+def attending(buffers: Sequence[KeyValues], places: SlotPlaces) -> Iterator[None]:
+    """Say what forwards with slot attention attend to, in this thread, while it is open.
+
+    buffers: of layer i at index i, [num_slots, Hkv, max_length + 1, D] each; the forward writes to
+        them. places: where its tokens belong.
+    """
+    before = _current.attended
+    _current.attended = Attended(buffers, places)
+    try:
+        yield
+    finally:
+        _current.attended = before
+
+
+@contextmanager
+def using_slot_attention(config: Any) -> Iterator[None]:
+    """Make the decoder of ``config`` attend over slots while it is open; then as before.
+
+    config: a model's own configuration object, which its layers share. Only the text part of a
+    multimodal one changes. Not to be entered for one configuration by two threads at a time.
+    """
+    text_config = config.get_text_config(decoder=True)
+    # The setter of the public name would change nested configurations as well.
+    before = text_config._attn_implementation_internal
+    text_config._attn_implementation_internal = SLOT_ATTENTION
+    try:
+        yield
+    finally:
+        text_config._attn_implementation_internal = before
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function: query [B, Hq, T, D], key and value [B, Hkv, T, D] of new tokens.
+
+    Raises ModelError for what slots do not support, and outside ``attending``.
+    """
+    attended = _current.attended
+    if attended is None:
+        raise ModelError(f"attn_implementation={SLOT_ATTENTION!r} works inside attending() only")
+    _refuse(module, {**options, "attention_mask": attention_mask})
+    if not query.shape[3] == key.shape[3] == value.shape[3]:
+        widths = f"{query.shape[3]}, {key.shape[3]} and {value.shape[3]}"
+        raise ModelError(f"queries, keys and values of different sizes ({widths}) need another way")
+    layer: Any = module.layer_idx
+    if not 0 <= layer < len(attended.buffers):
+        raise ModelError(f"layer {layer} attends, but there are {len(attended.buffers)} buffers")
+    scaling = options.get("scaling")
+    found = slot_attention(
+        query,
+        KeyValues(key, value),
+        attended.buffers[layer],
+        attended.places,
+        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        window=_window(module, options.get("sliding_window")),
+    )
+    return found, None
+
+
+def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
+    kind = _model_type(module)
+    for name, feature in REFUSED.items():
+        if options.get(name) is not None:
+            raise ModelError(
+                f"model_type={kind!r}: attention over slots does not support {feature}"
+            )
+    is_causal = options.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    if not is_causal:
+        raise ModelError(f"model_type={kind!r}: attention over slots does not look ahead")
+
+
+def _window(module: nn.Module, passed: int | None) -> int | None:
+    """The window of a layer; ``passed`` by the model to its attention function.
+
+    A model may pass its window in layers that do not slide, where its mask would not cut.
+    """
+    config: Any = getattr(module, "config", None)
+    types = getattr(config, "layer_types", None)
+    if types is None:
+        return passed
+    layer: Any = module.layer_idx
+    if types[layer] == "full_attention":
+        return None
+    if types[layer] == "sliding_attention" and passed is not None:
+        return passed
+    raise ModelError(
+        f"model_type={_model_type(module)!r}: layer {layer} is of type {types[layer]!r} and passes "
+        "no window to its attention function, so attention over slots cannot follow it"
+    )
+
+
+def _model_type(module: nn.Module) -> str | None:
+    config: Any = getattr(module, "config", None)
+    return getattr(config, "model_type", None)
+
+
+AttentionInterface.register(SLOT_ATTENTION, _attend)
+
+
+PROBE = (1, 2, 3, 5)  # token ids
+
+
+class StockDecoder:
+    """See the module's docstring; made by ``of``. It has the methods of ``PackedDecoder``."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        stock: Any = model
+        self._config = model.config
+        self._decoder = find_decoder(model)
+        self._head: nn.Module = stock.get_output_embeddings()
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel, memory: Sequence[KeyValues]) -> StockDecoder | None:
+        """For ``model``; None where it has no such form.
+
+        That is by its kind, or because its attention or what is behind its output head does more.
+        Whether the form then is right, ``SlotTrial`` has to find out.
+        Writes to the first positions of slot 0.
+        """
+        if not _may_be_served(model):
+            return None
+        decoder, stock = cls(model), cast(Any, model)
+        ids = torch.tensor([PROBE], device=model.device)
+        expected: Tensor = stock(input_ids=ids, use_cache=False).logits
+        states = decoder._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        # By itself, and exactly: half precision would hide what a model does behind its head.
+        if not torch.equal(decoder.logits(states), expected):
+            return None
+        start = torch.zeros(1, dtype=torch.int64, device=model.device)
+        try:
+            decoder.forward(ids, SlotPlaces(start, start), memory)
+        except ModelError:  # of the attention over slots, for what it does not support
+            return None
+        return decoder
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        places: SlotPlaces,
+        memory: Sequence[KeyValues],
+        hidden_layers: Sequence[int] = (),
+    ) -> PackedOutput:
+        """See ``PackedDecoder.forward``."""
+        steps = torch.arange(token_ids.shape[1], device=token_ids.device)
+        last = memory[0].keys.shape[2] - 2
+        positions = (places.starts.unsqueeze(1) + steps).clamp_max(last)
+        with (
+            using_slot_attention(self._config),
+            attending(memory, places),
+            capture_hidden(self._decoder, hidden_layers) as captured,
+        ):
+            output: Any = self._decoder(
+                input_ids=token_ids, position_ids=positions, use_cache=False
+            )
+        hidden = torch.cat(captured, -1) if captured else None
+        return PackedOutput(output.last_hidden_state, hidden)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """See ``PackedDecoder.logits``."""
+        scores: Tensor = self._head(states)
+        return scores
+
+
+def _may_be_served(model: PreTrainedModel) -> bool:
+    """Whether the model is on one device, and nothing in it waits for that device."""
+    stock: Any = model
+    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
+    if any(one.get("rope_type", "default") not in STATIC_ROPE for one in kinds):
+        return False
+    # Experts are chosen by the host, which a graph cannot wait for.
+    if any("expert" in name or "router" in name for name, _ in model.named_modules()):
+        return False
+    if len({p.device for p in model.parameters()}) != 1 or has_hooks(model):
+        return False
+    return isinstance(stock.get_output_embeddings(), nn.Module)

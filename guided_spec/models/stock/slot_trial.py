@@ -1,0 +1,237 @@
+"""Whether a model computes over slots what it computes without them: tried where it is loaded.
+
+transformers does not promise that a model takes its positions, its masks and its past as they are
+given. One that does not would write other texts, without an error. So a few tokens go through the
+slots the way an engine feeds them, and their logits are compared:
+
+1. In pieces, padded, beside another row, with tokens behind them that do not stay, some before the
+   fewest columns of their slots and some before all: with the model's own forward of the whole
+   texts. A model that counts positions by itself, keeps its past elsewhere, looks ahead, or has a
+   mask of its own in its attention shows here, whatever its configuration says.
+2. At the end of a slot full of other keys, under our masks: with the same under the masks that the
+   model makes for itself. Windows that were read wrongly from its configuration show here.
+
+The packed form goes through both, and in 2 it is compared with the stock one.
+
+Why a model cannot run over slots, in words that its user can do something with.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+
+__all__ = [
+    "CheckedEmbeddings",
+    "SlotTrial",
+    "errors_naming",
+    "likely_cause",
+    "refusal",
+]
+
+
+@contextmanager
+def errors_naming(model: PreTrainedModel, what: str, cause: str = "") -> Iterator[None]:
+    """Turn errors into ModelErrors that name the model's type, what failed, and its cause if known.
+
+    ModelErrors stay as they are, and so do errors for lack of memory.
+    """
+    try:
+        yield
+    except (ModelError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # models raise nearly every class of exception here
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise refusal(model, f"{what}{cause and f', {cause}'}: {reason}") from error
+
+
+def refusal(model: PreTrainedModel, what: str) -> ModelError:
+    """The error for a model that cannot be used, for the reason ``what``."""
+    kind = model.config.model_type
+    return ModelError(f"model_type={kind!r}: {what}; docs/models.md lists the families that run")
+
+
+def likely_cause(model: PreTrainedModel) -> str:
+    """What about the model explains that slots do not serve it; empty if nothing does."""
+    if model.training:
+        return "for it is in training mode: call model.eval() first"
+    if getattr(model.config, "is_decoder", True) is False:
+        return "for its configuration says is_decoder=False: a decoder needs is_decoder=True"
+    arguments = inspect.signature(model.forward).parameters
+    if "input_ids" not in arguments:  # a wrapper, which tells nothing
+        return ""
+    if "past_key_values" not in arguments:
+        return "for it keeps its past in a form of its own, not as past_key_values"
+    if "position_ids" not in arguments:
+        return (
+            "for it counts positions by itself and takes no position_ids, as rows of different "
+            "lengths need them"
+        )
+    return ""
+
+
+class CheckedEmbeddings(TorchFunctionMode):
+    """While it is open, rows that an embedding does not have raise IndexError on any device.
+
+    Without it, a CUDA device would be of no more use to the process.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Look at the arguments of ``torch.nn.functional.embedding``, and at no others."""
+        del types
+        # Of a sharded model they are tensors of another kind, without values to look at.
+        if func is functional.embedding and type(args[0]) is Tensor:
+            row, rows = int(args[0].max()), len(args[1])
+            if row >= rows:
+                raise IndexError(
+                    f"it looks up row {row} of an embedding of {rows} rows; if that is a table of "
+                    "positions, use a smaller max_model_len"
+                )
+        return func(*args, **(kwargs or {}))
+
+
+# How the first tokens are fed: which logits, tokens of each row that stay, and others behind them.
+PIECES: tuple[tuple[LogitsKind, tuple[int, int], int], ...] = (
+    ("none", (3, 2), 1),
+    ("last", (2, 2), 0),
+    ("all", (1, 2), 1),
+)
+NUM_FIRST = 6
+PADDING = 3  # behind the longest row: further than any column of the slots that is read
+NUM_LAST = 4  # tokens at the end of a slot
+STRIDE = 7  # between the ids of tokens
+
+# Of the logits of a token, without their mean: the norm of the difference by the norm.
+LARGEST_ERROR = 5e-3
+ROUGH_ERROR = 0.1  # of the median token: half precision takes some of them to other experts
+
+Forward = Callable[[SlotInputs, LogitsKind], SlotOutput]
+
+
+class SlotTrial:
+    """The trial of one model over its slots, which it writes to: no text may be in them yet.
+
+    It runs the model six times on a few tokens, and leaves everything else as it was.
+    """
+
+    def __init__(self, slots: StockSlots) -> None:
+        self._slots, self._model = slots, slots.model
+        self._call: Any = slots.model
+        cache = slots.cache
+        self._length = cache.max_length
+        self._rows = [*range(min(2, cache.num_slots))]
+        vocab_size: int = self._model.config.get_text_config(decoder=True).vocab_size
+        steps = STRIDE * torch.arange(2 * (NUM_FIRST + NUM_LAST)).view(2, -1)
+        # From the middle: ids that mean something else than text are at the ends.
+        ids = (vocab_size // 2 + steps)[: len(self._rows)] % vocab_size
+        self._first, self._last = ids[:, : min(NUM_FIRST, self._length)], ids[:1, NUM_FIRST:]
+        self._cause = likely_cause(self._model)
+        self._own: Tensor | None = None  # logits of the first tokens, by the model's own forward
+        self._full: Tensor | None = None  # of the last ones, at the end of a full slot
+
+    def check_stock(self) -> None:
+        """Raises ModelError, with the reason, where texts over slots would be others."""
+        with CheckedEmbeddings():
+            with errors_naming(self._model, "its own forward of a few tokens failed"):
+                ids = self._first.to(self._model.device)
+                self._own = self._call(input_ids=ids, use_cache=False).logits
+            with errors_naming(self._model, "a forward over KV slots failed", self._cause):
+                self._check_pieces(self._forward_viewing, "over KV slots")
+                if self._length <= NUM_FIRST + NUM_LAST:
+                    return
+                self._fill()
+                self._full = self._slots.forward(self._at_the_end()).logits
+                own = self._slots.forward(self._at_the_end(), has_masks=False).logits
+                self._require_close(self._full, own, "under the windows of its configuration")
+
+    def check_packed(self, forward: Forward) -> None:
+        """The same for the packed form, behind ``check_stock``."""
+        self._cause = ""  # the stock form has passed
+        with errors_naming(self._model, "a forward in packed form failed"):
+            self._check_pieces(forward, "in packed form")
+            if self._full is not None:
+                self._fill()
+                found = forward(self._at_the_end(), "all").logits
+                self._require_close(found, self._full, "in packed form, at the end of a slot,")
+
+    def _forward_viewing(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
+        """The last piece over all columns of the slots, the others over as few as can be."""
+        view = self._length if logits == "all" else min(self._first.shape[1] + 1, self._length)
+        return self._slots.forward(inputs, logits, view=view)
+
+    def _check_pieces(self, forward: Forward, where: str) -> None:
+        assert self._own is not None
+        found, expected = [], []
+        starts = [0] * len(self._rows)
+        for kind, staying, others in PIECES:
+            ends = [min(s + n, self._first.shape[1]) for s, n in zip(starts, staying, strict=False)]
+            keep = [end - start for start, end in zip(starts, ends, strict=True)]
+            if not any(keep):
+                continue
+            counts = [
+                min(end + others, self._length) - s for s, end in zip(starts, ends, strict=True)
+            ]
+            fed = torch.zeros(len(starts), max(counts) + PADDING, dtype=torch.int64)
+            for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
+                fed[row, : end - start] = self._first[row, start:end]
+            logits = forward(SlotInputs(fed, self._rows, starts, counts), kind).logits
+            self._slots.cache.commit(keep)
+            if logits is not None:
+                for row, end in enumerate(ends):
+                    scored = logits[row, : keep[row]]
+                    found.append(scored)
+                    expected.append(self._own[row, end - len(scored) : end])
+            starts = ends
+        if found:
+            self._require_close(torch.cat(found), torch.cat(expected), where)
+
+    def _at_the_end(self) -> SlotInputs:
+        return SlotInputs(self._last, self._rows[:1], [self._length - NUM_LAST], [NUM_LAST])
+
+    def _fill(self) -> None:
+        """Keys and values everywhere between the first and the last tokens; half and half."""
+        middle = self._length // 2
+        self._slots.cache.repeat(self._rows[0], 0, NUM_FIRST, middle)
+        self._slots.cache.repeat(self._rows[0], 1, middle, self._length - NUM_LAST)
+
+    def _require_close(self, found: Tensor | None, expected: Tensor | None, where: str) -> None:
+        assert found is not None
+        assert expected is not None
+        errors = _errors(found.flatten(0, -2), expected.flatten(0, -2).to(found.device))
+        is_exact = self._model.dtype in (torch.float32, torch.float64)
+        if is_exact and torch.get_float32_matmul_precision() == "highest":
+            error, largest = float(errors.max()), LARGEST_ERROR
+        else:
+            error, largest = float(errors.median()), ROUGH_ERROR
+        if not error <= largest:  # nor is NaN
+            cause = self._cause or "for it does not keep to its masks and positions"
+            what = f"its logits {where} differ from its own by {error:.2g} of their size"
+            raise refusal(self._model, f"{what} and it would write other texts, {cause}")
+
+
+def _errors(found: Tensor, expected: Tensor) -> Tensor:
+    """[N]: how far logits [N, V] are apart; NaN where some are no numbers."""
+    # Some models mark tokens that do not exist by the lowest number there is.
+    real = (expected > torch.finfo(expected.dtype).min / 2) | (expected != found)
+    shown = [logits.double().where(real, 0) for logits in (found, expected)]
+    shown = [logits - logits.mean(-1, keepdim=True) for logits in shown]
+    sizes = [logits.norm(dim=-1) for logits in (shown[0] - shown[1], shown[1])]
+    errors: Tensor = sizes[0] / sizes[1].clamp_min(1e-9)
+    return errors

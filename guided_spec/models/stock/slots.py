@@ -1,0 +1,154 @@
+"""The forwards of a stock model over KV slots: its own modules, with our cache and our masks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.models.attention import MaskBuilder, shape_free_kernels
+from guided_spec.models.stock.kv_cache import SlotCache, StepPlan, record_delta_rules, recording
+from guided_spec.models.target import capture_hidden, find_decoder
+
+__all__ = ["LogitsKind", "SlotInputs", "SlotOutput", "StockSlots"]
+
+LogitsKind = Literal["all", "last", "none"]
+
+
+class SlotInputs(NamedTuple):
+    """What one forward feeds.
+
+    token_ids: [B, T] int64, on the model's device or on the CPU; right-padded with any valid ids.
+    slots: [B] distinct slots, best in ascending order: neighbours are read without a copy.
+    starts: [B] tokens already in each slot; token t goes to position starts[b] + t. A row that
+        starts at 0 forgets what its slot held.
+    counts: [B] real tokens of each row, 0 to T; the rest is padding and changes nothing.
+    """
+
+    token_ids: Tensor
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+
+
+class SlotOutput(NamedTuple):
+    """What one forward gave; inference tensors on the model's device, arbitrary at padding.
+
+    logits: [B, T, V] in the model's dtype; [B, 1, V] for "last"; None for "none".
+    hidden_states: [B, T, len(layers) * H], in the order of the layers; None if there were none.
+    """
+
+    logits: Tensor | None
+    hidden_states: Tensor | None
+
+
+class StockSlots:
+    """A stock model and the cache of slots it runs over.
+
+    Raises ModelError for layers that cannot be kept in slots, and for an attention implementation
+    that takes no 4-D mask. Whether the model keeps to masks and positions is another question: see
+    ``models.slot_trial``.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_slots: int, max_length: int) -> None:
+        self.model = model
+        self.cache = SlotCache(model.config, num_slots=num_slots, max_length=max_length)
+        self._masks = MaskBuilder(model.config, self.cache.layer_types, self.cache.windows)
+        self._call: Any = model
+        self._decoder = find_decoder(model)
+        self._head: Any = self._call.get_output_embeddings()
+        if self.cache.has_linear_state:
+            record_delta_rules(model)
+
+    def forward(
+        self,
+        inputs: SlotInputs,
+        logits: LogitsKind = "all",
+        hidden_layers: tuple[int, ...] = (),
+        *,
+        view: int | None = None,
+        has_masks: bool = True,
+    ) -> SlotOutput:
+        """See ``CausalLM.forward``.
+
+        view: positions that the layers read of every slot; None is as many as are needed.
+        has_masks: False leaves the masks to the model, which makes them for rows that end the view.
+        """
+        device = self.model.device
+        token_ids = inputs.token_ids.to(device, non_blocking=True)
+        plan = StepPlan(
+            inputs.slots,
+            inputs.starts,
+            inputs.counts,
+            num_tokens=token_ids.shape[1],
+            max_length=self.cache.max_length,
+            view=view,
+        )
+        self.cache.begin(plan)
+        positions = plan.positions(device)
+        arguments = {
+            "input_ids": token_ids,
+            "position_ids": positions,
+            "attention_mask": None,
+            "past_key_values": self.cache,
+            "use_cache": True,
+        }
+        if has_masks:
+            masks = self._masks.build(positions, plan.view, self.model.dtype)
+            arguments["attention_mask"] = masks
+        with ExitStack() as stack:
+            stack.enter_context(shape_free_kernels())
+            if self.cache.has_linear_state:
+                stack.enter_context(recording())
+            captured = stack.enter_context(capture_hidden(self._decoder, hidden_layers))
+            scores = self._run(arguments, inputs.counts, logits)
+            return SlotOutput(scores, _concatenate(captured, device))
+
+    def _run(
+        self, arguments: dict[str, Any], counts: Sequence[int], logits: LogitsKind
+    ) -> Tensor | None:
+        if logits == "none":
+            self._decoder(**arguments)
+            return None
+        if logits == "all" or arguments["input_ids"].shape[1] == 1:
+            scores: Tensor = self._call(**arguments).logits
+            return scores
+        last = torch.tensor([max(count, 1) - 1 for count in counts])
+        with _last_rows_only(self._head, last) as is_cut:
+            scores = self._call(**arguments).logits
+        if is_cut():
+            return scores
+        return _take_rows(scores, last)
+
+
+def _concatenate(captured: list[Tensor], device: torch.device) -> Tensor | None:
+    if len(captured) < 2:
+        return captured[0].to(device) if captured else None
+    return torch.cat([states.to(device) for states in captured], -1)
+
+
+def _take_rows(states: Tensor, rows: Tensor) -> Tensor:
+    """[B, 1, X]: row ``rows[b]`` of each of [B, T, X]; ``rows`` [B] on the CPU."""
+    index = rows.to(states.device, non_blocking=True).view(-1, 1, 1)
+    return states.gather(1, index.expand(-1, 1, states.shape[2]))
+
+
+@contextmanager
+def _last_rows_only(head: Any, rows: Tensor) -> Iterator[Callable[[], bool]]:
+    """While it is open, ``head`` sees one hidden state a row; yields whether that happened.
+
+    Cutting in front of the head, not around it, keeps what models do to the logits behind it.
+    """
+    cuts: list[bool] = []
+
+    def cut(_: nn.Module, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        cuts.append(True)
+        return (_take_rows(arguments[0], rows), *arguments[1:])
+
+    is_module = isinstance(head, nn.Module)
+    with head.register_forward_pre_hook(cut) if is_module else nullcontext():
+        yield lambda: bool(cuts)

@@ -1,0 +1,1 @@
+"""The verify decision: masked logits to accepted tokens, by every sampling setting."""

@@ -1,0 +1,135 @@
+"""Log-probabilities of committed tokens, and of the likeliest ones beside them.
+
+The rows of one verify forward hold everything: row i of a request says how likely each token was
+behind i draft tokens, whether that token was then drafted and accepted or drawn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isinf
+from typing import NamedTuple, get_args
+
+import torch
+from torch import Tensor
+
+from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.warp import Sampling, warp
+from guided_spec.types import LogprobsMode, SamplingParams, TokenLogprobs, TopLogprob
+
+__all__ = ["Logprobs", "LogprobsPlan", "Scores", "gather_logprobs"]
+
+
+class Scores(NamedTuple):
+    """What one step's tokens were chosen from, on one device.
+
+    logits: [B, K + 1, V], the model's. bitmask: int32 [B, K + 1, W], the legal tokens; None: all.
+    drafted: int64 [B, K]. sampling, adjustments: as the step had them.
+    """
+
+    logits: Tensor
+    bitmask: Tensor | None
+    drafted: Tensor
+    sampling: Sampling
+    adjustments: Adjustments | None = None
+
+    def logprobs(self, mode: LogprobsMode, requests: Tensor) -> Tensor:
+        """float32 [R, K + 1, V]: log-probabilities in the rows of ``requests`` int64 [R]."""
+        logits = self.logits[requests]
+        if mode == "raw":
+            return torch.log_softmax(logits.float(), -1)
+        bitmask = None if self.bitmask is None else self.bitmask[requests]
+        masked = apply_token_bitmask(logits, bitmask)
+        if mode == "masked":
+            return torch.log_softmax(masked.float(), -1)
+        if self.adjustments is not None:  # which know all requests and no others
+            whole = apply_token_bitmask(self.logits, self.bitmask)
+            masked = self.adjustments.apply(whole, self.drafted)[requests]
+        return warp(masked, self.sampling.select(requests)).log()  # filtered tokens at -inf
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobsPlan:
+    """Which requests of a batch ask for what; made by ``stack``.
+
+    counts: [B] how many likeliest tokens each wants, None where it asks for nothing.
+    rows: for each mode in use the asking requests, int64 [R] on the device.
+    order: the requests as they stand in ``rows``, one mode behind the other.
+    """
+
+    counts: tuple[int | None, ...]
+    rows: dict[LogprobsMode, Tensor]
+    order: tuple[int, ...]
+
+    @classmethod
+    def stack(
+        cls, params: Sequence[SamplingParams], device: torch.device | None = None
+    ) -> LogprobsPlan | None:
+        """The plan of a batch, a request for each of ``params``; None when nobody asks."""
+        rows: dict[LogprobsMode, list[int]] = {}
+        for mode in get_args(LogprobsMode):
+            for request, one in enumerate(params):
+                if one.logprobs is not None and one.logprobs_mode == mode:
+                    rows.setdefault(mode, []).append(request)
+        if not rows:
+            return None
+        return cls(
+            counts=tuple(one.logprobs for one in params),
+            rows={mode: torch.tensor(asking, device=device) for mode, asking in rows.items()},
+            order=tuple(request for asking in rows.values() for request in asking),
+        )
+
+
+class Logprobs(NamedTuple):
+    """What ``gather_logprobs`` found, still on the device.
+
+    values: float64 [R, K + 1, 1 + 2 * k]: the token's log-probability, those of the k likeliest
+        tokens in descending order, and their ids. R are the requests of ``plan.order``, k the
+        largest count that any of them asks for.
+    """
+
+    values: Tensor
+    plan: LogprobsPlan
+
+    def records(self, token_ids: Sequence[Sequence[int]]) -> list[list[TokenLogprobs]]:
+        """[B] lists in step with ``token_ids``, the committed tokens; one download.
+
+        Empty for a request that did not ask.
+        """
+        found: list[list[TokenLogprobs]] = [[] for _ in token_ids]
+        for request, rows in zip(self.plan.order, self.values.tolist(), strict=True):
+            count = self.plan.counts[request] or 0
+            tokens = token_ids[request]
+            found[request] = [
+                _record(token, row, count) for token, row in zip(tokens, rows, strict=False)
+            ]
+        return found
+
+
+def gather_logprobs(scores: Scores, token_ids: Tensor, plan: LogprobsPlan) -> Logprobs:
+    """Log-probabilities of ``token_ids`` and of the likeliest tokens, for the requests that ask.
+
+    token_ids: int64 [B, K + 1], what was accepted and drawn; padding is -1, and what stands in its
+        places afterwards means nothing.
+
+    Computes in float32 on the device of the scores, which are not changed; no sync.
+    """
+    wanted = max(plan.counts[request] or 0 for request in plan.order)
+    parts = []
+    for mode, rows in plan.rows.items():
+        logprobs = scores.logprobs(mode, rows)
+        chosen = logprobs.gather(-1, token_ids[rows].clamp_min(0).unsqueeze(-1))
+        top = logprobs.topk(min(wanted, logprobs.shape[-1]), -1)
+        # float64 holds every float32 and every token id, so that one download takes them all.
+        parts.append(torch.cat([chosen.double(), top.values.double(), top.indices.double()], -1))
+    return Logprobs(torch.cat(parts), plan)
+
+
+def _record(token_id: int, row: list[float], count: int) -> TokenLogprobs:
+    wanted = len(row) // 2
+    pairs = zip(row[1 : wanted + 1], row[wanted + 1 :], strict=True)
+    top = [TopLogprob(int(token), logprob) for logprob, token in pairs if not isinf(logprob)]
+    top.sort(key=lambda one: (-one.logprob, one.token_id))  # among equals topk has no order
+    return TokenLogprobs(token_id, row[0], tuple(top[:count]))

@@ -1,0 +1,139 @@
+"""Counter-based noise: a number is a function of (seed, position, stream, column), nothing else.
+
+A request's rows have its ``noise_key`` for a seed. So it draws the same noise alone and in any
+batch, and an accepted prefix never moves the noise of what follows. The generator is Philox4x32-10
+(Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3", SC 2011), in 64-bit
+integer arithmetic that is exact on every device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, replace
+from enum import IntEnum
+from functools import cache
+from hashlib import blake2b
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from guided_spec.grammar.spec import GrammarSpec
+
+__all__ = [
+    "DraftNoise",
+    "NoiseKeys",
+    "Stream",
+    "exponential_noise",
+    "noise_key",
+    "philox",
+    "uniform_noise",
+]
+
+_MULTIPLIER_0 = 0xD2511F53
+_MULTIPLIER_1 = 0xCD9E8D57
+_WEYL_0 = 0x9E3779B9
+_WEYL_1 = 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+_LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+
+
+def noise_key(seed: int, prompt_ids: Sequence[int], grammar: GrammarSpec | None = None) -> int:
+    """In [0, 2**63): which noise a request draws, the seed of its rows; alike in every process.
+
+    Equal seeds give other requests other noise. Otherwise the choices of one would foretell those
+    of another. Who compiles the grammar makes no difference.
+
+    seed: in [0, 2**63).
+    """
+    constraint = (
+        None if grammar is None else astuple(replace(grammar, backend=None, value_type=None))
+    )
+    found = blake2b(seed.to_bytes(8, "little"), digest_size=8)
+    found.update(np.asarray(prompt_ids, dtype="<i8").tobytes())
+    found.update(ascii(constraint).encode())  # no byte of it is 0, as the last of each token is
+    return int.from_bytes(found.digest(), "little") >> 1
+
+
+class Stream(IntEnum):
+    """What the noise is for: different uses at one position never share a number."""
+
+    ACCEPT = 0
+    SAMPLE = 1
+    DRAFT = 2
+
+
+class NoiseKeys(NamedTuple):
+    """What noise is drawn from: ``seeds`` int64 [B], ``positions`` int64 [B] of the next tokens."""
+
+    seeds: Tensor
+    positions: Tensor
+
+
+class DraftNoise(NamedTuple):
+    """Which noise to draw with: the arguments of ``exponential_noise``, before any of it is made.
+
+    seeds, positions: int64 [B], on the device of the logits. columns: V, the target's tokens.
+    """
+
+    seeds: Tensor
+    positions: Tensor
+    stream: Stream
+    columns: int
+
+
+def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Tensor:
+    """[B, columns] int64 in [0, 2**32): 32 random bits for each row and column.
+
+    seeds, positions: int64 [B]. The counter is (column // 4, position low, position high, stream),
+    the key is the seed; the four words of one counter are four neighbouring columns. On CUDA a
+    kernel gives the same bits.
+    """
+    kernel = _kernel() if seeds.is_cuda else None
+    if kernel is not None:
+        return kernel(seeds, positions, int(stream), columns)
+    blocks = torch.arange(-(-columns // 4), device=seeds.device)
+    c0 = blocks.expand(len(seeds), -1)
+    c1 = (positions & _LOW).unsqueeze(1).expand_as(c0)
+    c2 = ((positions >> 32) & _LOW).unsqueeze(1).expand_as(c0)
+    c3 = torch.full_like(c0, int(stream))
+    key_0 = (seeds & _LOW).unsqueeze(1)
+    key_1 = ((seeds >> 32) & _LOW).unsqueeze(1)
+    for _ in range(_ROUNDS):
+        # The product wraps modulo 2**64, which leaves its 64 bits right; the mask drops the sign.
+        product_0, product_1 = c0 * _MULTIPLIER_0, c2 * _MULTIPLIER_1
+        high_0, high_1 = (product_0 >> 32) & _LOW, (product_1 >> 32) & _LOW
+        c0, c1 = high_1 ^ c1 ^ key_0, product_1 & _LOW
+        c2, c3 = high_0 ^ c3 ^ key_1, product_0 & _LOW
+        key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
+    return torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :columns]
+
+
+@cache
+def _kernel() -> Callable[[Tensor, Tensor, int, int], Tensor] | None:
+    if find_spec("triton") is None:  # it exists for Linux only
+        return None
+    from guided_spec.ops.sampling import noise_triton
+
+    return noise_triton.philox
+
+
+def uniform_noise(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:
+    """[B, N] float32 uniform on [0, 1): one number for each of the ``positions`` int64 [B, N]."""
+    rows, columns = positions.shape
+    bits = philox(seeds.repeat_interleave(columns), positions.flatten(), stream, 1)
+    return (bits >> 8).to(torch.float32).mul_(2.0**-24).view(rows, columns)
+
+
+def exponential_noise(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Tensor:
+    """[B, columns] float32, exponential(1), finite and strictly positive.
+
+    Built so that small values keep their relative precision: they decide which token wins.
+    """
+    bits = philox(seeds, positions, stream, columns).to(torch.float32)
+    uniform = bits.add_(0.5).mul_(2.0**-32).clamp_max_(_LARGEST_BELOW_ONE)
+    return uniform.neg_().log1p_().neg_()

@@ -1,0 +1,104 @@
+"""The verifier's decision from logits: mask, adjust, warp, and accept a prefix of each draft.
+
+The composition below is the definition. On CUDA, with noise given by its keys, kernels decide the
+same from one reading of the logits, and write nothing of their size.
+
+Coupled verification: a draft token stays iff the target draws it itself.
+
+The target's draw at each position uses noise of that position alone, so the text does not depend on
+what was drafted: with a seed it is the text of plain sampling, token for token. A drafter that
+samples with the same noise draws the same token whenever its distribution is close enough
+(Daliri, Musco and Suresh, "Coupling without communication and drafter-invariant speculative
+decoding", arXiv:2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
+from guided_spec.ops.sampling.rejection import rejection_sample
+from guided_spec.ops.sampling.warp import VerifyRows, warp
+from guided_spec.types import Accepted, Draft, Noise
+
+__all__ = [
+    "VERIFIERS",
+    "coupled_sample",
+    "draw_noise",
+    "verify",
+]
+
+
+def coupled_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
+    """Accept the draft tokens that equal the target's own draws, and emit the first that differs.
+
+    target_probs: [B, K + 1, V] float32, row i given the draft tokens before i; a row of zeros means
+        that no token is legal there.
+    draft: K tokens a row; its ``probs`` are not used.
+    noise: ``sample`` [B, >= K + 1, V], that of position i in row i.
+
+    Where the row to draw from is all zeros the drawn token is -1. All on one device, no sync.
+    """
+    num_draft = draft.token_ids.shape[1]
+    best = (target_probs / noise.sample[:, : num_draft + 1]).max(-1)
+    drawn = torch.where(best.values > 0, best.indices, -1)
+    depth = torch.arange(num_draft + 1, device=drawn.device)
+    agrees = (drawn[:, :-1] == draft.token_ids) & (depth[:-1] < draft.num_tokens.unsqueeze(1))
+    num_accepted = agrees.long().cumprod(1).sum(1)
+    return Accepted(torch.where(depth <= num_accepted.unsqueeze(1), drawn, -1), num_accepted)
+
+
+VERIFIERS = {"rejection": rejection_sample, "coupled": coupled_sample}
+
+
+def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:
+    """Accept a prefix of every row's draft and draw one more token.
+
+    logits: [B, K + 1, V] float32, bfloat16 or float16; row i follows the draft tokens before i.
+    bitmask: int32 [B, K + 1, W], the tokens that the grammar allows; None allows all.
+    draft: K tokens a row.
+
+    Changes none of them. All on one device, no sync. On CUDA the kernels compute masses in another
+    order than the reference, so choices can differ where it is within rounding of a tie.
+    """
+    kernel = _kernel() if logits.is_cuda and isinstance(rows.noise, NoiseKeys) else None
+    if kernel is not None:
+        return kernel(logits, bitmask, draft, rows)
+    noise = draw_noise(rows, draft.token_ids.shape[1], logits.shape[-1])
+    logits = apply_token_bitmask(logits, bitmask)
+    if rows.adjustments is not None:
+        logits = rows.adjustments.apply(logits, draft.token_ids)
+    return VERIFIERS[rows.verifier](warp(logits, rows.sampling), draft, noise)
+
+
+def draw_noise(rows: VerifyRows, num_draft: int, vocab_size: int) -> Noise:
+    """The noise of a step whose draft has ``num_draft`` tokens: as given, or what its keys give."""
+    if isinstance(rows.noise, Noise):
+        return rows.noise
+    seeds, first = rows.noise
+    batch, is_coupled, device = len(seeds), rows.verifier == "coupled", seeds.device
+    if rows.sampling.all_greedy:  # one-hot targets decide alike under any noise
+        accept = torch.zeros(batch, num_draft, device=device)
+        return Noise(accept, torch.ones(batch, *([1] * is_coupled), 1, device=device))
+    positions = first.unsqueeze(1) + torch.arange(num_draft + 1, device=device)
+    accept = uniform_noise(seeds, positions[:, :-1], Stream.ACCEPT)
+    if not is_coupled:
+        return Noise(accept, exponential_noise(seeds, first, Stream.SAMPLE, vocab_size))
+    repeated = seeds.repeat_interleave(num_draft + 1)
+    sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, vocab_size)
+    return Noise(accept, sample.view(batch, num_draft + 1, -1))
+
+
+@cache
+def _kernel() -> Callable[[Tensor, Tensor | None, Draft, VerifyRows], Accepted] | None:
+    if find_spec("triton") is None:  # it exists for Linux only
+        return None
+    from guided_spec.ops.sampling import verify_triton
+
+    return verify_triton.verify

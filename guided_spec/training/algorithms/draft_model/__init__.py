@@ -1,1 +1,0 @@
-"""A small stock language model, distilled from the target."""

@@ -1,1 +1,0 @@
-"""EAGLE and EAGLE-2: one decoder layer over the target's last hidden state."""

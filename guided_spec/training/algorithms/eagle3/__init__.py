@@ -1,1 +1,0 @@
-"""EAGLE-3: a decoder layer over features of several of the target's layers."""

@@ -1,1 +1,0 @@
-"""Multi-token prediction modules, in the layouts of DeepSeek, GLM and Qwen."""

@@ -1,0 +1,284 @@
+"""The documents of a run: written anew if asked for, tokenized, split, and cut into batches.
+
+Which of the target's tokens a draft with a smaller vocabulary scores.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from guided_spec.engine.llm import LLM
+from guided_spec.errors import ConfigError
+from guided_spec.evaluate.workload import WorkItem
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.loading import end_of_text_ids
+from guided_spec.ops.bitmask import num_mask_words, only_legal_token
+from guided_spec.training.data.batches import Collator, TokenBatches
+from guided_spec.training.data.dataset import load_examples, read_grammar_text, split_heldout
+from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
+from guided_spec.training.data.records import read_lines
+from guided_spec.training.data.regenerate import regenerate
+from guided_spec.training.options import TrainOptions
+from guided_spec.training.trainer import TrainingData, ignore_stop_signals
+from guided_spec.types import SamplingParams
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+__all__ = [
+    "Corpus",
+    "count_tokens",
+    "forced_tokens",
+    "select_draft_vocabulary",
+]
+
+CHUNK = 1024
+LONGEST_WALK = 256
+CLOSING = b'"]}'  # without a liking for these, a walk never leaves its first string
+
+
+def count_tokens(dataset: Dataset, vocab_size: int) -> Tensor:
+    """int64 [V]: how often each token stands in an answer of ``dataset``.
+
+    Raises ConfigError for a token at or past ``vocab_size``.
+    """
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    columns = dataset.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
+    for table in columns.iter(CHUNK):
+        token_ids = _flat(table["input_ids"])[_flat(table["loss_mask"]).astype(bool)]
+        if len(token_ids) and token_ids.max() >= vocab_size:
+            fix = f"the data holds token {token_ids.max()}: it was tokenized for another target"
+            raise ConfigError("vocab_size", vocab_size, fix)
+        counts += np.bincount(token_ids, minlength=vocab_size)
+    return torch.from_numpy(counts)
+
+
+def forced_tokens(
+    dataset: Dataset, masks: GrammarMasks, *, limit: int, walks: int, seed: int
+) -> set[int]:
+    """Tokens that grammars of ``dataset`` can force: a draft without them has no legal one there.
+
+    Looked for at every place of the first ``limit`` answers, and on ``walks`` random walks of up to
+    256 tokens through each of their grammars. A sample: there may be more of them.
+    """
+    found: set[int] = set()
+    grammars: dict[str, None] = {}
+    for row in dataset.select(range(min(limit, len(dataset)))):
+        grammar = str(row["grammar"])
+        start = int(row["answer_start"])
+        table = MaskTable(len(row["input_ids"]) - start, masks.vocabulary.vocab_size)
+        masks.fill(table, row["input_ids"], start, grammar)
+        found.update(only_legal_token(table.rows()).tolist())
+        grammars[grammar] = None
+    dice = np.random.default_rng(seed)
+    for grammar in grammars:
+        compiled = masks.compile(grammar)
+        if compiled is not None:
+            for _ in range(walks):
+                found.update(_walk(compiled, masks.vocabulary, dice))
+    return found - {-1}
+
+
+def select_draft_vocabulary(
+    counts: Tensor, size: int, keep: Collection[int] = ()
+) -> DraftVocabulary:
+    """The ``keep`` tokens and, of the others, the most frequent; of equals the lower id.
+
+    counts: int64 [V], on the CPU. size: D. The target ids ascend. Raises ConfigError for a size
+    that does not hold ``keep``, or that is more than V.
+    """
+    kept = sorted(set(keep))
+    if not 1 <= size <= len(counts):
+        raise ConfigError("size", size, f"must be between 1 and the vocabulary's {len(counts)}")
+    if len(kept) > size:
+        raise ConfigError("size", size, f"must be at least {len(kept)}: so many tokens are kept")
+    if kept and not 0 <= kept[0] <= kept[-1] < len(counts):
+        fix = f"must be tokens of the vocabulary, from 0 to {len(counts) - 1}"
+        raise ConfigError("keep", [kept[0], kept[-1]], fix)
+    order = torch.sort(counts, descending=True, stable=True).indices
+    is_kept = torch.zeros(len(counts), dtype=torch.bool)
+    is_kept[kept] = True
+    frequent = order[~is_kept[order]][: size - len(kept)]
+    is_kept[frequent] = True
+    return DraftVocabulary(is_kept.nonzero().flatten(), len(counts))
+
+
+def _flat(column: object) -> NDArray[np.int64]:
+    """The values of an Arrow column of lists, one list after another."""
+    flat: NDArray[np.int64] = column.combine_chunks().flatten().to_numpy(zero_copy_only=False)  # type: ignore[attr-defined]
+    return flat
+
+
+def _walk(
+    compiled: CompiledGrammar, vocabulary: Vocabulary, dice: np.random.Generator
+) -> Sequence[int]:
+    """The tokens that were the only legal one along a random text of the grammar."""
+    row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
+    closing = [token for token in vocabulary.single_byte_ids[list(CLOSING)] if token >= 0]
+    matcher = compiled.new_matcher()
+    found: list[int] = []
+    for _ in range(LONGEST_WALK):
+        if matcher.is_terminated():
+            break
+        matcher.fill_next_token_bitmask(row, 0)
+        bits = np.unpackbits(row.view(np.uint8)[0], bitorder="little")
+        legal = np.flatnonzero(bits[: vocabulary.vocab_size])
+        if not len(legal):
+            break
+        if len(legal) == 1:
+            found.append(int(legal[0]))
+        liked = np.intersect1d(legal, closing) if dice.random() < 0.5 else legal
+        token = int(dice.choice(liked if len(liked) else legal))
+        if not matcher.accept_token(token):
+            break
+    return found
+
+
+FORCED_DOCUMENTS, FORCED_WALKS = 1000, 4  # a sample: what a grammar forces shows soon
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents in tokens, and their grammars.
+
+    train, heldout: ``datasets.Dataset``s as ``load_examples`` makes them; heldout may be empty.
+    """
+
+    train: Any
+    heldout: Any
+    vocabulary: Vocabulary
+    masks: GrammarMasks
+    options: TrainOptions
+
+    @classmethod
+    def load(
+        cls,
+        options: TrainOptions,
+        accelerator: Any,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> Corpus:
+        """Read ``options.data``, the answers written anew first where that is asked for.
+
+        Raises ConfigError for data that cannot be used.
+        """
+        paths: Sequence[str | Path] = options.data
+        if options.regenerate:
+            paths = _regenerate(options, accelerator, target, tokenizer)
+        stop_ids = end_of_text_ids(target, tokenizer)
+        config: Any = target.config.get_text_config(decoder=True)
+        context = getattr(config, "max_position_embeddings", None) or options.max_length
+        dataset = load_examples(
+            paths,
+            tokenizer,
+            stop_ids=stop_ids,
+            max_length=min(options.max_length, context),
+            limit=options.limit,
+        )
+        split = split_heldout(dataset, options.heldout_share, options.seed)
+        vocabulary = Vocabulary.from_tokenizer(tokenizer, config.vocab_size, stop_ids)
+        return cls(split.train, split.heldout, vocabulary, GrammarMasks(vocabulary), options)
+
+    def draft_vocabulary(self, device: Any) -> DraftVocabulary | None:
+        """The tokens the draft scores, on ``device``; None for the target's own.
+
+        What ends a text is among them, and what the grammars were seen to force. Raises ConfigError
+        when ``draft_vocab_size`` is too small for these, or larger than the target's vocabulary.
+        """
+        size = self.options.draft_vocab_size
+        if size is None:
+            return None
+        keep = set(self.vocabulary.stop_token_ids)
+        if self.options.grammar_masks != "off":
+            settings = {"limit": FORCED_DOCUMENTS, "walks": FORCED_WALKS}
+            keep |= forced_tokens(self.train, self.masks, seed=self.options.seed, **settings)
+        counts = count_tokens(self.train, self.vocabulary.vocab_size)
+        try:
+            found = select_draft_vocabulary(counts, size, keep)
+        except ConfigError as error:
+            raise ConfigError("draft_vocab_size", size, error.fix) from error
+        return DraftVocabulary(found.target_ids.to(device), found.target_size)
+
+    def batches(self, accelerator: Any) -> TrainingData:
+        """The batches of this process."""
+        heldout = self._loader(self.heldout, accelerator) if len(self.heldout) else None
+        return TrainingData(self._loader(self.train, accelerator), heldout)
+
+    def decode_items(self, limit: int) -> list[WorkItem]:
+        """The first ``limit`` held-out documents that have a prompt, as requests."""
+        rows = (row for row in self.heldout if row["answer_start"] > 0)
+        return [
+            WorkItem(
+                [int(token) for token in row["input_ids"][: int(row["answer_start"])]],
+                read_grammar_text(str(row["grammar"])),
+            )
+            for row in islice(rows, limit)
+        ]
+
+    def _loader(self, dataset: Any, accelerator: Any) -> Any:
+        options = self.options
+        sampler = TokenBatches(
+            dataset["seq_len"][:],
+            batch_tokens=options.batch_tokens,
+            seed=options.seed,
+            rank=accelerator.process_index,
+            world=accelerator.num_processes,
+        )
+        masks = None if options.grammar_masks == "off" else self.masks
+        collator = Collator(masks, vocab_size=self.vocabulary.vocab_size)
+        return DataLoader(
+            dataset,
+            batch_sampler=sampler,
+            collate_fn=collator,
+            worker_init_fn=ignore_stop_signals,
+            num_workers=options.workers,
+            persistent_workers=options.workers > 0,
+            pin_memory=accelerator.device.type == "cuda",
+        )
+
+
+def _regenerate(
+    options: TrainOptions,
+    accelerator: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+) -> list[Path]:
+    """Each process writes the answers of its share; returns all their files. Kept for a resume."""
+    folder = Path(options.output) / "regenerated"
+    rank, world = accelerator.process_index, accelerator.num_processes
+    paths = [folder / f"part_{part}_of_{world}.jsonl" for part in range(world)]
+    if not (options.resume and paths[rank].exists()):
+        folder.mkdir(parents=True, exist_ok=True)
+        source, partial = (paths[rank].with_suffix(end) for end in (".source", ".partial"))
+        lines = islice(read_lines(options.data), rank, options.limit, world)
+        _write_lines(source, [line.record for line in lines])
+        params = SamplingParams(
+            max_tokens=options.regenerate_max_tokens,
+            temperature=options.regenerate_temperature,
+            seed=options.seed + rank * 2**32,
+        )
+        with LLM(target, tokenizer=tokenizer) as llm:
+            regenerate([source], partial, llm, params)
+        source.unlink()
+        partial.rename(paths[rank])
+    accelerator.wait_for_everyone()
+    return paths
+
+
+def _write_lines(path: Path, records: Sequence[object]) -> None:
+    lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    path.write_text("".join(lines), encoding="utf-8")

@@ -1,0 +1,153 @@
+"""Where ends are searched for: what a row near the end of a budget holds does end in time."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.completion.completion import CompletingGrammar, CompletingMatcher
+from guided_spec.grammar.completion.search import SearchEndings
+from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.completion.tokens import SearchTokens, first_tokens, spread_tokens
+from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from tests.grammar.completion.test_completion import check_agreement, legal
+
+LONGER = rb'", "|": "|abc|{"|"}|[{"|]]|"]|\n|\u|\"|\\|00|12| cat|null|name|e1|-|.|\",|"",|'
+TEXTS = (*(bytes([byte]) for byte in range(256)), *filter(None, LONGER.split(b"|")))
+EOS = len(TEXTS)
+VOCABULARY = Vocabulary((*TEXTS, b""), (EOS,), EOS + 1)
+BACKEND = LLGuidanceBackend(VOCABULARY)
+SPELLING, TOKENS = Spelling(VOCABULARY), SearchTokens(VOCABULARY)
+
+STRING = {"type": "string"}
+SCHEMAS: dict[str, Any] = {
+    "open": {"type": "object", "properties": {"name": STRING}, "required": ["name"]},
+    "closed": {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}, "b": {"type": "array", "items": STRING}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    },
+    "keys": {"type": "object", "additionalProperties": {"type": ["integer", "object"]}},
+    "string": {"type": "string", "minLength": 3, "maxLength": 9},
+    "pattern": {"type": "string", "pattern": '^"[a-z ]{2,9}$'},
+    "end": {"type": "string", "pattern": "^(.*x|)$"},
+    "number": {"type": "number"},
+    "nested": {"type": "array", "items": {"type": "array", "items": STRING, "minItems": 1}},
+    "format": {"type": "array", "items": {"type": "string", "format": "date-time"}, "minItems": 2},
+}
+CASES = [*((name, "schema") for name in SCHEMAS), ("keys", "any")]
+
+
+def compiled_of(name: str, order: str = "schema") -> CompiledGrammar:
+    spec = GrammarSpec.json_schema(SCHEMAS[name])
+    return BACKEND.compile(replace(spec, key_order=order))  # type: ignore[arg-type]
+
+
+def endings_of(compiled: CompiledGrammar) -> SearchEndings:
+    return SearchEndings(compiled, VOCABULARY, SPELLING, TOKENS)
+
+
+@pytest.mark.parametrize(("name", "order"), CASES)
+def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str) -> None:
+    compiled = compiled_of(name, order)
+    endings = endings_of(compiled)
+    dice = random.Random(name)
+    for slack in (0, 1, 4, 12, 40):
+        budget = endings.cost(endings.start) + slack
+        matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
+        plain = compiled.new_matcher()
+        assert isinstance(matcher, CompletingMatcher)
+        length = 0
+        while not matcher.is_terminated():
+            ours, all_legal = legal(matcher, EOS + 1), legal(plain, EOS + 1)
+            assert ours, "a dead end"
+            assert ours <= all_legal
+            check_agreement(matcher, ours, dice.sample(sorted(all_legal), min(9, len(all_legal))))
+            token = dice.choice(sorted(ours))
+            assert matcher.accept_token(token)
+            assert plain.accept_token(token)
+            assert not matcher.has_lost_end
+            length += 1
+        assert length <= budget
+
+
+@pytest.mark.parametrize(("name", "order"), CASES)
+def test_most_of_what_fits_is_in_the_row(name: str, order: str) -> None:
+    """Judged by a search of its own from behind each token."""
+    compiled = compiled_of(name, order)
+    endings = endings_of(compiled)
+    budget = endings.cost(endings.start) + 12
+    matcher = CompletingGrammar(compiled, endings, budget).new_matcher()
+    plain, dice, text = compiled.new_matcher(), random.Random(name), list[int]()
+    in_row = missing = 0
+    for _ in range(6):
+        ours = legal(matcher, EOS + 1)
+        for token in legal(plain, EOS + 1) - {EOS}:
+            fork = plain.fork()
+            assert fork.accept_token(token)
+            state = endings.start
+            assert state is not None
+            way = endings.after(state, (*text, token), as_matcher(fork))
+            fits = way is not None and endings.cost(way) < budget - len(text)
+            in_row += fits and token in ours
+            missing += fits and token not in ours
+        options = sorted(ours - {EOS})
+        if not options:
+            break
+        token = dice.choice(options)
+        assert matcher.accept_token(token)
+        assert plain.accept_token(token)
+        text.append(token)
+    assert missing <= in_row / 10
+
+
+def test_a_fork_and_its_original_look_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiled_of("open")
+    endings = endings_of(compiled)
+    looks: list[bytes] = []
+    straight = SearchEndings._straight
+
+    def counted(self: SearchEndings, matcher: Any, before: bytes, most: int) -> bytes | None:
+        looks.append(before)
+        return straight(self, matcher, before, most)
+
+    monkeypatch.setattr(SearchEndings, "_straight", counted)
+    original = CompletingGrammar(compiled, endings, 30).new_matcher()
+    fork = original.fork()
+    text = b'{"name": "abc", "k": [1, {"x": null'
+    for token in text:
+        legal(fork, EOS + 1)
+        assert fork.accept_token(token) or len(looks) > 0
+    count = len(looks)
+    assert count > 0
+    for token in text:
+        if not original.accept_token(token):
+            break
+    assert len(looks) == count
+
+
+def test_steps_that_close_come_first_and_worn_ones_last() -> None:
+    every = np.full(-(-(EOS + 1) // 32), -1, dtype=np.int32)
+    used = np.zeros(len(TOKENS.steps), dtype=np.int64)
+    first = [TEXTS[TOKENS.steps[step]] for step in TOKENS.next_steps(every, used, 6)]
+    assert first == [b'"', b"}", b"]", b":", b",", b"0"]
+    used[list(b"0")] = 1
+    assert TEXTS[TOKENS.steps[TOKENS.next_steps(every, used, 6)[-1]]] == b"1"
+
+
+def test_tokens_of_a_row() -> None:
+    row = np.zeros(9, dtype=np.int32)
+    row[[0, 3, 8]] = [0b1010, -1, -(2**31)]
+    assert first_tokens(row, 4) == [1, 3, 96, 97]
+    assert first_tokens(row, 99) == [1, 3, *range(96, 128), 287]
+    assert set(spread_tokens(row, 4)) <= set(first_tokens(row, 99))
+    assert 287 in spread_tokens(row, 4)
+    assert spread_tokens(np.zeros(3, dtype=np.int32), 8) == []

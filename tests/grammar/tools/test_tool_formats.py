@@ -1,0 +1,350 @@
+"""Tool formats: what the grammar writes, the reader takes apart again."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from functools import cache
+from typing import Any, NamedTuple
+
+import jsonschema
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from guided_spec.engine.chat import BEGINNINGS, Reasoning
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tools.format import ReadText, Tool, ToolRules, read_choice, read_tools
+from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.vocabulary import Vocabulary
+from tests.chat_templates import PLAIN, TEMPLATES
+from tests.masks.walks import BYTES
+
+EOS = 256
+NAMES = tuple(
+    dict.fromkeys(
+        found
+        for known in TOOL_FORMATS.values()
+        for literal in known.literals
+        for found in re.findall(r"</?[a-z_:]+>|<[|｜].*?[|｜]>|\[[A-Z_]+\]", literal)
+    )
+)
+DATA = (*BYTES.token_bytes[:256], *[b""] * (1 + len(NAMES)))
+XML = ("glm_4_5", "glm_4_7", "minimax_m2", "mimo", "qwen3_coder")
+
+
+@cache
+def vocabulary(kind: str) -> Vocabulary:
+    """``bytes``: no added tokens. ``tokens``: each mark is one. ``call``: one also ends texts."""
+    if kind == "bytes":
+        return BYTES
+    added = tuple((name, EOS + 1 + at) for at, name in enumerate(NAMES))
+    shown = (*DATA[: EOS + 1], *(name.encode() if "tool" in name else b"" for name in NAMES))
+    stops = (EOS, dict(added)["<|call|>"]) if kind == "call" else (EOS,)
+    return Vocabulary(DATA, stops, len(DATA), shown, added)
+
+
+KINDS = ("bytes", "tokens", "call")
+BACKENDS = {kind: XGrammarBackend(vocabulary(kind), compile_threads=1) for kind in KINDS}
+
+
+class Side(NamedTuple):
+    """One format's two sides over one vocabulary."""
+
+    compiled: CompiledGrammar
+    marks: MarkedText
+    tools: list[Tool]
+    name: str
+
+    def read(self, token_ids: list[int]) -> ReadText:
+        return TOOL_FORMATS[self.name].read(self.marks.read(token_ids), self.tools, self.marks)
+
+
+def side(name: str, kind: str, tools: list[Any], choice: Any, *, parallel: bool = True) -> Side:
+    known, shared = TOOL_FORMATS[name], vocabulary(kind)
+    stops = frozenset(n for n, token in shared.added_tokens if token in shared.stop_token_ids)
+    wanted, left = read_choice(choice, read_tools(tools))
+    content = known.content(ToolRules(left, wanted, parallel, stops))
+    spec = GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
+    marks = MarkedText(shared, known.literals)
+    return Side(BACKENDS[kind].compile(spec), marks, list(left), name)
+
+
+def walk(found: Side, kind: str, seed: int, wander: int) -> list[int]:
+    """Random tokens, and from ``wander`` on those that lead to an end."""
+    shared, dice = vocabulary(kind), random.Random(seed)
+    matcher, token_ids = found.compiled.new_matcher(), list[int]()
+    bitmask = np.zeros((1, -(-shared.vocab_size // 32)), dtype=np.int32)
+    while not matcher.is_terminated():
+        matcher.fill_next_token_bitmask(bitmask)
+        bits = np.unpackbits(bitmask.view(np.uint8), bitorder="little")[: shared.vocab_size]
+        legal = [int(t) for t in np.flatnonzero(bits) if t not in found.compiled.excluded]
+        assert legal, token_ids
+        likely = [t for t in legal if t > EOS or t in frozenset(b'",:]}{[<0123456789 \n')]
+        options = likely if likely and dice.random() < 0.6 else legal
+        if len(token_ids) > wander:
+            options = _closing(found, token_ids, legal)
+        token_ids.append(dice.choice(options))
+        assert matcher.accept_token(token_ids[-1])
+        assert len(token_ids) < 4000, found.marks.show(found.marks.read(token_ids[-300:]))
+    return token_ids[:-1]
+
+
+def _closing(found: Side, token_ids: list[int], legal: list[int]) -> list[int]:
+    if EOS in legal:
+        return [EOS]
+    known, tail = TOOL_FORMATS[found.name], found.marks.read(token_ids[-60:])
+    ends = ["<|end|><|start|>assistant<|channel|>final<|message|>", known.literals[-1]]
+    ends += [f"<|channel|>commentary to=functions.{tool.name} <|" for tool in found.tools[:1]]
+    ends += [re.sub(r"^.*\{value\}", "", getattr(known, "argument", None) or "")]
+    best, begun = list[int](), 0
+    for end in map(found.marks.mark, ends):
+        for size in range(min(len(end) - 1, len(tail)), -1, -1):
+            if tail.endswith(end[:size]):
+                following = [t for t in legal if found.marks.read([t]) == end[size]]
+                if following and (size > begun or not best):
+                    best, begun = following, size
+                break
+    # A line break stands in free text, but never in JSON.
+    closers = [] if ord("\n") in legal else [t for t in legal if t in frozenset(b'"]}')]
+    return (best if begun else []) or closers[:1] or best or legal
+
+
+KEYS = st.sampled_from(["city", "on", "a b", "x"])
+STRINGS = st.sampled_from(
+    [
+        {"type": "string"},
+        {"type": "string", "minLength": 1, "maxLength": 3},
+        {"enum": ["red", "dark green"]},
+        {"type": "string", "const": "</tool"},
+        {"type": "string", "pattern": "^[ab]{2,4}$"},
+        {"type": ["string", "null"]},
+        {"anyOf": [{"type": "string", "maxLength": 4}, {"type": "integer"}]},
+    ]
+)
+VALUES = st.recursive(
+    st.one_of(
+        STRINGS, st.sampled_from([{"type": "boolean"}, {"type": "integer"}, {"enum": [1, "b"]}])
+    ),
+    lambda inner: st.one_of(
+        st.builds(lambda items: {"type": "array", "items": items, "maxItems": 3}, inner),
+        st.dictionaries(KEYS, inner, max_size=2).map(lambda found: _object(found, list(found)[:1])),
+    ),
+    max_leaves=3,
+)
+
+
+def _object(properties: dict[str, Any], required: list[str]) -> dict[str, Any]:
+    closed = {"type": "object", "additionalProperties": False}
+    return {**closed, "properties": properties, "required": required}
+
+
+SCHEMAS = st.dictionaries(KEYS, VALUES, max_size=3).flatmap(
+    lambda found: st.builds(
+        _object, st.just(found), st.lists(st.sampled_from([*found, ""]), unique=True)
+    ).map(lambda schema: {**schema, "required": [key for key in schema["required"] if key]})
+)
+TOOLS = st.lists(SCHEMAS, min_size=1, max_size=2).map(
+    lambda schemas: [
+        {"type": "function", "function": {"name": name, "parameters": schema}}
+        for name, schema in zip(("get", "get_2"), schemas, strict=False)
+    ]
+)
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@settings(max_examples=12, phases=[Phase.generate])  # walks do not shrink
+@given(
+    tools=TOOLS,
+    choice=st.sampled_from(["auto", "required", "none", "get"]),
+    kind=st.sampled_from(KINDS),
+    parallel=st.booleans(),
+    path=st.tuples(st.integers(0, 10**6), st.integers(0, 150)),
+)
+def test_what_is_written_is_read(
+    name: str, tools: Any, choice: str, kind: str, parallel: Any, path: tuple[int, int]
+) -> None:
+    found = side(name, kind, tools, choice, parallel=parallel)
+    token_ids = walk(found, kind, *path)
+    read = found.read(token_ids)
+    schemas = {tool.name: tool.parameters for tool in found.tools}
+    for call in read.calls:
+        jsonschema.validate(call.arguments, dict(schemas[call.name]))
+        if name not in XML:
+            shape = re.sub(r'"(?:\\.|[^"\\])*"', '""', call.raw)
+            assert not re.search(r"[ \t\r\n]{2}", shape), call.raw
+    assert choice not in ("required", "get") or read.calls
+    assert choice != "none" or not read.calls
+    assert (parallel and choice != "get") or len(read.calls) <= 1
+    whole = found.marks.show(found.marks.read(token_ids))
+    assert all(call.raw in whole for call in read.calls)
+
+
+LIGHT = _object({"on": {"type": "boolean"}, "room": {"type": "string"}}, ["on"])
+LIGHTS = [{"type": "function", "function": {"name": "light", "parameters": LIGHT}}]
+HEAD, TAIL = (
+    "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+)
+CALLS = {
+    "hermes": '<tool_call>\n{"name": "light", "arguments": %}\n</tool_call>',
+    "llama3": '{"name": "light", "parameters": %}',
+    "mistral": '[TOOL_CALLS] [{"name": "light", "arguments": %}]',
+    "mistral_tekken": '[TOOL_CALLS][{"name": "light", "arguments": %}]',
+    "mistral_v11": "[TOOL_CALLS]light[CALL_ID]abc123XYZ[ARGS]%",
+    "mistral_v13": "[TOOL_CALLS]light[ARGS]%",
+    "deepseek_v3": f"{HEAD}function<｜tool▁sep｜>light\n```json\n%\n```{TAIL}",
+    "deepseek_v3_1": f"{HEAD}light<｜tool▁sep｜>%{TAIL}",
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.light:0"
+    "<|tool_call_argument_begin|>%<|tool_call_end|><|tool_calls_section_end|>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="light">\n<parameter name="on">true'
+    '</parameter>\n<parameter name="room">the hall</parameter>\n</invoke>\n</minimax:tool_call>',
+    "command_a": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "light", '
+    '"parameters": %}\n]<|END_ACTION|>',
+    "exaone4": '<tool_call>{"name": "light", "arguments": %}</tool_call>',
+    "mimo": "<tool_call><function=light><parameter=on>true</parameter>"
+    "<parameter=room>the hall</parameter></function></tool_call>",
+    "glm_4_5": "<tool_call>light\n<arg_key>on</arg_key>\n<arg_value>true</arg_value>\n"
+    "<arg_key>room</arg_key>\n<arg_value>the hall</arg_value>\n</tool_call>",
+    "glm_4_7": "<tool_call>light<arg_key>on</arg_key><arg_value>true</arg_value>"
+    "<arg_key>room</arg_key><arg_value>the hall</arg_value></tool_call>",
+    "qwen3_coder": "<tool_call>\n<function=light>\n<parameter=on>\ntrue\n</parameter>\n"
+    "<parameter=room>\nthe hall\n</parameter>\n</function>\n</tool_call>",
+    "harmony": "<|channel|>analysis<|message|>so<|end|><|start|>assistant"
+    "<|channel|>commentary to=functions.light <|constrain|>json<|message|>%",
+}
+
+
+def spell(text: str, kind: str) -> list[int]:
+    """One token a byte, and added tokens where there are any."""
+    ids = dict(vocabulary(kind).added_tokens)
+    parts = re.split(f"({'|'.join(map(re.escape, ids))})", text) if ids else [text]
+    return [t for part in parts for t in ([ids[part]] if part in ids else part.encode())]
+
+
+def test_each_format_has_a_text_and_a_template() -> None:
+    assert CALLS.keys() == TOOL_FORMATS.keys() == TEMPLATES.keys()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_the_family_s_own_text(name: str, kind: str) -> None:
+    text = CALLS[name].replace("%", '{"on": true, "room": "the hall"}')
+    found = side(name, kind, LIGHTS, "required")
+    token_ids = spell(text, kind)
+    if name == "harmony" and kind != "call":
+        token_ids += spell("<|call|>", kind)
+    matcher = found.compiled.new_matcher()
+    assert all(map(matcher.accept_token, [*token_ids, EOS])), text
+    assert matcher.is_terminated()
+    (call,) = found.read(token_ids).calls
+    assert (call.name, call.arguments) == ("light", {"on": True, "room": "the hall"})
+    ids = {"mistral_v11": "abc123XYZ", "kimi_k2": "functions.light:0", "command_a": "0"}
+    assert call.id == ids.get(name, "")
+    assert found.read(token_ids).reasoning == ("so" if name == "harmony" else None)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_was_cut_off_stays_in_the_text(name: str) -> None:
+    found = side(name, "bytes", LIGHTS, "auto")
+    text = CALLS[name].replace("%", '{"on": true, "room": "the hall"}')
+    cut = text.index("hall")
+    read = found.read(spell(text[:cut], "bytes"))
+    assert read.calls == ()
+    assert "the " in read.text
+
+
+def test_text_around_calls() -> None:
+    found = side("hermes", "tokens", LIGHTS, "auto")
+    call = CALLS["hermes"].replace("%", '{"on": false}')
+    read = found.read(spell(f"Well.\n{call}\n{call}", "tokens"))
+    assert read.text == "Well."
+    assert [one.arguments for one in read.calls] == [{"on": False}] * 2
+    assert read.calls[0].raw == call
+
+
+def test_letters_of_a_token_are_text() -> None:
+    found = side("hermes", "tokens", LIGHTS, "auto")
+    call = CALLS["hermes"].replace("%", '{"on": false}')
+    token_ids = list(call.encode())
+    assert all(map(found.compiled.new_matcher().accept_token, token_ids))
+    assert found.read(token_ids) == ReadText(call, ())
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_tells_its_format(name: str) -> None:
+    known = find_tool_format(TEMPLATES[name])
+    assert known is not None
+    assert known.name == name
+
+
+def test_unknown_families() -> None:
+    assert find_tool_format(PLAIN) is None
+    with pytest.raises(ConfigError, match="tool_format='chatty'.*hermes"):
+        get_tool_format("chatty")
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"anyOf": [LIGHT]}, "tool 'light'.*uses anyOf"),
+        ({"type": "object", "required": ["on"]}, "requires"),
+        ({"type": "array"}, "it is none"),
+    ],
+)
+def test_marks_need_listed_properties(schema: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        side(
+            "glm_4_5",
+            "bytes",
+            [{"type": "function", "function": {"name": "light", "parameters": schema}}],
+            "auto",
+        )
+
+
+def test_shared_definitions_reach_an_argument() -> None:
+    schema = {
+        **_object({"at": {"$ref": "#/$defs/Place"}}, ["at"]),
+        "$defs": {"Place": _object({"x": {"type": "integer"}}, ["x"])},
+    }
+    tools = [{"type": "function", "function": {"name": "go", "parameters": schema}}]
+    found = side("glm_4_7", "bytes", tools, "required")
+    text = '<tool_call>go<arg_key>at</arg_key><arg_value>{"x": 3}</arg_value></tool_call>'
+    assert all(map(found.compiled.new_matcher().accept_token, text.encode()))
+    assert found.read(list(text.encode())).calls[0].arguments == {"at": {"x": 3}}
+
+
+@pytest.mark.parametrize(("end", "begin"), BEGINNINGS.items())
+def test_reasoning_is_split_off(end: str, begin: str) -> None:
+    reasoning = Reasoning.of_template(f"x{end}y")
+    assert reasoning == (begin, end)
+    marks = MarkedText(BYTES, reasoning)
+    assert reasoning.split(f"{begin}\nso\n{end}\n\nyes", "unopened", marks) == ("so", "yes")
+    assert reasoning.split(f"so\n{end}yes", "open", marks) == ("so", "yes")
+    assert reasoning.split("so it goes", "open", marks) == ("so it goes", "")
+    assert reasoning.split("yes", "unopened", marks) == (None, "yes")
+    assert reasoning.split(f"a {end}", "closed", marks) == (None, f"a {end}")
+    states = [reasoning.state_behind(f"hi{tail}\n") for tail in (begin, begin + end, "")]
+    assert states == ["open", "closed", "unopened"]
+
+
+def test_json_in_tags_has_fixed_whitespace() -> None:
+    content = {"type": "json_schema", "json_schema": LIGHT}
+    compiled = BACKENDS["bytes"].compile(
+        GrammarSpec.structural_tag({"type": "structural_tag", "format": content})
+    )
+    for text, is_taken in (
+        ('{"on": true, "room": "a  b"}', True),
+        ('{"on":true}', False),
+        ('{ "on": true}', False),
+        ('{"on": true }', False),
+    ):
+        matcher = compiled.new_matcher()
+        assert all(map(matcher.accept_token, [*text.encode(), EOS])) == is_taken
+        assert json.loads(text)["on"] is True

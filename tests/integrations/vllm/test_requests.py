@@ -1,0 +1,135 @@
+"""What a worker of vLLM knows of its requests' tokens, whether it drafts or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.integrations.vllm import requests as vllm_requests
+from guided_spec.integrations.vllm.requests import GrammarRequests
+from tests.toys import VOCAB_SIZE, VOCABULARY
+
+LETTERS = GrammarSpec.regex("[abc]{2,}")  # any of the tokens 0, 1 and 2
+PARAMS = {"a": LETTERS, "b": LETTERS, "free": None}
+NAMES = [*PARAMS]
+
+
+class Grammars:
+    """Stands for vLLM's: a request's parameters are its grammar."""
+
+    vocabulary = VOCABULARY
+
+    def __init__(self, config: Any) -> None:
+        del config
+        self._backend = XGrammarBackend(VOCABULARY)
+
+    def spec_of(self, params: Any) -> GrammarSpec | None:
+        return None if params is None else params
+
+    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
+        return self._backend.compile(spec)
+
+
+@pytest.fixture(scope="module")
+def config() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(vllm_requests, "VllmGrammars", Grammars)
+        # Several ranks wait for their grammars: nothing here depends on time.
+        yield SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=2))
+
+
+def note(requests: GrammarRequests, sampled: dict[str, list[int]]) -> None:
+    """As a runner notes it, with memory that it uses again."""
+    width = max(1, *map(len, sampled.values()))
+    rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled.values()]
+    memory = torch.tensor(rows, dtype=torch.int32).view(len(rows), width)
+    counts = torch.tensor([len(tokens) for tokens in sampled.values()])
+    requests.note([*sampled], memory, counts)
+    memory.fill_(7)
+
+
+def committed(requests: GrammarRequests, name: str) -> list[int] | None:
+    (constraint,) = requests.commit([name])
+    return None if constraint is None else constraint.committed
+
+
+def test_steps_without_a_draft_are_made_up_for(config: Any) -> None:
+    requests = GrammarRequests(config)
+    requests.add("a", LETTERS, [0])
+    requests.add("free", None, [])
+    for new in ([1], [], [2, VOCAB_SIZE, 0], [1]):
+        note(requests, {"free": [5], "a": new})
+    assert committed(requests, "a") == [0, 1, 2, 0, 1]
+    assert requests.commit(["a", "free"]) == [None, None]  # nothing was sampled since
+    note(requests, {"a": [2]})
+    requests.add("b", LETTERS, [])
+    note(requests, {"free": [5], "b": [0]})
+    assert requests.commit(["a"]) == [None]  # it was not in the last step
+    note(requests, {"a": [2]})
+    assert committed(requests, "a") == [0, 1, 2, 0, 1, 2, 2]
+
+
+def test_what_waits_on_the_device_is_bounded(config: Any) -> None:
+    requests = GrammarRequests(config)
+    requests.add("a", LETTERS, [])
+    for at in range(5 * vllm_requests.MOST_NOTED):
+        note(requests, {"a": [at % 3]})
+        assert 1 <= len(requests._noted) <= vllm_requests.MOST_NOTED
+    assert committed(requests, "a") == [at % 3 for at in range(5 * vllm_requests.MOST_NOTED)]
+
+
+def test_tokens_that_vllm_takes_back_are_forgotten(config: Any) -> None:
+    requests = GrammarRequests(config)
+    requests.add("a", LETTERS, [])
+    note(requests, {"a": [0, 9, 1]})
+    assert requests.commit(["a"]) == [None]  # 9 is no letter: it has lost its place
+    requests.restate("a", [0, 1])
+    note(requests, {"a": [2]})
+    assert committed(requests, "a") == [0, 1, 2]
+    note(requests, {"a": [1]})
+    requests.restate("a", [0, 1, 2, 0, 0])  # what was noted is among it, or is not so
+    note(requests, {"a": [2]})
+    assert committed(requests, "a") == [0, 1, 2, 0, 0, 2]
+
+
+STEP = st.tuples(
+    st.sampled_from(["draft", "rest", "preempt", "restate", "end"]),
+    st.lists(st.lists(st.integers(0, 2), max_size=3), min_size=3, max_size=3),
+    st.sets(st.sampled_from(NAMES), min_size=1),
+)
+
+
+@settings(max_examples=60)
+@given(st.lists(STEP, max_size=12))
+def test_however_it_is_scheduled_a_grammar_stands_behind_its_text(
+    config: Any, steps: list[tuple[str, list[list[int]], set[str]]]
+) -> None:
+    requests, texts = GrammarRequests(config), {name: list[int]() for name in NAMES}
+    for name in NAMES:
+        requests.add(name, PARAMS[name], [])
+    for what, new, batch in steps:
+        names = sorted(batch)
+        sampled = {name: new[NAMES.index(name)] for name in names}
+        for name in names if what in ("preempt", "restate", "end") else ():
+            texts[name] = [] if what == "end" else texts[name][:-1]
+            if what == "restate":
+                requests.restate(name, texts[name])
+            else:
+                requests.add(name, PARAMS[name], texts[name])
+        note(requests, sampled)
+        for name in names:
+            texts[name] += sampled[name]
+        if what == "draft":
+            found = [one and one.committed for one in requests.commit(names)]
+            assert found == [
+                texts[name] if PARAMS[name] and sampled[name] else None for name in names
+            ]

@@ -1,0 +1,309 @@
+"""The packed form of a target, and of an EAGLE-3 head, computes what the stock modules do."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
+from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from tests.models.heads.heads import write_eagle3
+from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.tiny import build
+
+VOCAB = 64
+CPU = torch.device("cpu")
+FAMILY = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2"]
+DENSE = ["gemma3", "bitnet"]  # stock modules, with the attention over slots
+OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3", "qwen3_5", "qwen3_moe", "gpt_oss"]
+
+
+def make(name: str) -> PreTrainedModel:
+    if name == "qwen2":
+        mixed = ["full_attention", "sliding_attention"] * 2
+        more: dict[str, Any] = {
+            "use_sliding_window": True,
+            "sliding_window": 8,
+            "layer_types": mixed,
+        }
+        return build("qwen2", vocab_size=VOCAB, **more)
+    if name == "llama_dynamic":
+        rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+        return build("llama", vocab_size=VOCAB, rope_parameters=rope)
+    return build(name, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("name", [*FAMILY, *DENSE])
+def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None:
+    model = make(name)
+    prompts = prompts_of([5, 17, 11, 1, 23], VOCAB, 0)
+    expected = [generate_alone(model, prompt, 20) for prompt in prompts]
+    lm = CausalLM(model, num_slots=8, max_length=70, kernels="packed")
+    assert lm.is_packed
+    rows = [Row(s, p, e) for s, p, e in zip([6, 1, 4, 0, 7], prompts, expected, strict=True)]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while open_rows := [row for row in rows if not row.is_done]:
+        speculate(lm, open_rows, source)
+    assert [row.tokens[: len(row.expected)] for row in rows] == expected
+
+
+@pytest.mark.parametrize("width", [1, 3, 8])
+@pytest.mark.parametrize("name", [*FAMILY, *DENSE])
+def test_a_prompt_in_pieces_beside_other_rows(name: str, width: int) -> None:
+    """Its rows are pieces of one text; it reads as it does by itself, and so do the others."""
+    model, layers = make(name), (1, -1)
+    running, prompt, behind = prompts_of([7, 19, width], VOCAB, 3)
+    alone, along = (CausalLM(model, num_slots=3, max_length=40, kernels="packed") for _ in range(2))
+    for lm in (alone, along):
+        lm.forward(SlotInputs(torch.tensor([running]), [2], [0], [7]), logits="none")
+    drafts = SlotInputs(torch.tensor([behind]), [2], [7], [width])
+    pieces = [prompt[at : at + width] for at in range(0, len(prompt), width)]
+    counts = [len(piece) for piece in pieces]
+    rows = torch.tensor([[*piece, *[5] * (width - len(piece))] for piece in pieces])
+    together = SlotInputs(
+        torch.cat([drafts.token_ids, rows]),
+        [2, *[0] * len(pieces)],
+        [7, *range(0, len(prompt), width)],
+        [width, *counts],
+    )
+    found = along.forward(together, hidden_layers=layers, num_scored=1)
+    read = alone.forward(SlotInputs(torch.tensor([prompt]), [0], [0], [19]), hidden_layers=layers)
+    expected = alone.forward(drafts, hidden_layers=layers)
+    assert found.logits is not None
+    assert found.hidden_states is not None
+    torch.testing.assert_close(found.logits, expected.logits)
+    torch.testing.assert_close(found.hidden_states[:1], expected.hidden_states)
+    states = found.hidden_states[1:].flatten(0, 1)[None, :19]
+    torch.testing.assert_close(states, read.hidden_states)
+    last = SlotInputs(torch.tensor([[9]]), [0], [19], [1])  # and it goes on from there
+    torch.testing.assert_close(along.forward(last).logits, alone.forward(last).logits)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_stay_as_they_are(name: str) -> None:
+    model = make(name)
+    before = {key: value.data_ptr() for key, value in model.state_dict().items()}
+    assert not CausalLM(model, num_slots=2, max_length=30, kernels="packed").is_packed
+    assert {key: value.data_ptr() for key, value in model.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_model_does_behind_its_head_is_not_passed_over(dtype: torch.dtype) -> None:
+    """In half precision a wide cap on the logits is less than what rounding does."""
+    capped = cast(Any, build("gemma3", vocab_size=VOCAB, final_logit_softcapping=100.0)).to(dtype)
+    assert not CausalLM(capped, num_slots=1, max_length=8, kernels="packed").is_packed
+    plain = cast(Any, build("gemma3", vocab_size=VOCAB)).to(dtype)
+    assert CausalLM(plain, num_slots=1, max_length=8, kernels="packed").is_packed
+
+
+def test_stock_is_stock_and_auto_is_stock_on_a_cpu() -> None:
+    model = make("llama")
+    assert not CausalLM(model, num_slots=1, max_length=8, kernels="stock").is_packed
+    assert not CausalLM(model, num_slots=1, max_length=8).is_packed
+
+
+@pytest.mark.parametrize("logits", ["all", "last", "none"])
+@pytest.mark.parametrize("width", [3, 80])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@torch.inference_mode()
+def test_every_kind_of_output_is_that_of_the_stock_forward(
+    logits: str, width: int, name: str
+) -> None:
+    """Narrow forwards are captured on CUDA, wide ones never; rows are padded in both."""
+    model = make(name)
+    layers = (0, 2, 4, -1)
+    inputs = SlotInputs(
+        torch.randint(VOCAB, (3, width), generator=torch.Generator().manual_seed(0)),
+        [0, 2, 1],
+        [0, 0, 0],
+        [width, width - 1, 0],
+    )
+    found: list[SlotOutput] = []
+    for kernels in ("stock", "packed"):
+        lm = CausalLM(model, num_slots=3, max_length=100, kernels=kernels)
+        found.append(lm.forward(inputs, logits=logits, hidden_layers=layers))  # type: ignore[arg-type]
+    for name in ("logits", "hidden_states"):
+        stock, packed = (getattr(output, name) for output in found)
+        assert (stock is None) == (packed is None) == (logits == "none" and name == "logits")
+        if stock is not None:
+            compare(packed, stock, inputs.counts)
+
+
+def compare(found: Tensor, expected: Tensor, counts: object) -> None:
+    assert isinstance(counts, list)
+    assert found.shape == expected.shape
+    for row, count in enumerate(counts):
+        count = min(count, found.shape[1])
+        torch.testing.assert_close(found[row, :count], expected[row, :count], rtol=1e-4, atol=1e-4)
+
+
+def test_packing_leaves_the_stock_model_what_it_was() -> None:
+    model = make("qwen3")
+    ids = torch.arange(9).unsqueeze(0)
+    with torch.no_grad():
+        expected, weights = model(ids).logits, {k: v.clone() for k, v in model.state_dict().items()}
+        for _ in range(2):  # the second one finds the weights packed
+            CausalLM(model, num_slots=1, max_length=20, kernels="packed")
+            assert torch.equal(model(ids).logits, expected)
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    attention = model.get_decoder().layers[0].self_attn
+    storage = attention.q_proj.weight.untyped_storage().data_ptr()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == storage
+
+
+def test_a_hook_is_not_passed_over() -> None:
+    model = make("llama")
+    hook = model.get_decoder().layers[1].register_forward_hook(lambda *_: None)
+    assert not CausalLM(model, num_slots=1, max_length=8, kernels="packed").is_packed
+    hook.remove()
+    assert CausalLM(model, num_slots=1, max_length=8, kernels="packed").is_packed
+
+
+@torch.inference_mode()
+def test_a_replaced_projection_is_not_passed_over() -> None:
+    class Doubling(nn.Linear):
+        def forward(self, states: Tensor) -> Tensor:
+            return 2 * super().forward(states)
+
+    model = make("llama")
+    mlp = model.get_decoder().layers[2].mlp
+    mlp.up_proj = Doubling(32, 64, bias=False)
+    ids = torch.tensor([[3, 1, 4, 1, 5]])
+    lm = CausalLM(model, num_slots=1, max_length=8, kernels="packed")
+    found = lm.forward(SlotInputs(ids, [0], [0], [5])).logits
+    torch.testing.assert_close(found, model(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_an_unknown_hidden_layer_is_refused() -> None:
+    lm = CausalLM(make("llama"), num_slots=1, max_length=8, kernels="packed")
+    inputs = SlotInputs(torch.zeros(1, 1, dtype=torch.int64), [0], [0], [1])
+    with pytest.raises(ModelError, match="hidden layer 5: the model has 4 layers"):
+        lm.forward(inputs, hidden_layers=(5,))
+
+
+def stock_and_packed(head: Eagle3Head) -> tuple[SlotHead, PackedSlotHead]:
+    room = SlotRoom(4, 100)
+    stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
+    packed = PackedEagle3.of(head, room.max_length)
+    assert packed is not None
+    return stock, PackedSlotHead(packed, room, device=CPU, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("num_layers", [1, 2])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"flags": {"norm_before_residual": True}},
+        {"flags": {"norm_output": True}},
+        {"model_type": "qwen3", "own_embedding": True, "draft_vocab_size": None},
+    ],
+)
+def test_an_eagle3_head_walks_as_the_stock_one(
+    num_layers: int, form: dict[str, Any], tmp_path: Path
+) -> None:
+    target = build("llama")
+    write_eagle3(tmp_path, target, layout="speculators", num_layers=num_layers, **form)
+    heads = stock_and_packed(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target))
+    random_ = torch.Generator().manual_seed(0)
+    for counts in ([3, 70, 1], [2, 1, 4]):
+        tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in counts]
+        states = [torch.randn(n, 3 * 32, generator=random_) for n in counts]
+        drafted = [torch.randint(VOCAB, (3,), generator=random_) for _ in range(3)]
+        logits = []
+        for head in heads:
+            head.read([0, 3, 1], tokens, states)
+            for draft in drafted:
+                logits.append(head.logits([0, 3, 1]).clone())
+                head.walk([0, 3, 1], draft)
+        for stock, packed in zip(logits[:3], logits[3:], strict=True):
+            torch.testing.assert_close(packed, stock, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("count", "size"), [(1, 1), (9, 10), (64, 64), (65, 80), (5000, 5000)])
+def test_buckets(count: int, size: int) -> None:
+    assert bucket(count) == size
+
+
+def test_without_cuda_a_pool_runs_the_function() -> None:
+    """What is left out of the inputs is what the function made of it."""
+
+    def grow(tensors: Inputs) -> Tensor:
+        tensors["total"] += tensors["x"]
+        return tensors["total"].clone()
+
+    pool = GraphPool(CPU)
+    x, total = torch.tensor([1.0, 2.0]), torch.zeros(2)
+    assert pool.run("key", {"x": x, "total": total}, grow).tolist() == [1, 2]
+    assert pool.run("key", {"x": 2 * x}, grow).tolist() == [3, 6]
+    assert pool.run("other", {"x": x, "total": total}, grow).tolist() == [1, 2]
+    assert pool.run("key", {"total": total}, grow).tolist() == [2, 4]
+    assert total.tolist() == [0, 0]
+    assert len(pool) == 2
+
+
+@pytest.mark.parametrize("draft_vocab_size", [24, None])
+def test_a_greedy_walk_is_one_step_after_another(
+    draft_vocab_size: int | None, tmp_path: Path
+) -> None:
+    target = build("llama")
+    write_eagle3(tmp_path, target, draft_vocab_size=draft_vocab_size)
+    found = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    slots, random_ = [2, 0, 3], torch.Generator().manual_seed(0)
+    one_by_one, packed = stock_and_packed(found)
+    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in (3, 7, 1)]
+    states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
+    for head in (one_by_one, packed):
+        head.read(slots, tokens, states)
+    walk = packed.walk_greedily(slots, 4)
+    for depth in range(4):
+        logits = one_by_one.logits(slots)
+        best = logits.argmax(-1)
+        best = best if found.vocabulary is None else found.vocabulary.to_target(best)
+        assert torch.equal(walk[:, depth], best)
+        if depth < 3:
+            one_by_one.walk(slots, best)
+    assert one_by_one.depth(0) == packed.depth(0) == 3
+    torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
+
+
+def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
+    """What chains of proposers do: subsets walk on, drafts are taken back to a mark."""
+    target = build("llama")
+    write_eagle3(tmp_path, target)
+    heads = stock_and_packed(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target))
+    random_ = torch.Generator().manual_seed(0)
+    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in (3, 7, 1)]
+    states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
+    token = torch.randint(VOCAB, (8,), generator=random_)
+    for head in heads:
+        head.read([2, 0, 3], tokens, states)
+        head.walk([2, 3], token[:2])
+        head.walk([3], token[2:3])
+        head.mark([2, 3])
+        head.walk([2, 0, 3], token[3:6])
+        head.walk([0], token[6:7])
+    stock, packed = heads
+    for slots in ([0, 2, 3], [3], [2, 0]):
+        expected = stock.logits(slots)
+        torch.testing.assert_close(packed.logits(slots), expected, rtol=1e-5, atol=1e-5)
+    for head in heads:
+        head.rewind([2, 0, 3])
+    assert [packed.depth(slot) for slot in (2, 0, 3)] == [1, 0, 2]
+    torch.testing.assert_close(
+        packed.logits([0, 2, 3]), stock.logits([0, 2, 3]), rtol=1e-5, atol=1e-5
+    )
+    packed.release([0])
+    assert (packed.length(0), packed.length(2)) == (0, 3)

@@ -1,0 +1,104 @@
+"""A packed head that reads tokens before the host knows how many of them count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from tests.models.heads.heads import write_eagle3
+from tests.models.tiny import build
+
+CPU = torch.device("cpu")
+VOCAB = 64
+SLOTS, PROMPTS, COUNTS, WIDTH = [2, 0, 3], (3, 7, 1), [1, 4, 2], 4
+
+
+class Pair:
+    """A stock head that is told each token, and a packed one; three slots hold prompts."""
+
+    def __init__(self, folder: Path) -> None:
+        target = build("llama")
+        write_eagle3(folder, target)
+        head = Eagle3Head.from_checkpoint(Checkpoint.open(folder), target)
+        room = SlotRoom(4, 100)
+        packed = PackedEagle3.of(head, room.max_length)
+        assert packed is not None
+        self.stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
+        self.packed = PackedSlotHead(packed, room, device=CPU, dtype=torch.float32)
+        self.source = torch.Generator().manual_seed(0)
+        tokens = [self.tokens(count) for count in PROMPTS]
+        states = [self.states(count) for count in PROMPTS]
+        for one in (self.stock, self.packed):
+            one.read(SLOTS, tokens, states)
+
+    def tokens(self, count: int) -> list[int]:
+        return torch.randint(VOCAB, (count,), generator=self.source).tolist()
+
+    def states(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, 3 * 32, generator=self.source)
+
+    def check(self) -> None:
+        """Both heads think the same of what comes next, and of what comes behind a draft token."""
+        for token in (None, torch.randint(VOCAB, (3,), generator=self.source)):
+            if token is not None:
+                self.stock.walk(SLOTS, token)
+                self.packed.walk(SLOTS, token)
+            found, expected = self.packed.logits(SLOTS), self.stock.logits(SLOTS)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Pair:
+    return Pair(tmp_path)
+
+
+def test_what_is_confirmed_was_read(pair: Pair) -> None:
+    for _ in range(2):
+        tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
+        pair.stock.read(SLOTS, tokens, [row[:n] for row, n in zip(states, COUNTS, strict=True)])
+        pair.packed.walk(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
+        padded = torch.tensor([[*row, *[-1] * (WIDTH - len(row))] for row in tokens])
+        pair.packed.read_ahead(SLOTS, padded, states, torch.tensor(COUNTS) - 1)
+        for slot, count in zip(SLOTS, COUNTS, strict=True):
+            pair.packed.confirm(slot, count)
+        assert [pair.packed.length(s) for s in SLOTS] == [pair.stock.length(s) for s in SLOTS]
+        assert [pair.packed.depth(s) for s in SLOTS] == [0, 0, 0]
+        pair.check()
+
+
+def test_what_is_not_confirmed_leaves_no_trace(pair: Pair) -> None:
+    wrong = torch.tensor([pair.tokens(WIDTH) for _ in SLOTS])
+    pair.packed.read_ahead(SLOTS, wrong, pair.states(3, WIDTH), torch.tensor([3, 3, 3]))
+    tokens = [pair.tokens(count) for count in COUNTS]
+    states = [pair.states(count) for count in COUNTS]
+    for head in (pair.stock, pair.packed):
+        head.read(SLOTS, tokens, states)
+    pair.check()
+
+
+def test_one_of_several_is_confirmed(pair: Pair) -> None:
+    tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
+    padded = torch.tensor([[*row, *[-1] * (WIDTH - len(row))] for row in tokens])
+    pair.packed.read_ahead(SLOTS, padded, states, torch.tensor(COUNTS) - 1)
+    pair.packed.confirm(0, 4)
+    pair.stock.read([0], [tokens[1]], [states[1]])
+    others, more = [pair.tokens(2), pair.tokens(3)], [pair.states(2), pair.states(3)]
+    for head in (pair.stock, pair.packed):
+        head.read([2, 3], others, more)
+    pair.check()
+
+
+def test_no_further_than_a_slot_reaches(pair: Pair) -> None:
+    assert pair.packed.can_read_ahead(SLOTS, 64)
+    assert not pair.packed.can_read_ahead(SLOTS, 65)  # no graph is so wide
+    pair.packed.read([0], [pair.tokens(90)], [pair.states(90)])  # 97 of 100
+    assert pair.packed.can_read_ahead(SLOTS, 3)
+    assert not pair.packed.can_read_ahead(SLOTS, 4)
+    assert pair.packed.can_read_ahead([2, 3], 4)

@@ -1,0 +1,1 @@
+"""Tools of this repository that users of the package do not need."""
