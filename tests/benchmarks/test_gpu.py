@@ -63,6 +63,7 @@ def report(folders: Folders) -> tuple[dict[str, Any], list[str]]:
     return json.loads(json.dumps(sections)), told
 
 
+@pytest.mark.slow
 def test_sections_in_their_order(report: tuple[dict[str, Any], list[str]]) -> None:
     sections, told = report
     assert list(sections) == ["machine", "steps", "end-to-end", "peers"]
@@ -133,6 +134,7 @@ def test_requests_that_join_one_after_another(subject: Subject) -> None:
         assert (time.problem, time.steps) == (None, 3)
 
 
+@pytest.mark.slow
 def test_what_was_measured_so_far_is_kept(folders: Folders) -> None:
     plan = GpuPlan(("steps",), str(folders.target), device="cpu", dtype="float32")
     plan = plan._replace(steps=StepPlan(("none",), (1, 2), context=40, steps=2, warm_up=1))

@@ -134,6 +134,7 @@ def test_what_takes_too_long_is_ended(tmp_path: Path) -> None:
     assert result["problem"].startswith("ended with -9")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_the_engine(tmp_path: Path) -> None:
     """It runs in a session of its own, where Ctrl-C does not arrive."""
     write_sleeper(tmp_path)

@@ -40,6 +40,7 @@ def report() -> SoakReport:
     return soak(SMALL)
 
 
+@pytest.mark.slow
 def test_a_small_soak_finds_nothing(report: SoakReport) -> None:
     assert report.wrong == ()
     tally = report.tally

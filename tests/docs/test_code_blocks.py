@@ -65,6 +65,7 @@ def test_readme_installs_as_the_checks_do() -> None:
     assert install[0] in README.read_text(), f"README.md does not say: {install[0]}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_blocks_do_what_they_show(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -82,6 +83,7 @@ def test_blocks_do_what_they_show(
             check_output(run_bash(block, place), block, place)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_example_runs(example: Path, tmp_path: Path) -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}

@@ -106,6 +106,7 @@ def test_the_end_of_text_inside_a_block(place: int) -> None:
     assert ignored.stats.acceptance_length > 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [(), ("好",), ("éé", "你好")])
 def test_streams_hold_committed_text_only(llm: LLM, stop: tuple[str, ...]) -> None:
     """Drafts are refused now and then: what is streamed is a prefix of plain decoding's text."""
@@ -134,6 +135,7 @@ def test_samples_share_a_prompt(llm: LLM) -> None:
     assert sum(saved) > 3
 
 
+@pytest.mark.slow
 def test_cancelled_in_the_middle_of_a_step(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is finished, what it gave the cancelled request goes nowhere; its slot is free."""
     entered, resume = threading.Event(), threading.Event()

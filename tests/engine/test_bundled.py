@@ -18,6 +18,7 @@ PROMPTS = [item.prompt for item in ITEMS]
 PARAMS = [SamplingParams(grammar=item.grammar) for item in ITEMS]
 
 
+@pytest.mark.slow
 def test_speculation_changes_the_cost_and_nothing_else() -> None:
     with LLM() as llm:
         assert llm.proposer == "chain:grammar_forced+draft_model"
@@ -33,6 +34,7 @@ def test_speculation_changes_the_cost_and_nothing_else() -> None:
     assert all(output.stats.forwards_per_token == 1.0 for output in plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["eagle3", "mtp:validate", "chain:grammar_forced+eagle3"])
 def test_the_bundled_heads_are_found_by_their_names(proposer: str) -> None:
     with LLM(proposer=proposer) as llm:

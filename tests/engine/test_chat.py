@@ -48,6 +48,7 @@ def options(template: str, **more: Any) -> ChatOptions:
     return cast(ChatOptions, made)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_call_in_every_family(llm: LLM, name: str) -> None:
     """The grammar's call is read, and the answer goes into the next prompt as a message."""

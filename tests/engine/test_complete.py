@@ -61,6 +61,7 @@ def one(llm: LLM, params: SamplingParams, prompt: str = "A") -> Completion:
     return llm.generate(prompt, params, on_error="return")[0].completions[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_every_text_is_whole(proposer: str) -> None:
     dice = random.Random(proposer)
@@ -97,6 +98,7 @@ def assert_valid(llm: LLM, spec: GrammarSpec | None, token_ids: list[int]) -> No
     assert matcher.is_terminated()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", ["rejection", "coupled"])
 def test_budgets_do_not_let_proposers_change_a_text(verifier: str) -> None:
     """Greedy under either verifier, and sampled under coupled verification: the same tokens."""
@@ -211,6 +213,7 @@ def exact_law() -> dict[tuple[int, ...], float]:
     return law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["none", "draft_model", "chain:grammar_forced+draft_model"])
 def test_the_law_of_whole_texts_under_a_budget(proposer: str) -> None:
     law = exact_law()

@@ -68,6 +68,7 @@ def plain(model: str) -> Texts:
     return run(model, "none", max_batch_size=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 3, 5])
 @pytest.mark.parametrize("proposer", [*WITHOUT_HEADS, *CHAINS, *POLICIES])
 def test_every_proposer(proposer: str, size: int) -> None:
@@ -88,6 +89,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, HeadedTarget]:
     return {method: write_head(folder / method, method, VOCAB_SIZE) for method in TARGETS}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", TARGETS)
 def test_every_head(headed: dict[str, HeadedTarget], method: str) -> None:
     target, draft = headed[method]
@@ -130,6 +132,7 @@ def test_stories(proposer: str) -> None:
     assert len({tuple(tokens) for tokens, _ in found}) == len(found)
 
 
+@pytest.mark.slow
 def test_the_bundled_pair() -> None:
     params = [
         SamplingParams(seed=row, max_tokens=40, grammar=GrammarSpec.json_schema(SCHEMA), **setting)

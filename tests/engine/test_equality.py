@@ -90,6 +90,7 @@ def accepted(completions: list[Completion]) -> list[int]:
     return [sum(c.stats.accepted) for c in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", PROPOSERS)
 @pytest.mark.parametrize("architecture", SIZES)
 def test_speculation_changes_nothing(architecture: str, proposer: str) -> None:
@@ -111,6 +112,7 @@ def test_speculation_changes_nothing(architecture: str, proposer: str) -> None:
             assert len(set(accepted(found))) > 2  # ragged: rows move on at their own pace
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["draft_model", "chain:grammar_forced+draft_model"])
 @pytest.mark.parametrize(
     ("architecture", "draft"), [("llama", "qwen3"), ("mistral", "qwen3_5"), ("qwen3_5", "llama")]
@@ -123,6 +125,7 @@ def test_a_foreign_draft_changes_nothing(architecture: str, draft: str, proposer
     assert all(sum(c.stats.drafted) > 0 for c in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 11])
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_5"])
 def test_any_draft_length_changes_nothing(architecture: str, num_draft_tokens: int) -> None:
@@ -153,6 +156,7 @@ def test_a_chain_of_three_fits_its_masks() -> None:
     assert min(len(output.stats.drafted) for output in found) > 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_stories(proposer: str) -> None:
     """Real weights that nobody here trained: peaked distributions, text outside the mask."""

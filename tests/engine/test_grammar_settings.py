@@ -34,6 +34,7 @@ def one(llm: LLM, grammar: GrammarSpec, **params: Any) -> Any:
     )[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limits", "spec", "message"), BEYOND)
 def test_the_limits_of_an_llm_are_what_is_enforced(
     limits: GrammarLimits, spec: GrammarSpec, message: str

@@ -82,6 +82,7 @@ def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
     return [(c.token_ids, c.finish_reason) for c in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
 @pytest.mark.parametrize("policy", ["mask", "validate"])
@@ -110,6 +111,7 @@ def test_in_a_chain(taught: Any, method: str) -> None:
         assert tokens(found) == tokens(taught(method).guided)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("policy", ["mask", "validate"])
 def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int) -> None:
@@ -219,6 +221,7 @@ class Watched(NamedTuple):
         return self.inner.carry(*accepted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("method", METHODS)
 def test_sampled_text(
@@ -275,6 +278,7 @@ class NowAndThen:
         del brought, is_typical
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 3])
 @pytest.mark.parametrize("is_chained", [False, True])
 @pytest.mark.parametrize(("method", "kernels"), [*((m, "auto") for m in METHODS), PACKED])
@@ -345,6 +349,7 @@ def test_slots_are_used_again_after_a_cancellation(taught: Any) -> None:
     assert [o.token_ids for o in outputs] == [c.token_ids for c in known.guided]
 
 
+@pytest.mark.slow
 def test_masked_drafts_are_accepted_at_least_as_often(taught: Any) -> None:
     """Over all heads, on the same prompts."""
     lengths: dict[str, float] = {}

@@ -182,6 +182,7 @@ def plain_texts(target: Any, shift: int, *, is_sampled: bool) -> list[list[int]]
         return [c.token_ids for c in run(llm, ask(shift, is_sampled=is_sampled))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("is_sampled", [False, True], ids=["greedy", "coupled"])
 @pytest.mark.parametrize("proposer", PROPOSERS)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from guided_spec.engine.parallel import SeedSource, is_parallel
 from tests.engine.parallel_run import generate
 from tests.tiny_llm import tiny_model, tiny_tokenizer
@@ -17,6 +19,7 @@ def test_one_process_is_not_parallel() -> None:
     assert SeedSource().draw() != SeedSource().draw()
 
 
+@pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     tiny_model("llama").save_pretrained(folder)

@@ -97,6 +97,7 @@ def test_each_setting_changes_the_text() -> None:
             assert found[f"{name} {kind}"] != found[f"{base} {kind}"], name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize(
     ("architecture", "proposer"),
@@ -124,6 +125,7 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
     return write_head(tmp_path_factory.mktemp("head"), "eagle3", VOCAB_SIZE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mask", "validate"])
 def test_a_head_changes_nothing(headed: HeadedTarget, policy: str) -> None:
     known = Requests(headed.target)
@@ -133,6 +135,7 @@ def test_a_head_changes_nothing(headed: HeadedTarget, policy: str) -> None:
         assert sum(sum(c.stats.drafted) for c in found) > 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", ["draft_model", "chain:ngram+draft_model:validate"])
 def test_coupled_sampling_changes_nothing(proposer: str) -> None:
     """With one seed, and verified by coupling, the text is that of plain sampling."""

@@ -57,6 +57,7 @@ def tokens(found: list[list[Completion]]) -> list[list[tuple[list[int], str]]]:
     return [[(c.token_ids, c.finish_reason) for c in completions] for completions in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_the_texts_are_the_same(

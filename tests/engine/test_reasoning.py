@@ -79,6 +79,7 @@ def run(proposer: str, temperature: float = 0.0) -> list[Completion]:
     return [output.completions[0] for output in outputs]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_speculation_changes_nothing(proposer: str) -> None:
     """Free, constrained and started requests in one batch; policies that draft past the marker."""

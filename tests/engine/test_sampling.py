@@ -200,6 +200,7 @@ def exact_law(llm: LLM) -> dict[tuple[int, int], float]:
     return law
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("proposer", "draft"),
     [
@@ -229,6 +230,7 @@ def test_the_law_of_the_first_two_tokens(proposer: str, draft: str) -> None:
         assert 0 < sum(sum(c.stats.accepted) for c in group) < drafted
 
 
+@pytest.mark.slow
 def test_the_law_tells_a_wrong_drafter_from_the_target() -> None:
     """The same test fails where it has to: the draft model's own distribution is another one."""
     options = {"max_batch_size": 100, "max_model_len": 24}

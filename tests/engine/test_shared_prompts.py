@@ -61,6 +61,7 @@ def tokens(found: Sequence[Completion]) -> list[list[int]]:
     return [completion.token_ids for completion in found]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["stock", "packed"])
 @pytest.mark.parametrize("proposer", HEADS)
 def test_a_head_reads_it_once(
@@ -77,6 +78,7 @@ def test_a_head_reads_it_once(
         reads.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draft", ["qwen3", "qwen3_5"])  # the second has a linear state
 @pytest.mark.parametrize("proposer", ["draft_model", "chain:grammar_forced+draft_model"])
 def test_a_draft_model_reads_it_once(reads: Counter[Any], draft: str, proposer: str) -> None:

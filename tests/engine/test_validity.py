@@ -109,6 +109,7 @@ def check(llm: LLM, completion: Completion, spec: GrammarSpec) -> None:
         assert is_prefix(llm, completion, spec), (spec, completion.text)
 
 
+@pytest.mark.slow
 @FEW
 @given(drawn=st.lists(specs(), min_size=5, max_size=5), seed=st.integers(0, 2**63 - 1))
 def test_every_output_satisfies_its_grammar(llm: LLM, drawn: list[GrammarSpec], seed: int) -> None:
@@ -124,6 +125,7 @@ def test_every_output_satisfies_its_grammar(llm: LLM, drawn: list[GrammarSpec], 
         check(llm, output.completions[0], spec)
 
 
+@pytest.mark.slow
 @FEW
 @given(drawn=st.lists(ANY_KEYWORDS, min_size=6, max_size=6), seed=st.integers(0, 99))
 def test_any_keywords_are_obeyed_or_refused(llm: LLM, drawn: list[Any], seed: int) -> None:

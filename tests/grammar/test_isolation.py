@@ -58,6 +58,7 @@ def test_small_grammars_start_no_worker(isolated: GrammarPipeline, inner: Hostil
     assert not pids(isolated)
 
 
+@pytest.mark.slow
 def test_each_disaster_is_an_error_of_its_own_request(
     isolated: GrammarPipeline, inner: HostileBackend
 ) -> None:

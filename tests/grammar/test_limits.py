@@ -125,6 +125,7 @@ def _backend() -> Iterator[GrammarPipeline]:
     backend.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_grammar_is_compiled_or_refused(backend: GrammarPipeline, name: str) -> None:
     outcome: CompiledGrammar | GuidedSpecError

@@ -110,6 +110,7 @@ def test_no_key_is_there_twice() -> None:
     assert not accepts(grammar, '{"b": "x", "b": "y"}')
 
 
+@pytest.mark.slow
 def test_many_letters_are_told_apart_by_their_beginning() -> None:
     names = [f"{letter}_property_{number}" for letter in "abcefgh" for number in range(9)]
     schema = {**OPEN, "properties": dict.fromkeys([*names, "x" * 100_000, "d"], INTEGER)}

@@ -111,6 +111,7 @@ def test_near_its_end_rows_and_tokens_agree(data: st.DataObject) -> None:
     assert outcome in ("whole", "masked", "lost"), document.name
 
 
+@pytest.mark.slow
 @given(st.data(), st.sampled_from(WRAPPERS))
 @settings(max_examples=25)
 def test_random_texts_end_in_time_behind_every_wrapper(data: st.DataObject, wrapper: str) -> None:

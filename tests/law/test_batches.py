@@ -105,6 +105,7 @@ def p_values(texts: list[list[str]]) -> list[float]:
     return [p_value([told(text) for text in of], law(kind, told)) for kind, of, told in columns]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", COMPANIES)
 def test_the_law_of_every_row(name: str) -> None:
     found = p_values(texts_of(name))

@@ -102,6 +102,7 @@ def _quick(remembered: Remembered, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("setting", SETTINGS)
@@ -211,6 +212,7 @@ def emit_by_hand(case: Case, rows: int) -> Tensor:
     return torch.tensor(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", VERIFIERS)
 @pytest.mark.parametrize("kind", POLICIES)
 def test_the_law_of_the_whole_step(kind: str, verifier: Verifier) -> None:

@@ -137,6 +137,7 @@ def test_a_token_from_outside_the_draft_vocabulary_verified_with_probability_zer
 # --- masks and forks ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 @pytest.mark.parametrize("kind", ["sampled", "starved"])
 def test_forks_that_follow_the_argmax(monkeypatch: Patch, kind: str, verifier: Verifier) -> None:
@@ -152,6 +153,7 @@ def follow_the_argmax(fields: Fields, tokens: Tensor) -> Tensor:
     return number_of(fields._forks, torch.where(tokens >= 0, best, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 @pytest.mark.parametrize(
     "change",
@@ -182,6 +184,7 @@ def filters_on_the_bonus_row(logits: Tensor, sampling: Sampling) -> Tensor:
     return torch.cat([warp(logits, free)[:, :-1], filtered[:, -1:]], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 @pytest.mark.parametrize("setting", ["top_k", "top_p", "min_p"])
 def test_filters_on_the_bonus_row_alone(
@@ -196,6 +199,7 @@ def test_min_p_left_out_of_the_verification(monkeypatch: Patch) -> None:
     assert is_caught(case("sampled", "min_p"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 @pytest.mark.parametrize(
     "params",
@@ -214,12 +218,14 @@ def test_penalties_blind_to_the_draft(
     assert is_caught(Case("sampled", params, verifier))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 def test_bias_and_bans_left_out(monkeypatch: Patch, verifier: Verifier) -> None:
     monkeypatch.setattr(Adjustments, "apply", lambda _, logits, *__: logits)
     assert is_caught(case("sampled", "bias", verifier))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verifier", BOTH)
 def test_bad_words_and_min_tokens_that_do_not_move_with_the_row(
     monkeypatch: Patch, verifier: Verifier

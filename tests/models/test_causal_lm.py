@@ -53,6 +53,7 @@ def expected(rows: list[Row]) -> list[list[int]]:
     return [row.expected for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None:
     model = build(name, vocab_size=VOCAB)
@@ -71,6 +72,7 @@ def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None
     assert generated(again) == expected(again)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_copied_slot_goes_on_as_its_source(name: str) -> None:
     model = build(name, vocab_size=VOCAB)

@@ -69,6 +69,7 @@ def known(families: Iterable[str]) -> list[str]:
     return [family for family in families if family in FAMILIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", known(RUN))
 def test_these_write_what_generate_writes(family: str) -> None:
     found = outcome_of(family)
@@ -83,7 +84,7 @@ def test_these_are_refused_with_their_type_and_the_reason(family: str) -> None:
     assert REFUSED[family] in message
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_writes_what_generate_writes_or_is_refused(family: str) -> None:
     if family in NOT_BUILT:

@@ -35,6 +35,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_give_the_same() -> None:
     pytest.importorskip("triton")
     assert run_interpreted("-c", COMPARE) == "equal"

@@ -37,6 +37,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_do_the_same() -> None:
     pytest.importorskip("triton")
     assert run_interpreted("-c", COMPARE) == "equal"

@@ -93,6 +93,7 @@ def test_bfloat16_is_rounded_once() -> None:
     assert torch.equal(found, expected.to(torch.bfloat16))
 
 
+@pytest.mark.slow
 def test_the_kernel_computes_the_same() -> None:
     pytest.importorskip("triton")
     assert run_interpreted("-c", COMPARE) == "equal"

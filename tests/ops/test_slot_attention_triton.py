@@ -68,6 +68,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernels_agree_with_the_reference() -> None:
     # The interpreter of older versions turns arrays into integers as numpy no longer allows.
     pytest.importorskip("triton", minversion="3.9")

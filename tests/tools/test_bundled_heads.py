@@ -17,6 +17,7 @@ from tools.bundled_models.heads import HEADS, main
 SIZE_LIMIT = 6_000_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_bundled_head_drafts_well(name: str, temperature: float) -> None:
@@ -43,6 +44,7 @@ def test_heads_are_small_and_tell_no_place() -> None:
         assert verifier.get("name_or_path") is None
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of the packages that train
 def test_the_command_makes_a_head(tmp_path: Path) -> None:
     main(

@@ -114,6 +114,7 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return case
 
 
+@pytest.mark.slow
 def test_one_batch_by_heart(trained: Case) -> None:
     with torch.no_grad():
         output = trained.run()

@@ -60,6 +60,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_target(tmp_path_factory.mktemp("target"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TARGETS)
 def test_what_is_not_refused_can_be_written(tmp_path: Path, name: str) -> None:
     """Every algorithm, kind of layer and layout, with a draft whose weights have changed."""

@@ -84,6 +84,7 @@ def run(sources: dict[str, str], output: Path, **changes: Any) -> TrainingReport
     return train(make_options(target, data, output, **settings), own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_a_signal_saves_and_the_run_goes_on(
     sources: dict[str, str], tmp_path: Path, name: str
@@ -99,6 +100,7 @@ def test_a_signal_saves_and_the_run_goes_on(
     assert_same_run(whole, stopped)
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_last_step_saves_too(sources: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(TrainingStoppedError, match="after step 3"):
         run(sources, tmp_path, max_steps=3, signal_step=3)
@@ -106,6 +108,7 @@ def test_a_signal_in_the_last_step_saves_too(sources: dict[str, str], tmp_path: 
     assert (tmp_path / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_the_command_says_how_to_go_on(sources: dict[str, str], tmp_path: Path) -> None:
     killed = command(sources, tmp_path, signal_step=5, workers=1)
     assert killed.returncode == 128 + signal.SIGTERM
@@ -116,6 +119,7 @@ def test_the_command_says_how_to_go_on(sources: dict[str, str], tmp_path: Path) 
     assert run(sources, tmp_path, resume=True).steps > 5
 
 
+@pytest.mark.slow
 def test_one_process_gets_the_signal_and_all_stop(sources: dict[str, str], tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     assert command(sources, whole, processes=TWO).returncode == 0

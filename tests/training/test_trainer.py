@@ -70,6 +70,7 @@ def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> Non
     assert 0.001 < rates[-1] < 0.003
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     target: str, data: str, tmp_path: Path
 ) -> None:
@@ -132,6 +133,7 @@ def test_masks_can_be_left_out(target: str, data: str, tmp_path: Path) -> None:
     assert run(target, data, tmp_path, max_steps=1, grammar_masks="off").steps == 1
 
 
+@pytest.mark.slow
 def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Path) -> None:
     regenerate = {"regenerate": True, "regenerate_max_tokens": 400, "regenerate_temperature": 1.0}
     run(target, data, tmp_path, max_steps=1, limit=6, max_length=1024, **regenerate)
@@ -143,6 +145,7 @@ def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Pa
     ]
 
 
+@pytest.mark.slow
 def test_features_are_written_once_and_read_again(target: str, data: str, tmp_path: Path) -> None:
     features = tmp_path / "features"
     settings = {"epochs": 2, "features": str(features)}
@@ -171,6 +174,7 @@ def run_two(target: str, data: str, output: Path, *settings: str) -> dict[str, T
     return exported
 
 
+@pytest.mark.slow
 def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
     whole = run_two(target, data, tmp_path / "whole", "none", "4", "anew")
     first, second = (torch.load(tmp_path / "whole" / f"rank_{rank}.pt") for rank in range(2))
@@ -181,6 +185,7 @@ def test_two_processes_train_the_same_draft(target: str, data: str, tmp_path: Pa
     assert all(torch.equal(whole[name], first[name]) for name in first)
 
 
+@pytest.mark.slow
 def test_a_sharded_draft_is_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
     """Spread over two processes, saved and resumed in the middle, gathered for the export."""
     whole = run_two(target, data, tmp_path / "whole", "none", "4", "anew")

@@ -229,6 +229,7 @@ def test_which_factories_another_process_can_import(
     assert {name for name in importable_backends() if name[0] == "b"} == {"b0", "b1"}
 
 
+@pytest.mark.slow
 @NEEDS_WORKERS
 @pytest.mark.parametrize("name", ["hostile", "xgrammar"])
 def test_what_can_be_imported_is_tried_out_in_a_process(name: str) -> None:

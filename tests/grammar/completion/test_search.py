@@ -79,6 +79,7 @@ def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str
         assert length <= budget
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "order"), CASES)
 def test_most_of_what_fits_is_in_the_row(name: str, order: str) -> None:
     """Judged by a search of its own from behind each token."""

@@ -249,6 +249,7 @@ def test_harder_admits_less_instead() -> None:
     assert not any(is_valid(lowered.schema, value) for value in gone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @given(data=st.data())
 def test_a_format_admits_only_what_jsonschema_does(name: str, data: st.DataObject) -> None:

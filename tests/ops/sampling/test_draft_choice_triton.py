@@ -49,6 +49,7 @@ for temperatures in (GREEDY, MIXED):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("comparison", [EVERY_MASK, SEVERAL_CHUNKS, ODD_LOGITS])
 def test_the_kernels_agree_with_torch(comparison: str) -> None:
     pytest.importorskip("triton")

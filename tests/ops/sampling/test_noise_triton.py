@@ -25,6 +25,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_the_kernel_gives_the_same_bits() -> None:
     pytest.importorskip("triton")
     assert run_interpreted("-c", COMPARE) == "equal"

@@ -107,6 +107,7 @@ PARAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["one_hot", "sampled", "unmasked", "shorter", "empty"])
 @pytest.mark.parametrize("params", PARAMS.values(), ids=PARAMS)
 def test_the_law_is_the_targets(params: SamplingParams, kind: str) -> None:

@@ -9,6 +9,7 @@ from tests.ops.interpreted import run_interpreted
 EXAMPLES = 40
 
 
+@pytest.mark.slow
 def test_the_kernels_decide_as_the_reference() -> None:
     pytest.importorskip("triton")
     arguments = ("-W", "ignore", "-m", "tests.ops.sampling.verify_cases", str(EXAMPLES))

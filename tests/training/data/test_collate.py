@@ -83,6 +83,7 @@ def test_lists_do_as_well_as_arrays(dataset: Any, vocabulary: Vocabulary) -> Non
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_make_the_same_batches(dataset: Any, vocabulary: Vocabulary, method: str) -> None:
     masks = GrammarMasks(vocabulary)
