@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from guided_spec.config import EngineConfig
-    from guided_spec.core import DecodeBatch, Proposer, from_propose
+    from guided_spec.core import DecodeBatch, Proposer, ProposerContext, from_propose
     from guided_spec.engine.chat import ChatCompletion, ChatOutput
     from guided_spec.engine.llm import LLM
     from guided_spec.engine.outputs import (
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     from guided_spec.masks.lookahead import Lookahead
     from guided_spec.ops.sampling.rejection import rejection_sample
     from guided_spec.proposers import PROPOSERS, register_proposer
-    from guided_spec.proposers.context import ProposerContext
     from guided_spec.step import commit, speculative_step
     from guided_spec.types import (
         Accepted,

@@ -15,14 +15,13 @@ import torch
 from torch import Tensor
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.core import DecodeBatch, ProposerContext, TargetOutput
 from guided_spec.grammar.protocol import GrammarMatcher, Matcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.types import Draft, SamplingParams
 

@@ -1,4 +1,4 @@
-"""Other engines on the documents of ``gpu_end_to_end``: transformers' generate, and vLLM."""
+"""Other engines on the documents of ``documents``: transformers' generate, and vLLM."""
 
 from __future__ import annotations
 

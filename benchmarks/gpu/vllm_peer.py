@@ -9,7 +9,7 @@ request a {prompt_ids, schema or regex, max_tokens}; and, where they are needed,
 speculative: further arguments of vLLM's LLM and of its speculative_config. The result:
 {load_seconds, version, packages, plugin, cells}, one for one, each {seconds, tokens, texts,
 finished, refused, drafts, drafted, accepted}. plugin: what a ``worker_extension_cls`` among the
-engine's arguments says of itself, see ``gpu_plugins_worker``; None without one.
+engine's arguments says of itself, see ``plugins_worker``; None without one.
 """
 
 from __future__ import annotations

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
 
 __all__ = ["TurnTaking", "Turns"]
 

@@ -29,6 +29,7 @@ from benchmarks.soak.model import CONTEXT, make_toy
 from benchmarks.soak.proposer import Turns, TurnTaking
 from benchmarks.soak.requests import GRAMMARS, Case, CaseSource
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
+from guided_spec.core import ProposerContext
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.engine.request import Request
@@ -37,7 +38,6 @@ from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.proposers import PROPOSERS
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
 __all__ = [

@@ -6,12 +6,12 @@ else is zero, and the function is the same. Every matrix is as large as in the m
 has, and no kernel knows that it multiplies with zeros.
 
 - Layers: new ones are zero, which is the identity on the residual stream.
-- Heads and their dimensions: see ``widening_layer``; frequencies: see ``rope_theta``.
+- Heads and their dimensions: see ``layer``; frequencies: see ``rope_theta``.
 - Norms, and the logits of tokens that only fill up the vocabulary: see ``Carrier``.
 
 Logits, and the distribution over the tokens at any temperature, are those of the small model up to
 rounding; tokens that fill up have no probability, but text of their own for the grammars to weigh
-(``widening_tokenizer``).
+(``tokenizer``).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import Proposer
+from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
@@ -31,7 +31,6 @@ from guided_spec.models.causal_lm import CausalLM, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
 
 __all__ = [
     "Options",

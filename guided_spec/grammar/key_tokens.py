@@ -254,7 +254,7 @@ class KeyTokens:
         return _legal(self._turning[mode], row)
 
     def follow(self, place: Place, token_id: int) -> Place | None:
-        """``json_keys.follow`` of one token."""
+        """``follow`` of one token."""
         data = self.data[token_id]
         if not self._is_special[token_id] and place.mode in _CHANGELESS:
             return place

@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
 __all__ = ["CHECKED", "PROPOSER", "HostDrafter", "HostRequest", "HostText", "HostTexts"]

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from guided_spec.errors import ConfigError, UnknownProposerError
 
 if TYPE_CHECKING:  # names are listed where torch is not loaded
-    from guided_spec.core import Proposer, SimpleProposer
-    from guided_spec.proposers.context import ProposerContext
+    from guided_spec.core import Proposer, ProposerContext, SimpleProposer
 
 __all__ = [
     "ENTRY_POINT_GROUP",

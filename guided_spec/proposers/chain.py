@@ -9,12 +9,11 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 

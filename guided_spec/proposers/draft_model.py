@@ -9,13 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight
+from guided_spec.core import DecodeBatch, DraftInFlight, ProposerContext
 from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed.graph_pool import pad_ids
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts

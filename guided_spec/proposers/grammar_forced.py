@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, ProposerContext
 from guided_spec.grammar.completion.completion import without_budget
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
@@ -23,7 +23,6 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import row_allows
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft
 
 __all__ = ["ForcedSearch", "GrammarForced"]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, ProposerContext
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftHead
@@ -24,7 +24,6 @@ from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.ops.host import Download
 from guided_spec.ops.mailbox import can_share
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import (

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.packed.graph_pool import Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
@@ -22,7 +22,6 @@ from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waitin
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 
 __all__ = ["MaskedDraft", "MaskedWalk", "Room"]

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from guided_spec.core import DecodeBatch
+from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import PROPOSERS
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
 

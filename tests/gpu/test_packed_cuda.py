@@ -12,11 +12,11 @@ import torch
 from guided_spec import LLM, SamplingParams
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.workload import load_workload
+from guided_spec.models import causal_lm as packed_lm
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
-from guided_spec.models.packed import lm as packed_lm
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from guided_spec import proposers
-from guided_spec.core import DecodeBatch, Proposer, from_propose
+from guided_spec.core import DecodeBatch, Proposer, ProposerContext, from_propose
 from guided_spec.errors import ConfigError, UnknownProposerError
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.masks.constraint import Constraint
@@ -20,7 +20,6 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, register_proposer
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, SamplingParams
 from tests.learned_heads import TARGETS, HeadedTarget, write_head

@@ -16,9 +16,8 @@ from guided_spec.grammar.backends.registry import (
     find_grammar_backend,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.document import SpecDocument, compile_as_asked
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.schema.mode import compile_as_asked
 from guided_spec.grammar.schema.report import is_narrowed
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique

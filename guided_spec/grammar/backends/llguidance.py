@@ -5,7 +5,7 @@ not. Filling one of its masks takes longer, most of all under a regex.
 
 A JSON schema as llguidance enforces it, or the reasons why it cannot.
 
-The schema is lowered first (see ``schema_lower``). llguidance refuses by itself most of what it
+The schema is lowered first (see ``schema.lower``). llguidance refuses by itself most of what it
 does not enforce. What it reads differently from the specification is rewritten here into something
 narrower, or refused:
 
@@ -35,11 +35,10 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
-from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.document import SpecDocument, compile_as_asked
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.mode import compile_as_asked
 from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys

@@ -19,10 +19,9 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.ebnf import any_order_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
-from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.document import SpecDocument, compile_as_asked
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
-from guided_spec.grammar.schema.mode import compile_as_asked
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec

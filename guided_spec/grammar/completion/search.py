@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import NEVER, pack_row
-from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.completion.tokens import (
+from guided_spec.grammar.completion.spelling import (
     SearchTokens,
+    Spelling,
     add_tokens,
     bits_of,
     first_tokens,

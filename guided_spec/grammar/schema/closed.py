@@ -41,7 +41,7 @@ class ClosedSchema(NamedTuple):
 
 
 def close_objects(schema: Any) -> ClosedSchema:
-    """``schema``, as ``schema_lower.lower`` writes it, with closed objects. A new value."""
+    """``schema``, as ``lower.lower`` writes it, with closed objects. A new value."""
     if not isinstance(schema, dict):
         return ClosedSchema(schema)
     return _Closing(schema).run()

@@ -139,7 +139,7 @@ def lower(
     """``schema``, which must be valid under its metaschema, in fewer keywords.
 
     harder: admits less, however little is left, where there would be an error otherwise.
-    additional: "closed" closes objects, see ``schema_closed``.
+    additional: "closed" closes objects, see ``closed``.
     """
     lowered = Lowered(schema, ())
     if needs_lowering(schema):

@@ -62,7 +62,7 @@ class Rules(NamedTuple):
 
 
 class Lowering:
-    """One pass over one document. harder: see ``schema_lower.lower``."""
+    """One pass over one document. harder: see ``lower.lower``."""
 
     def __init__(self, root: Any, rules: Rules, *, harder: bool = False) -> None:
         self.harder = harder

@@ -203,7 +203,7 @@ def prepare_schema(schema: Any, additional: AdditionalProperties = "closed") -> 
 
 
 def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> Lowered:
-    """The schema in fewer keywords, see ``schema_lower``; not to be changed.
+    """The schema in fewer keywords, see ``lower``; not to be changed.
 
     Raises GrammarCompileError where it is broken.
     """

@@ -1,7 +1,7 @@
 """What the backend cannot enforce in a JSON schema, found before anything is generated.
 
 xgrammar reads one keyword of a schema and drops its neighbours, mostly without a word. Here a
-schema is lowered (see ``schema_lower``) and rewritten, where that is surely right, into the subset
+schema is lowered (see ``lower``) and rewritten, where that is surely right, into the subset
 that it enforces in full, and every keyword that stays outside is reported. The rewritten schema
 admits no text that the original does not; it may admit fewer, and then says so in a note:
 

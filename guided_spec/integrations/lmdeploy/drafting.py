@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, Proposer, ProposerContext
 from guided_spec.errors import ModelError
 from guided_spec.integrations.lmdeploy.manager import GuidedManager, Place
 from guided_spec.masks.constraint import Constraint
@@ -27,7 +27,6 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.context import ProposerContext
 from guided_spec.types import SamplingParams
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 vLLM calls ``register`` in each of its processes, through the entry point group
 ``vllm.general_plugins``. The proposer needs no plugin: vLLM imports it by its dotted name, see
-``vllm_proposer``.
+``proposer``.
 
 Functions of vLLM that are wrapped, each only in the versions it was read in.
 

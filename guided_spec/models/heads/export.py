@@ -10,12 +10,12 @@ kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
 
 vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
-``bench``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
+``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 
 EAGLE and EAGLE-3 heads in the layouts that are published.
 
 SafeAILab's describes the layer at the top level of config.json; speculators' in
-``transformer_layer_config``. Which loaders were run on them: see ``head_export``.
+``transformer_layer_config``. Which loaders were run on them: see above.
 
 Multi-token prediction modules in the layouts that are published: the inverse of reading them.
 
@@ -287,7 +287,7 @@ def eagle3_speculators(
 
 
 def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
-    """What ``head_config.build_head_config`` reads, and what engines ask about biases."""
+    """What ``config.build_head_config`` reads, and what engines ask about biases."""
     fields = {name: getattr(config, name) for name in SIZES}
     if SLIDING in (getattr(config, "layer_types", None) or ()):
         fields |= {name: getattr(config, name) for name in WINDOWS if hasattr(config, name)}

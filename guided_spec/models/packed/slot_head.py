@@ -1,6 +1,6 @@
 """A packed EAGLE-3 head over KV slots: its steps, and whole drafts, as CUDA graphs.
 
-The forward of an EAGLE-3 head over KV slots, in few kernels; see ``models.packed_decoder``.
+The forward of an EAGLE-3 head over KV slots, in few kernels; see ``packed.decoder``.
 
 How the tokens of a draft are picked inside of the graph that makes it.
 """
@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from guided_spec.models.causal_lm import WIDEST_GRAPH
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotRoom
@@ -29,7 +30,6 @@ from guided_spec.models.packed.graph_pool import (
     pad_states,
     pad_to,
 )
-from guided_spec.models.packed.lm import WIDEST_GRAPH
 from guided_spec.models.stock.kv_cache import copy_positions
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces

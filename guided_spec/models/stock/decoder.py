@@ -1,6 +1,6 @@
 """The forward of any dense stock decoder over KV slots, with its attention alone replaced.
 
-For models that ``models.packed_decoder`` does not know. The stock modules run as they are, without
+For models that ``packed.decoder`` does not know. The stock modules run as they are, without
 a cache and without masks, so that a CUDA graph can hold them.
 
 Stock transformers models over KV slots without a cache object and without a mask.

@@ -21,8 +21,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guided_spec.integrations.vllm import runner_v1 as vllm_runner_v1
-from guided_spec.integrations.vllm import runner_v2 as vllm_runner_v2
+from guided_spec.integrations.vllm import drafts as vllm_drafts
 from guided_spec.integrations.vllm.drafting import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, make_graphs
 from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, use_cpu
@@ -155,8 +154,8 @@ class V1(Drafter):
         self.drafter._draft_attn_layer_names = set()
         self._propose = module.GPUModelRunner.propose_draft_token_ids
         if guided:
-            vllm_runner_v1.guide_proposer(_load_nothing)(self.drafter, None)
-            self._propose = vllm_runner_v1.draft_legal(self._propose)
+            vllm_drafts.guide_proposer(_load_nothing)(self.drafter, None)
+            self._propose = vllm_drafts.draft_legal(self._propose)
         self.runner = SimpleNamespace(
             drafter=self.drafter,
             speculative_config=config.speculative_config,
@@ -201,7 +200,7 @@ class V1(Drafter):
         )
         if self.is_guided:
             output = SimpleNamespace(sampled_token_ids=token_ids)
-            vllm_runner_v1.note_sampled(lambda *_: output)(self.runner, None, None)
+            vllm_drafts.note_sampled_v1(lambda *_: output)(self.runner, None, None)
         return token_ids
 
     def step(
@@ -259,14 +258,14 @@ class V2(Drafter):
         mode = _vllm("config.compilation").CUDAGraphMode
         start: Any = functools.partial(make_graphs, graphs)
         if guided:
-            vllm_runner_v2.guide_speculator(_load_nothing)(own, None)
-            start = vllm_runner_v2.split_graphs(start)
+            vllm_drafts.guide_speculator(_load_nothing)(own, None)
+            start = vllm_drafts.split_graphs(start)
         start(own, mode.NONE if graphs == "none" else mode.FULL_AND_PIECEWISE)
         self._slots: dict[str, int] = {}
         self.seed = 0
         self._last = torch.zeros(SLOTS, 1, dtype=torch.int64)
         propose = type(own).propose
-        self._propose = vllm_runner_v2.propose_legal(propose) if guided else propose
+        self._propose = vllm_drafts.propose_legal(propose) if guided else propose
 
     def add(self, name: str, params: Any, output: Sequence[int] = ()) -> None:
         self._slots.pop(name, None)
@@ -289,7 +288,7 @@ class V2(Drafter):
             req_id_to_index=self._slots, prompt_len=SimpleNamespace(np=np.full(SLOTS, 3))
         )
         runner = SimpleNamespace(speculator=self.drafter, req_states=states)
-        vllm_runner_v2.note_requests(_load_nothing)(runner, scheduled)
+        vllm_drafts.note_requests(_load_nothing)(runner, scheduled)
 
     def sample(self, sampled: Mapping[str, Sequence[int]]) -> Any:
         """A step up to its draft; returns how many tokens each of its requests was given."""
@@ -299,7 +298,7 @@ class V2(Drafter):
         batch = SimpleNamespace(req_ids=list(sampled))
         runner = SimpleNamespace(speculator=self.drafter)
         output = (SimpleNamespace(sampled_token_ids=torch.tensor(rows)), lengths, None)
-        vllm_runner_v2.note_sampled(lambda *_: output)(runner, None, batch, None)
+        vllm_drafts.note_sampled_v2(lambda *_: output)(runner, None, batch, None)
         return lengths
 
     def write(self, sampled: Mapping[str, Sequence[int]]) -> None:
