@@ -19,7 +19,7 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotRoom
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.ops.host import Download
@@ -152,14 +152,14 @@ class LearnedHead:
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
         self._longest = context.config.num_draft_tokens
         room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
-        self._head = _over_slots(head, room, context)
+        self._head, self._packed = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
-        sources = self._head.graphs if isinstance(self._head, PackedSlotHead) else None
+        sources = None if self._packed is None else self._packed.graphs
         self._chooser = DraftChooser.on(context.device, target_ids, sources)
         self._masked: MaskedWalk | None = None
-        if isinstance(self._head, PackedSlotHead) and can_share(context.device):
-            self._masked = MaskedWalk(self._head, target_ids, context)
+        if self._packed is not None and can_share(context.device):
+            self._masked = MaskedWalk(self._packed, target_ids, context)
         self._unread = UnreadStates()
 
     def begin(
@@ -176,11 +176,12 @@ class LearnedHead:
         self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor, packed: Download
     ) -> object | None:
         """The head reads the accepted tokens while the host commits them; for ``begin``."""
-        head, lengths = self._head, [len(context) for context in batch.contexts]
-        known = [head.length(slot) + 1 for slot in batch.slots]
-        if not isinstance(head, PackedSlotHead) or known != lengths or min(lengths) < 2:
+        head, lengths = self._packed, [len(context) for context in batch.contexts]
+        if head is None or min(lengths) < 2:
             return None
-        if not head.can_read_ahead(batch.slots, accepted.token_ids.shape[1]):
+        known = [head.length(slot) + 1 for slot in batch.slots]
+        width = accepted.token_ids.shape[1]
+        if known != lengths or not head.can_read_ahead(batch.slots, width):
             return None
         head.read_ahead(batch.slots, accepted.token_ids, hidden_states, accepted.num_accepted)
         return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
@@ -234,8 +235,8 @@ class LearnedHead:
 
         drafted: [B] what the drafts hold, nothing for those that are closed.
         """
-        head, slots = self._head, batch.slots
-        if not isinstance(head, PackedSlotHead):
+        head, slots = self._packed, batch.slots
+        if head is None:
             return False
         is_masked = self._masked is not None and drafts_masked(batch, self._policy)
         if not is_masked and not drafts_best(batch, self._policy):
@@ -258,16 +259,17 @@ class LearnedHead:
 
     def _confirm(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
-        if not isinstance(carry, _ReadAhead) or not isinstance(self._head, PackedSlotHead):
+        head = self._packed
+        if not isinstance(carry, _ReadAhead) or head is None:
             return
         rows = carry.packed.wait().tolist()
         for slot, context in zip(batch.slots, batch.contexts, strict=True):
             at, length = carry.rows.get(slot, (0, 0))
             # A slot that was released since is at 0, whatever its new text is.
-            if length > 0 and self._head.length(slot) + 1 == length:
+            if length > 0 and head.length(slot) + 1 == length:
                 num_accepted, *token_ids = rows[at]
                 if list(context[length:]) == token_ids[: num_accepted + 1]:
-                    self._head.confirm(slot, num_accepted + 1)
+                    head.confirm(slot, num_accepted + 1)
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet; a little of it waits while K is 0."""
@@ -336,15 +338,21 @@ class LearnedHead:
         self._head.mark(slots)
 
 
-def _over_slots(
-    head: DraftHead, room: SlotRoom, context: ProposerContext
-) -> SlotHead | PackedSlotHead:
+class _Runner(NamedTuple):
+    """Who runs the head over its slots; ``packed``: the same where it runs as graphs."""
+
+    head: HeadRunner
+    packed: PackedSlotHead | None
+
+
+def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _Runner:
     kernels = context.config.kernels
     if kernels == "packed" or (kernels == "auto" and context.device.type == "cuda"):
-        packed = PackedEagle3.of(head, room.max_length)
-        if packed is not None:
-            return PackedSlotHead(packed, room, device=context.device, dtype=context.dtype)
-    return SlotHead(head, room, device=context.device, dtype=context.dtype)
+        served = PackedEagle3.of(head, room.max_length)
+        if served is not None:
+            packed = PackedSlotHead(served, room, device=context.device, dtype=context.dtype)
+            return _Runner(packed, packed)
+    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype), None)
 
 
 def eagle(context: ProposerContext) -> LearnedHead:

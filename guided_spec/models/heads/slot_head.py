@@ -11,7 +11,7 @@ token further: at position i it pairs the output of module j - 1 at i with token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 
-__all__ = ["SlotHead", "SlotRoom"]
+__all__ = ["HeadRunner", "SlotHead", "SlotRoom"]
 
 
 class SlotRoom(NamedTuple):
@@ -35,6 +35,24 @@ class SlotRoom(NamedTuple):
     num_slots: int
     max_length: int
     piece: int = 1024
+
+
+class HeadRunner(Protocol):
+    """A head over KV slots: ``SlotHead``, and its packed form; see the methods there."""
+
+    @property
+    def max_length(self) -> int: ...
+    def length(self, slot: int) -> int: ...
+    def depth(self, slot: int) -> int: ...
+    def release(self, slots: Sequence[int]) -> None: ...
+    def mark(self, slots: Sequence[int]) -> None: ...
+    def rewind(self, slots: Sequence[int]) -> None: ...
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None: ...
+    def copy_slot(self, source: int, destinations: Sequence[int]) -> None: ...
+    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None: ...
+    def logits(self, slots: Sequence[int]) -> Tensor: ...
 
 
 class SlotHead:
