@@ -141,7 +141,7 @@ _MODULES = {
     "Noise": "types",
     "Proposer": "core",
     "from_propose": "core",
-    "ProposerContext": "proposers.context",
+    "ProposerContext": "core",
     "RequestOutput": "engine.outputs",
     "RequestStats": "engine.outputs",
     "SamplingParams": "types",

@@ -70,9 +70,8 @@ def gpu(
     Llama. docs/benchmarks.md says what each figure means.
     """
     with failures_as_messages(as_json=as_json):
-        named = list(SECTIONS) if sections is None else sections.split(",")
-        where: dict[str, Any] = {"sections": named, "model": model, "eagle3": eagle3, "work": work}
-        where |= {"device": device, "dtype": dtype}
+        where: dict[str, Any] = {"sections": (sections or NAMES).replace(" ", "").split(",")}
+        where |= {"model": model, "eagle3": eagle3, "work": work, "device": device, "dtype": dtype}
         shared = _shared(batches, temperatures, proposers)
         shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
         timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
