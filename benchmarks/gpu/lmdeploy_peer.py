@@ -1,4 +1,4 @@
-"""LMDeploy on the documents of ``bench gpu``: ``python -m benchmarks.gpu.lmdeploy_peer WORK``.
+"""LMDeploy on the documents of ``benchmarks.gpu``: ``python -m benchmarks.gpu.lmdeploy_peer WORK``.
 
 One configuration a process: what ``install()`` replaces stays in engines that were built with it.
 """

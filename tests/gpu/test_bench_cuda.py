@@ -1,4 +1,4 @@
-"""``bench gpu`` on a CUDA device, at tiny sizes."""
+"""``benchmarks.gpu`` on a CUDA device, at tiny sizes."""
 
 from __future__ import annotations
 
