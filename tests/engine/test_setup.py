@@ -94,6 +94,6 @@ def test_a_model_without_params_samples_as_its_makers_say() -> None:
         model.generation_config.do_sample = False
         (greedy,) = llm.generate("The cat")
     assert found.token_ids == again.token_ids
-    assert len(found.token_ids) == 64
+    assert len(found.token_ids) == 64 or found.finish_reason == "stop"
     assert found.token_ids != plain.token_ids
     assert greedy.stats.output_tokens == 64
