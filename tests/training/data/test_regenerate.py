@@ -17,8 +17,8 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.evaluate.workload import read_grammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.training.data.corpus import Regenerated, regenerate
 from guided_spec.training.data.records import read_example
-from guided_spec.training.data.regenerate import Regenerated, regenerate
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, tiny_tokenizer
 
