@@ -23,6 +23,12 @@ TRAIN = sys.modules["guided_spec.cli.train"]  # in its package, the name is the 
 COMMON = ("--algorithm", "toy", "--target", "absent", "--data", "absent.jsonl", "--output", "out")
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run makes its output folder before it finds out what is wrong."""
+    monkeypatch.chdir(tmp_path)
+
+
 def run(*arguments: str) -> Result:
     result = CliRunner(env={"COLUMNS": "100"}).invoke(app, ["train", *arguments])
     if result.exception is not None and not isinstance(result.exception, SystemExit):
