@@ -15,7 +15,8 @@ modules of any target's layers.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,9 @@ OWN_NAMES = {
 }
 # Copies of what the target has, and a buffer that old checkpoints hold.
 UNREAD = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
+
+
+_Modules = TypeVar("_Modules", bound=nn.Module)
 
 
 class MtpHead(nn.Module):
@@ -83,10 +87,7 @@ class MtpHead(nn.Module):
         first: int = target.config.get_text_config(decoder=True).num_hidden_layers
         num_modules = _count_modules(checkpoint)
         names = _module_names(checkpoint, first, num_modules)
-        tensors = read_tensors(checkpoint, names, target.dtype)
-        exact = TargetLayers(target).exact
-        source = checkpoint.source
-        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+        return _load(lambda: cls(target, num_modules), checkpoint, names, target)
 
     @classmethod
     def fresh(
@@ -101,8 +102,7 @@ class MtpHead(nn.Module):
         Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
         not run alone.
         """
-        if num_modules < 1:
-            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        _check_count(num_modules)
         head = start_modules(lambda: cls(target, num_modules), target)
         blocks: list[Any] = [*head.layers]
         copy_layers([layer.mtp_block for layer in blocks], head._kind, initialize)
@@ -137,6 +137,23 @@ class MtpHead(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``DraftHead``: the target's output layer."""
         return self._ends.logits(hidden)
+
+
+def _load(
+    build: Callable[[], _Modules],
+    checkpoint: Checkpoint,
+    names: Mapping[str, str],
+    target: PreTrainedModel,
+) -> _Modules:
+    """The head that ``build`` makes, filled with the tensors ``names`` of the checkpoint."""
+    tensors = read_tensors(checkpoint, names, target.dtype)
+    exact = TargetLayers(target).exact
+    return fill_head(build, tensors, target, checkpoint.source, exact=exact)
+
+
+def _check_count(num_modules: int) -> None:
+    if num_modules < 1:
+        raise ConfigError("num_modules", num_modules, "must be at least 1")
 
 
 def _count_modules(checkpoint: Checkpoint) -> int:
@@ -234,10 +251,7 @@ class QwenMtpHead(nn.Module):
         check_quantization(checkpoint.config, checkpoint.source)
         num_modules = _count_qwen_modules(checkpoint)
         names = _qwen_names(checkpoint)
-        tensors = read_tensors(checkpoint, names, target.dtype)
-        exact = TargetLayers(target).exact
-        source = checkpoint.source
-        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
+        return _load(lambda: cls(target, num_modules), checkpoint, names, target)
 
     @classmethod
     def fresh(
@@ -252,8 +266,7 @@ class QwenMtpHead(nn.Module):
         Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
         not run alone.
         """
-        if num_modules < 1:
-            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        _check_count(num_modules)
         head = start_modules(lambda: cls(target, num_modules), target)
         copy_layers(head.layers, head._kind, initialize)
         return head
