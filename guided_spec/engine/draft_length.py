@@ -9,7 +9,7 @@ Its choice depends on measured time, but never on the noise of a step that is st
 rejection sampler's distribution stays what it is. For that, equal requests must not draw the same
 noise; so a seed gives it another text each time. Greedy and coupled texts stay the same.
 
-What a step costs in seconds, by batch size and K, learned from the steps that were run.
+``StepCost`` learns from the steps that were run what one costs in seconds, by batch size and K.
 
 Each (batch size, K) has a cell of its own measurements; a straight line through all of them,
 ``a + b * K + c * B * (K + 1)``, stands in where a cell is empty.

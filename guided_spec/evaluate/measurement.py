@@ -1,12 +1,8 @@
-"""What one way of generating cost on a workload.
+"""One workload, several proposers and the baselines: what each costs, and are its texts valid?
 
-A heap that Python's garbage collector leaves alone while something is timed.
-
-Does a text match what was asked for? Judged by jsonschema and re, not by the grammar engine.
-
-One workload, several proposers, and the baselines: everything measured in one run.
-
-The comparison: transformers' own ``generate`` with xgrammar's logits processor, same weights.
+Texts are judged by jsonschema and re, not by the grammar engine. While something is timed, Python's
+garbage collector leaves the heap alone. The baseline is transformers' own ``generate`` with
+xgrammar's logits processor, with the same weights.
 """
 
 from __future__ import annotations

@@ -1,21 +1,17 @@
 """vLLM's own drafters, EAGLE-3, EAGLE, MTP and draft models, under the grammars of their requests.
 
 vLLM drafts without a grammar, and cuts what its grammar then refuses. Here the drafter's tokens are
-legal from the start, by masks on its logits: see ``drafting``.
+legal from the start, by masks on its logits: see ``drafting``. The functions are wrapped where vLLM
+makes its workers: no other process needs them.
 
-The functions are wrapped where vLLM makes its workers: no other process needs them.
+In the older model runner the draft loop is Python. Only the drafter's forward is captured in CUDA
+graphs there, piece by piece, and what is drawn from its logits is not. So the graphs stay as they
+are, and the masks of a position are made while its forward runs.
 
-Drafts under grammars in vLLM's older model runner, whose draft loop is Python.
-
-Only the drafter's forward is captured in CUDA graphs there, piece by piece, and what is drawn from
-its logits is not. So the graphs stay as they are, and the masks of a position are made while its
-forward runs.
-
-Drafts under grammars in vLLM's new model runner, whose draft loop is made of CUDA graphs.
-
-The sampling is in the graphs. It finds its masks at one address, where the host writes them between
-two replays; so there has to be a graph for each position. vLLM 0.33.0 may also capture all those
-behind the first in one graph: here it goes by its other way.
+In the new model runner the draft loop is made of CUDA graphs, with the sampling in them. It finds
+its masks at one address, where the host writes them between two replays; so there has to be a graph
+for each position. vLLM 0.33.0 may also capture all those behind the first in one graph: here it
+goes by its other way.
 """
 
 from __future__ import annotations

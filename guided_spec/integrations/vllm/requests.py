@@ -4,16 +4,11 @@ The grammars that are enforced live in the scheduler's process. What is kept her
 that this worker sampled, in steps that draft and in those that do not; it draws up drafts only, and
 is given up where it stops to fit.
 
-Shadow constraints: a request's grammar followed where only its committed tokens are known.
+A shadow constraint follows a request's grammar where only its committed tokens are known. It may
+lag behind, or be lost: the request is then drafted without it, and vLLM's log says why.
 
-Another engine owns the grammar that is enforced. A shadow only draws up drafts, so it may lag
-behind, or be lost: the request is then drafted without it, and vLLM's log says why.
-
-vLLM's own grammars, compiled a second time where the drafts are made.
-
-vLLM keeps its grammars in the scheduler's process; a worker never sees one. It does see what each
-request asked for. Here that is compiled by vLLM's own xgrammar backend, with the same settings, so
-what is forced here is forced there.
+A worker never sees the scheduler's grammars, but what each request asked for. That is compiled here
+by vLLM's own xgrammar backend with the same settings, so what is forced here is forced there.
 """
 
 from __future__ import annotations

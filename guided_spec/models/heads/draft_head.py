@@ -3,11 +3,9 @@
 Every head follows one rule: position p pairs the target's hidden state of token p with the
 embedding of token p + 1, and its output predicts token p + 2.
 
-A draft head's own, smaller vocabulary.
-
-EAGLE-3 heads score only the D most frequent of the target's V tokens. Their checkpoints hold
-``d2t`` int64 [D], offsets: draft id i is target id ``i + d2t[i]`` (SafeAILab/EAGLE, SpecForge and
-speculators all store it so).
+A head may have a smaller vocabulary of its own: EAGLE-3 heads score only the D most frequent of the
+target's V tokens. Their checkpoints hold ``d2t`` int64 [D], offsets: draft id i is target id
+``i + d2t[i]`` (SafeAILab/EAGLE, SpecForge and speculators all store it so).
 """
 
 from __future__ import annotations

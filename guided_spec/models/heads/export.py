@@ -12,18 +12,13 @@ kind of head       layouts, and whose loader was run on what is written here
 vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
 ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 
-EAGLE and EAGLE-3 heads in the layouts that are published.
+Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
+speculators' in ``transformer_layer_config``.
 
-SafeAILab's describes the layer at the top level of config.json; speculators' in
-``transformer_layer_config``. Which loaders were run on them: see above.
-
-Multi-token prediction modules in the layouts that are published: the inverse of reading them.
-
-"deepseek" and "qwen" have the target's own config.json, with the number of modules in it, and only
-the tensors of the modules: as a folder of its own, or to be added to the target's. speculators' own
-layout is not written: no engine loads it before its modules are put back into the target.
-
-What a saved draft head consists of, and the parts of config.json that all layouts share.
+Of multi-token prediction, "deepseek" and "qwen" have the target's own config.json, with the number
+of modules in it, and only the tensors of the modules: as a folder of its own, or to be added to the
+target's. speculators' own layout is not written: no engine loads it before its modules are put back
+into the target.
 """
 
 from __future__ import annotations

@@ -5,12 +5,11 @@ positions into that row's own slot, so rows of one batch may have any lengths, a
 rejected tokens is a matter of integers: what lies behind a row's length is masked, and overwritten
 before it can be seen.
 
-Everything this package relies on of transformers' cache internals is here and in
-``guided_spec.models.stock.kv_cache``; tested with transformers 5.17 to 5.23.
+Everything this package relies on of transformers' cache internals is here; tested with transformers
+5.17 to 5.23.
 
-Gated-delta layers (Qwen3-Next, Qwen3.5) with a state a slot that can stop at any token.
-
-Such a layer folds every token into one state, so a rejected token cannot be cut off behind it. The
+Gated-delta layers (Qwen3-Next, Qwen3.5) have a state a slot that can stop at any token. Such a
+layer folds every token into one state, so a rejected token cannot be cut off behind it. The
 layer records its delta-rule call instead, and ``commit`` runs that call once more from the state
 before the forward with decay 0 (in the log) and step 0 for the tokens that do not stay: these then
 leave the state as it is. Padding is handled the same way.
@@ -18,7 +17,7 @@ leave the state as it is. Padding is handled the same way.
 The recording wraps two functions of the model's modeling module, once, by ``record_delta_rules``;
 they behave as before outside ``recording``.
 
-Which slots and positions the tokens of one forward go to.
+A ``StepPlan`` says which slots and positions the tokens of one forward go to.
 """
 
 from __future__ import annotations

@@ -1,12 +1,6 @@
-"""Options that the algorithms share, and how an option is declared.
+"""Options of the algorithms: what they share, how one is declared, and those of each.
 
-Options of draft-model distillation.
-
-Options of EAGLE.
-
-Options of EAGLE-3.
-
-Options of multi-token prediction.
+They stand apart from the algorithms, which load torch: a command's help reads them.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """The documents of a run: written anew if asked for, tokenized, split, and cut into batches.
 
-Which of the target's tokens a draft with a smaller vocabulary scores.
-
-Answers written anew by the target, under each record's own grammar.
-
-A draft learns most from texts that its target would write; ``guided-spec`` trains on what comes out
-here.
+A draft learns most from texts that its target would write: so answers can be written anew by the
+target, under each record's own grammar. Which of the target's tokens a draft with a smaller
+vocabulary scores is counted here too.
 """
 
 from __future__ import annotations
