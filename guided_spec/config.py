@@ -31,6 +31,8 @@ class EngineConfig:
         context, and less (with a warning, 4096 at least) where memory has no room for so much in
         ``max_batch_size`` slots.
     prefill_tokens: prompt tokens of one prefill forward at most, over all its rows.
+    prefix_cache: whether prompts take what other texts left that began as they do; not for models
+        that keep whole slots (docs/gpu.md).
     kv_memory_bytes: what the KV slots of the target may take; None takes a quarter of the machine's
         memory, or half of what is free on a CUDA device. Where fewer slots than ``max_batch_size``
         fit, requests queue.
@@ -59,6 +61,7 @@ class EngineConfig:
     max_batch_size: int = 16
     max_model_len: int | None = None
     prefill_tokens: int = 1024
+    prefix_cache: bool = True
     kv_memory_bytes: int | None = None
     compile_threads: int = 2
     grammar_cache_bytes: int = 2**30

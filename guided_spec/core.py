@@ -377,6 +377,8 @@ class ProposerContext:
     device, dtype: where and in what the target computes.
     argument: what stood after the colon of the proposer's name, "" when nothing did.
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
+    blocks: the tables by which the target keeps keys and values, for heads that keep theirs beside
+        them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
     """
 
     vocabulary: Vocabulary
@@ -390,3 +392,4 @@ class ProposerContext:
     dtype: torch.dtype
     argument: str = ""
     draft: Any = None
+    blocks: Any = None

@@ -123,6 +123,8 @@ class SamplingParams:
     top_k: keep the k most probable tokens; 0 keeps all.
     top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
     min_p: drop tokens below min_p times the largest probability, in [0, 1].
+    cache_salt: prompts take from the prefix cache what texts with the same salt left there, so that
+        callers with different ones learn nothing of each other's prompts from the time it takes.
     seed: in [0, 2**63); None draws one, which the output's stats report.
     stop: strings that end the text; they are not part of it.
     stop_token_ids: token ids that end the text, besides the model's own end-of-text tokens.
@@ -179,6 +181,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     draft_policy: DraftPolicy | None = None
+    cache_salt: str | None = None
     logprobs: int | None = None
     logprobs_mode: LogprobsMode = "raw"
     echo: bool = False
@@ -208,6 +211,8 @@ class SamplingParams:
         if self.complete and self.grammar is None:
             raise ConfigError("complete", self.complete, "needs a grammar; pass None without one")
         self._read_token_rules()
+        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
+            raise ConfigError("cache_salt", self.cache_salt, "must be a str, or None")
         if self.draft_policy is not None and self.draft_policy not in DRAFT_POLICIES:
             fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
             raise ConfigError("draft_policy", self.draft_policy, fix)

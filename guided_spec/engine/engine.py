@@ -89,6 +89,13 @@ class Scheduler:
         request.state = State.PREFILL
         self._running = dict(sorted([*self._running.items(), (request.text.slot, request)]))
 
+    def requeue(self, request: Request) -> None:
+        """Take a running request's slot; it is the next one to be admitted."""
+        self._free.append(request.text.slot)
+        del self._running[request.text.slot]
+        request.text.slot, request.state = -1, State.WAITING
+        self._waiting.appendleft(request)
+
     def remove_finished(self) -> list[int]:
         """Take out the requests that have ended; returns the slots that became free."""
         if any(r.state is State.FINISHED for r in self._waiting):
@@ -145,8 +152,15 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 
 
 # Prompt tokens that a verify forward may read besides: so few cost a GPU little more than none, and
-# less than a forward of their own, which reads the weights again.
-ALONG = 256
+# less than a forward of their own, which reads the weights again. No text waits long for them.
+ALONG = 512
+
+
+class Piece(NamedTuple):
+    """The next tokens of a request's prompt."""
+
+    request: Request
+    tokens: PromptPiece
 
 
 class Engine:
@@ -163,7 +177,11 @@ class Engine:
         self._draft_length = build_draft_length(config)
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
-        self._along: list[Request] = []  # whose prompts are read by this step's verify forward
+        self._along: list[Piece] = []  # of prompts that this step's verify forward reads
+        # A head reads the hidden states of every token, but for what it keeps beside the target.
+        blocks = model.blocks
+        may_take = blocks is not None and (not proposer.aux_hidden_layers or blocks.lag > 0)
+        self._takes_prefixes = config.prefix_cache and may_take
         # K then follows what others drew, an equal request with the same noise among them. Coupled
         # texts do not depend on it.
         self._keys_vary = self._draft_length.learns and config.verifier == "rejection"
@@ -193,6 +211,7 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; it is admitted by a later ``step``."""
         self._num_added += 1
+        request.number = self._num_added
         if self._keys_vary:
             request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
@@ -225,12 +244,16 @@ class Engine:
                 request.fail(RequestCancelledError("the request was cancelled"))
         slots = self._scheduler.remove_finished()
         if slots:
-            self._target.release(slots)
-            try:
-                self._proposer.release(slots)
-            except Exception as error:  # whose state it then mixes up, nobody knows
-                self.fail(self._scheduler.running(), error)
-            self._batches.forget()  # else the last requests would be kept alive
+            self._release(slots)
+
+    def _release(self, slots: Sequence[int]) -> None:
+        self._target.release(slots)
+        try:
+            self._proposer.release(slots)
+        except Exception as error:  # whose state it then mixes up, nobody knows
+            self.fail(self._scheduler.running(), error)
+        self._model.release(slots)
+        self._batches.forget()  # else the last requests would be kept alive
 
     def _admit(self) -> None:
         if is_parallel():
@@ -238,7 +261,7 @@ class Engine:
             wait(self._grammars())
         for request in self._scheduler.ready():
             try:
-                if request.job.grammar is not None:
+                if request.job.grammar is not None and request.text.constraint is None:
                     request.bind(request.job.grammar.result())
             except GuidedSpecError as error:
                 request.fail(error)
@@ -247,6 +270,7 @@ class Engine:
                 request.fail(GrammarError(f"the grammar could not be compiled: {error}"))
                 continue
             self._scheduler.admit(request)
+            request.num_cached = 0
             request.stats.start()
 
     def _wait_for_a_grammar(self) -> None:
@@ -269,39 +293,94 @@ class Engine:
             request.fail(failure)
 
     def _prefill(self) -> bool:
-        """Forwards over prompts, right-padded, at most ``prefill_tokens`` tokens in all.
+        """Read prompts, at most ``prefill_tokens`` tokens in all.
 
-        The last prompt token is left for the first speculative step. Returns whether there were any
+        Beside texts that decode, a packed model reads them in the verify forward of this step. The
+        last prompt token is left for the first speculative step. Returns whether there were any
         prompts to read: the forwards may still run when this returns.
         """
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
-        unread = [r for r in rows if r.num_cached < r.text.prompt_length - 1]
-        left = [request.text.prompt_length - 1 - request.num_cached for request in unread]
-        self._along = unread if self._may_read_along(left) else []
-        self._target.read_along(
-            [PromptPiece(r.text.slot, r.num_cached, _rest_of_prompt(r)) for r in self._along]
-        )
-        if not self._along:
+        unread = [request for request in rows if request.num_unread]
+        self._along = []
+        if self._model.is_packed:
+            self._read_lines(unread)
+        else:
+            left = [request.num_unread for request in unread]
             for members, width in group_prompts(left, self._config.prefill_tokens):
                 self._read_prompts([unread[at] for at in members], width)
         self._begin_decoding(rows)
         return bool(unread)
 
-    def _may_read_along(self, left: Sequence[int]) -> bool:
-        """Whether the verify forward of this step may read these prompts too."""
-        is_little = 0 < sum(left) <= min(ALONG, self._config.prefill_tokens)
-        return is_little and self._model.is_packed and bool(self._scheduler.running(State.DECODE))
+    def _read_lines(self, unread: Sequence[Request]) -> None:
+        """The next pieces of prompts, one behind another: now, or along with the verify forward."""
+        is_decoding = bool(self._scheduler.running(State.DECODE))
+        budget = self._config.prefill_tokens
+        pieces = self._next_pieces(unread, min(ALONG, budget) if is_decoding else budget)
+        if is_decoding:
+            self._along = pieces
+            self._target.read_along([piece.tokens for piece in pieces])
+        elif pieces:
+            self._target.read([piece.tokens for piece in pieces])
+            self._have_read(pieces)
+
+    def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
+        pieces = []
+        for request in unread:
+            if budget == 0 or request.state is not State.PREFILL:
+                break
+            self._take_prefix(request)
+            start, slot = request.num_cached, request.text.slot
+            end = start + min(budget, request.num_unread)
+            if not self._make_room(request, end):
+                break
+            budget -= end - start
+            tokens = PromptPiece(slot, start, request.text.tokens[start:end])
+            pieces.append(Piece(request, tokens))
+        # Who came last may have had to go for the others.
+        return [piece for piece in pieces if piece.request.state is State.PREFILL]
+
+    def _take_prefix(self, request: Request) -> None:
+        """Where nothing of the prompt is read yet: what other texts left of it."""
+        text = request.text
+        if request.num_cached == 0 and self._takes_prefixes:
+            found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
+            request.num_cached = found
+            request.stats.cached_tokens = max(request.stats.cached_tokens, found)
+
+    def _have_read(self, pieces: Sequence[Piece]) -> None:
+        for request, tokens in pieces:
+            request.num_cached += len(tokens.token_ids)
+            self._remember(request, request.num_cached)
+
+    def _remember(self, request: Request, length: int) -> None:
+        if self._takes_prefixes:
+            self._model.remember(request.text.slot, request.text.tokens, length)
+
+    def _make_room(self, request: Request, length: int) -> bool:
+        """Whether the request has room for so many tokens in all.
+
+        Where there is none, those who came last go back to the queue, and lose nothing but time;
+        False where that is the request itself.
+        """
+        while not self._model.grow(request.text.slot, length):
+            last = max(self._scheduler.running(), key=lambda running: running.number)
+            slot = last.text.slot
+            self._scheduler.requeue(last)
+            self._release([slot])
+            if last is request:
+                return False
+        return True
 
     def _begin_decoding(self, requests: Sequence[Request]) -> None:
         """Those whose prompts are read."""
         for request in requests:
-            if request.num_cached == request.text.prompt_length - 1:
+            if request.state is State.PREFILL and not request.num_unread:
                 request.state = request.after_prompt
                 self._hand_on(request)
 
     def _read_prompts(self, rows: Sequence[Request], width: int) -> None:
         starts = [request.num_cached for request in rows]
-        chunks = [_rest_of_prompt(request)[:width] for request in rows]
+        chunks = [r.text.tokens[r.num_cached : r.num_cached + width][: r.num_unread] for r in rows]
         self._target.prefill([request.text.slot for request in rows], starts, chunks)
         for request, chunk in zip(rows, chunks, strict=True):
             request.num_cached += len(chunk)
@@ -316,8 +395,10 @@ class Engine:
         for other in self._scheduler.running():
             if other is request or not request.has_prompt_of(other):
                 continue
-            if other.state is State.PREFILL and (
-                other.num_cached > 0 or other.text.slot < request.text.slot
+            if (
+                other.state is State.PREFILL
+                and other.is_new
+                and (other.num_cached > 0 or other.text.slot < request.text.slot)
             ):
                 return True
             stays = other.state is State.SCORE or (other.state is State.DECODE and not moves_on)
@@ -334,7 +415,7 @@ class Engine:
 
     def _hand_on(self, source: Request) -> None:
         """Give a prompt that was just read to the requests that wait for it."""
-        for request in self._scheduler.running(State.PREFILL):
+        for request in self._scheduler.running(State.PREFILL) if source.is_new else ():
             if request.num_cached == 0 and request.has_prompt_of(source):
                 self._share(source, request)
 
@@ -345,9 +426,20 @@ class Engine:
             score_rows(self._model, requests)
         return bool(requests)
 
+    def _decoding(self) -> list[Request]:
+        """Those that decode in this step, each with room for the longest draft."""
+        most = self._config.num_draft_tokens + self._config.max_forced_tokens
+        for request in self._scheduler.running(State.DECODE):
+            if request.state is State.DECODE:  # else it had to go for one before it
+                drafted = max(0, min(most, request.text.draft_room))
+                self._make_room(request, len(request.text.tokens) + drafted)
+        self._along = [piece for piece in self._along if piece.request.state is State.PREFILL]
+        self._target.read_along([piece.tokens for piece in self._along])
+        return self._scheduler.running(State.DECODE)
+
     def _decode(self, *, is_typical: bool) -> None:
         """One speculative step. is_typical: False when its time holds more than that."""
-        requests = self._scheduler.running(State.DECODE)
+        requests = self._decoding()
         if not requests:
             return
         learns = self._draft_length.learns
@@ -368,12 +460,13 @@ class Engine:
         logprobs = _logprobs(step, committed)
         for request, row, values in zip(requests, committed, logprobs, strict=True):
             request.append(row, values)
+            if request.state is State.DECODE:
+                self._remember(request, len(request.text.tokens) - 1)
         if learns:
             brought = _brought(step, batch, num_drafted, num_accepted)
             self._draft_length.end(brought, is_typical=is_typical)
-        for request in self._along:
-            request.num_cached = request.text.prompt_length - 1
-        self._begin_decoding(self._along)
+        self._have_read(self._along)
+        self._begin_decoding([piece.request for piece in self._along])
 
 
 def _count(
@@ -401,10 +494,6 @@ def _brought(step: Step, batch: DecodeBatch, drafted: list[int], accepted: list[
         outcomes.append(Outcome(offered, min(num_accepted - certain, offered)))
     chosen = max(n - len(forced) for n, forced in zip(drafted, all_forced, strict=True))
     return Brought(outcomes, step.draft.token_ids.shape[1], max(0, max(drafted) - chosen))
-
-
-def _rest_of_prompt(request: Request) -> list[int]:
-    return request.text.tokens[request.num_cached : request.text.prompt_length - 1]
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

@@ -30,6 +30,7 @@ class RequestStats:
     """Counters of one request, final when it ends.
 
     prompt_tokens, output_tokens: lengths, the end-of-text token included.
+    cached_tokens: of the prompt, found in the prefix cache and not read again.
     steps: target forwards that decoded this request, prefill not counted.
     drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
     forced, forced_accepted: those of them that the grammar left no choice about.
@@ -47,6 +48,7 @@ class RequestStats:
 
     prompt_tokens: int = 0
     output_tokens: int = 0
+    cached_tokens: int = 0
     steps: int = 0
     drafted: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)

@@ -198,6 +198,7 @@ class Request:
             bad_words=job.bad_words,
         )
         self.state = State.WAITING
+        self.number = 0  # in the order of coming
         self.num_cached = 0
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
@@ -218,10 +219,22 @@ class Request:
         """The state behind ``PREFILL``."""
         return State.DECODE if self.job.scoring is None else State.SCORE
 
+    @property
+    def num_unread(self) -> int:
+        """Tokens of the text that are to be read before it goes on: all but the last one."""
+        return len(self.text.tokens) - 1 - self.num_cached
+
+    @property
+    def is_new(self) -> bool:
+        """Whether there is nothing behind its prompt."""
+        return len(self.text.tokens) == self.text.prompt_length
+
     def has_prompt_of(self, other: Request) -> bool:
-        """Whether the two prompts are the same."""
-        is_alike = self._prompt_hash == other._prompt_hash
-        return is_alike and self.job.prompt_ids == other.job.prompt_ids
+        """Whether the two prompts are the same, and others may share theirs with this one."""
+        if self._prompt_hash != other._prompt_hash or not self.is_new:
+            return False
+        is_alike = self.job.prompt_ids == other.job.prompt_ids
+        return is_alike and self.job.params.cache_salt == other.job.params.cache_salt
 
     def bind(self, grammar: CompiledGrammar) -> None:
         """Constrain the text to a grammar.

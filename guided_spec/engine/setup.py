@@ -27,9 +27,10 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.causal_lm import CausalLM, largest_context
+from guided_spec.models.causal_lm import CausalLM, PackedForm, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
+from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.proposers import build_proposer
 
 __all__ = [
@@ -59,10 +60,14 @@ logger = logging.getLogger(__name__)
 
 
 class SlotPlan(NamedTuple):
-    """The slots to allocate: how many, and the tokens that each holds."""
+    """The memory of texts: how many at a time, the tokens that each may have at most.
+
+    num_blocks: of ``BLOCK`` tokens that they share, None where each has a slot of its own.
+    """
 
     num_slots: int
     max_model_len: int
+    num_blocks: int | None = None
 
 
 class _Memory(NamedTuple):
@@ -78,16 +83,23 @@ class _Memory(NamedTuple):
     def length(self, num_slots: int) -> int:
         return (self.budget // num_slots - self.state) // max(self.token, 1)
 
+    @property
+    def blocks(self) -> int:
+        return self.budget // max(self.token * BLOCK, 1)
 
-def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
-    """Slots for ``config.max_batch_size`` requests, as far as the memory budget goes.
 
-    With ``max_model_len`` given, there are fewer slots where the budget holds fewer. With None, a
-    text may be as long as the model's own context. Where the budget has no room for that in every
-    slot, it may be as long as fits, and a warning says so. Below 4096 tokens it does not go for
-    that: there are fewer slots instead.
+def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False) -> SlotPlan:
+    """Room for ``config.max_batch_size`` texts, as far as the memory budget goes.
 
-    Raises ConfigError when not even one slot fits, and for more tokens than the model takes.
+    shares_blocks: texts take blocks as they grow, and wait for each other where there are too few.
+    Then each may be as long as the model's own context, or all blocks.
+
+    Else every text has a slot. With ``max_model_len`` given, there are fewer slots where the budget
+    holds fewer. With None, a text may be as long as the model's own context. Where the budget has
+    no room for that in every slot, it may be as long as fits, and a warning says so. Below 4096
+    tokens it does not go for that: there are fewer slots instead.
+
+    Raises ConfigError when not even one text fits, and for more tokens than the model takes.
     """
     probe = CausalLM(model, num_slots=1, max_length=1, kernels="stock")
     budget = config.kv_memory_bytes
@@ -99,7 +111,8 @@ def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
     most = largest_context(text_config)
     length = config.max_model_len
     if length is None:
-        length = _default_length(most, memory, config.max_batch_size)
+        sharing = 1 if shares_blocks else config.max_batch_size
+        length = _default_length(most, memory, sharing)
     elif own is not None and length > own:
         raise ConfigError("max_model_len", length, f"the model's context is {own}; pass less")
     fitting = memory.slots(length)
@@ -112,7 +125,26 @@ def plan_slots(model: Any, config: EngineConfig) -> SlotPlan:
         reason = _FOR_MEMORY % (budget, config.max_batch_size, memory.token)
         reason = _FOR_ROPE if length == most else reason
         logger.warning("texts may have %d tokens, the model's own %d: %s.", length, own, reason)
+    if shares_blocks:
+        return SlotPlan(config.max_batch_size, length, max(memory.blocks, -(-length // BLOCK)))
     return SlotPlan(min(config.max_batch_size, fitting), length)
+
+
+def _load_target(model: Any, config: EngineConfig) -> CausalLM:
+    """The model over blocks where it has a packed form, else over slots."""
+    plan = plan_slots(model, config, shares_blocks=True)
+    form = PackedForm.of(model, config.kernels, plan.max_model_len)
+    if form is None:
+        plan = plan_slots(model, config)
+    return CausalLM(
+        model,
+        num_slots=plan.num_slots,
+        max_length=plan.max_model_len,
+        kernels=config.kernels,
+        form=form,
+        num_blocks=plan.num_blocks,
+        width=config.num_draft_tokens + 1,
+    )
 
 
 def _default_length(most: int | None, memory: _Memory, num_slots: int) -> int:
@@ -240,9 +272,8 @@ class Setup:
             draft = _bundled_draft(proposer)
         tokenizer = _tokenizer(model, options)
         config = options.config
-        num_slots, max_model_len = plan_slots(loaded, config)
-        kernels = config.kernels
-        target = CausalLM(loaded, num_slots=num_slots, max_length=max_model_len, kernels=kernels)
+        target = _load_target(loaded, config)
+        max_model_len = target.max_length
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
         spell = _speller(tokenizer)
@@ -252,11 +283,12 @@ class Setup:
             tokenizer=tokenizer,
             target=loaded,
             config=config,
-            num_slots=num_slots,
+            num_slots=target.num_slots,
             max_model_len=max_model_len,
             device=target.device,
             dtype=target.dtype,
             draft=draft,
+            blocks=target.blocks,
         )
         name = resolve_auto(proposer, context)
         return cls(

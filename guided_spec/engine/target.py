@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, TargetOutput
-from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
+from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.graph_pool import pad_ids
+from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import before_waiting
 from guided_spec.types import Draft
@@ -123,24 +125,32 @@ class SlotTarget:
         self._model.copy_slot(source, [slot], length)
         self._states.copy(source, slot)
 
-    def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
-        """One forward over the last committed token and the draft of every request."""
+    def verify(
+        self, batch: DecodeBatch, draft: Draft, most: Sequence[int] | None = None
+    ) -> TargetOutput:
+        """One forward over the last committed token and the draft of every request.
+
+        most: [B] draft tokens that each row may hold; None is as many as the draft has columns.
+        """
         last = host_integers([context[-1] for context in batch.contexts]).unsqueeze(1)
         # Not by ``device=``, which waits for the copy, and so for all that runs.
         token_ids = torch.cat([last.to(batch.device, non_blocking=True), draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
-        width = token_ids.shape[1]
+        width, longest = token_ids.shape[1], self._model.max_length
+        wanted = [width] * len(batch) if most is None else [1 + count for count in most]
         # Padding past a shorter draft is fed like a token: it lands where nothing valid is, and is
         # overwritten before it can be seen. That spares a download of the drafts' lengths.
-        counts = [min(width, self._model.max_length - start) for start in starts]
-        inputs = SlotInputs(token_ids, batch.slots, starts, counts)
-        if self._along:
-            output = self._verify_along(inputs)
+        pairs = zip(wanted, starts, strict=True)
+        rows = Rows(batch.slots, starts, [min(want, longest - start) for want, start in pairs])
+        if self._model.is_packed:
+            output = self._verify_line(token_ids, rows)
         else:
-            output = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
-        assert output.logits is not None
+            inputs = SlotInputs(token_ids, *rows)
+            found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
+            assert found.logits is not None
+            output = TargetOutput(found.logits, found.hidden_states)
         self._verified = output.hidden_states
-        return TargetOutput(output.logits, output.hidden_states)
+        return output
 
     def read_along(self, prompts: Sequence[PromptPiece]) -> None:
         """Let the next ``verify`` read prompts too; of a packed model.
@@ -150,33 +160,48 @@ class SlotTarget:
         """
         self._along = prompts
 
-    def _verify_along(self, inputs: SlotInputs) -> SlotOutput:
-        """``inputs`` in one forward with the prompts, cut into rows as long as theirs."""
+    def read(self, prompts: Sequence[PromptPiece]) -> None:
+        """Read prompts by a forward of their own; of a packed model."""
+        self._read_line(torch.empty(0, dtype=torch.int64), Rows((), (), ()), prompts)
+
+    def _verify_line(self, token_ids: Tensor, rows: Rows) -> TargetOutput:
+        """int64 [B, T], of which ``rows`` says how many count, and the prompts, in one line."""
         prompts, self._along = self._along, ()
-        before_waiting()  # so many tokens may have to wait for their copy
-        batch, width = inputs.token_ids.shape
-        rows = [
-            PromptPiece(slot, start + at, token_ids[at : at + width])
-            for slot, start, token_ids in prompts
-            for at in range(0, len(token_ids), width)
-        ]
-        padded = pad_ids([row.token_ids for row in rows], width)
-        together = SlotInputs(
-            torch.cat([inputs.token_ids, padded.to(self._model.device, non_blocking=True)]),
-            [*inputs.slots, *(row.slot for row in rows)],
-            [*inputs.starts, *(row.start for row in rows)],
-            [*inputs.counts, *(len(row.token_ids) for row in rows)],
+        batch, width = token_ids.shape
+        total = sum(rows.counts)
+        index = np.concatenate([rows.index(width), rows.padded(width).flatten()])
+        index = torch.from_numpy(index).to(self._model.device, non_blocking=True)
+        line, places = index.split([total, batch * width])
+        output = self._read_line(token_ids.flatten()[line], rows, prompts)
+        logits, hidden = self._model.logits(output.states[:total]), output.hidden_states
+        if total < batch * width:
+            logits = logits[places]
+        states = None if hidden is None else hidden[places].view(batch, width, -1)
+        return TargetOutput(logits.view(batch, width, -1), states)
+
+    def _read_line(
+        self, token_ids: Tensor, rows: Rows, prompts: Sequence[PromptPiece]
+    ) -> LineOutput:
+        """The rows' own tokens int64 [N] and the prompts behind them; their states are kept."""
+        if prompts:
+            before_waiting()  # so many tokens may have to wait for their copy
+            read = host_integers([one for prompt in prompts for one in prompt.token_ids])
+            fed = read.to(self._model.device, non_blocking=True)
+            token_ids = torch.cat([token_ids.to(self._model.device), fed])
+        together = Rows(
+            [*rows.slots, *(prompt.slot for prompt in prompts)],
+            [*rows.starts, *(prompt.start for prompt in prompts)],
+            [*rows.counts, *(len(prompt.token_ids) for prompt in prompts)],
         )
-        output = self._model.forward(together, hidden_layers=self._layers, num_scored=batch)
-        states = output.hidden_states
-        if states is None:
-            return output
-        first = batch
-        for slot, _, token_ids in prompts:
-            end = first + -(-len(token_ids) // width)
-            self._states.add([slot], [len(token_ids)], states[first:end].flatten(0, 1)[None])
-            first = end
-        return SlotOutput(output.logits, states[:batch])
+        output = self._model.forward_line(token_ids, together, self._layers)
+        if output.hidden_states is not None and prompts:
+            first = sum(rows.counts)
+            # A copy: the next forward overwrites these, and a proposer reads them behind it.
+            hidden = output.hidden_states[first:].clone()
+            parts = hidden.split([len(prompt.token_ids) for prompt in prompts])
+            for prompt, states in zip(prompts, parts, strict=True):
+                self._states.add([prompt.slot], [len(states)], states.unsqueeze(0))
+        return output
 
     def commit(self, batch: DecodeBatch, num_accepted: Sequence[int]) -> None:
         """Keep the state of the last token and the accepted draft of every request."""

@@ -1,12 +1,10 @@
-"""A stock causal LM over KV slots: rows of any lengths in one forward, per-row commit.
-
-A packed decoder over KV slots: forwards of few tokens are CUDA graphs, those of many are not.
-"""
+"""A causal LM over KV slots: rows of any lengths in one forward, per-row commit."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -15,19 +13,19 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
+from guided_spec.models.packed.blocks import Blocks, WholeSlots
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pack_places, pad_to
+from guided_spec.models.packed.graph_pool import GraphPool
+from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = [
-    "WIDEST_GRAPH",
     "CausalLM",
-    "PackedLM",
+    "PackedForm",
     "Rows",
     "SlotInputs",
     "SlotOutput",
@@ -36,119 +34,65 @@ __all__ = [
     "state_bytes_per_slot",
 ]
 
-WIDEST_GRAPH = 64  # tokens a row; wider forwards are prompts
-LARGEST_PROMPTS = 640  # tokens of all rows of prompts; more take longer than their launches
-
-
-class Rows(NamedTuple):
-    """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
-
-    Several rows may be pieces of one slot's text: a layer stores all keys before any is read.
-    """
-
-    slots: Sequence[int]
-    starts: Sequence[int]
-    counts: Sequence[int]
-
-
-class PackedLM:
-    """See the module's docstring.
-
-    decoder: packed where the model is llama-like, else the stock one.
-    memory: the layers' slots, which must stay where they are.
-    """
-
-    def __init__(
-        self,
-        decoder: PackedDecoder | StockDecoder,
-        memory: Sequence[KeyValues],
-        device: torch.device,
-    ) -> None:
-        self._decoder = decoder
-        self._memory = tuple(memory)
-        self._device = device
-        self._graphs = GraphPool(device)
-
-    def forward(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        logits: LogitsKind,
-        layers: tuple[int, ...] = (),
-        *,
-        num_scored: int | None = None,
-    ) -> SlotOutput:
-        """Feed tokens int64 [B, T], on the device or the host; nothing waits for the device.
-
-        logits, layers: as of ``CausalLM.forward``. num_scored: only the first so many rows get
-        logits, all of theirs; None leaves it to ``logits``. Padding behind ``rows.counts`` is fed
-        too: it lands where nothing valid is, and is overwritten before it can be seen. A row
-        without any tokens is left out.
-        """
-        batch, width = token_ids.shape
-        is_prompt = logits == "none" or width > WIDEST_GRAPH
-        is_large = is_prompt and batch * width > LARGEST_PROMPTS
-        size, length = (batch, width) if is_large else (bucket(batch), bucket(width))
-        kind = logits if num_scored is None else "states"
-        inputs = _inputs(token_ids, rows, (size, length))
-
-        def body(tensors: Inputs) -> SlotOutput:
-            return self._compute(tensors, kind, layers)
-
-        if is_large:
-            found = body(self._upload(inputs))
-        else:
-            found = self._graphs.run((size, length, kind, layers), inputs, body)
-        scores, hidden = found
-        if num_scored is not None and scores is not None:
-            # Outside of the graph, which would keep logits for each size of batch: one product.
-            scores = self._decoder.logits(scores[:num_scored])
-        if is_large:
-            return SlotOutput(scores, hidden)
-        return SlotOutput(
-            None if scores is None else scores[:batch, :width],
-            # Hidden states are kept until their proposer reads them; logits are used at once.
-            None if hidden is None else hidden[:batch, :width].clone(),
-        )
-
-    def forward_once(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
-        """``forward`` without a graph, for a shape that does not come again."""
-        token_ids, *places = inputs
-        tensors = _inputs(token_ids, Rows(*places), tuple(token_ids.shape))
-        return SlotOutput(*self._compute(self._upload(tensors), logits, ()))
-
-    def _upload(self, inputs: Inputs) -> Inputs:
-        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
-
-    def _compute(
-        self, inputs: Inputs, kind: LogitsKind | Literal["states"], layers: tuple[int, ...]
-    ) -> SlotOutput:
-        """With the states themselves in place of logits, if these are asked for."""
-        slots, starts, last = inputs["places"].unbind(0)
-        output = self._decoder.forward(
-            inputs["token_ids"], SlotPlaces(slots, starts), self._memory, layers
-        )
-        states = output.states
-        if kind == "none":
-            return SlotOutput(None, output.hidden_states)
-        if kind == "states":
-            return SlotOutput(states, output.hidden_states)
-        if kind == "last":
-            states = states.gather(1, last.view(-1, 1, 1).expand(-1, 1, states.shape[2]))
-        return SlotOutput(self._decoder.logits(states), output.hidden_states)
-
-
-def _inputs(token_ids: Tensor, rows: Rows, size: tuple[int, ...]) -> Inputs:
-    """What a forward of [B, T] tokens takes, on the host where these are; padded to ``size``."""
-    slots = [s if count > 0 else -1 for s, count in zip(rows.slots, rows.counts, strict=True)]
-    last = [max(count, 1) - 1 for count in rows.counts]
-    places = pack_places((slots, rows.starts, last), size[0])
-    return {"token_ids": pad_to(token_ids, size), "places": places}
-
+TRIAL_SLOTS = 2
+TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more behind windows
 
 PACKED_DEVICES = ("cuda",)  # where "auto" is packed
 
 logger = logging.getLogger(__name__)
+
+
+class LayerShape(NamedTuple):
+    """What a layer keeps of a token: heads of a size each; like: of its dtype and device."""
+
+    heads: int
+    size: int
+    like: Tensor
+
+
+class PackedForm(NamedTuple):
+    """A model's decoder in packed form, which was tried and is right, and what its layers keep."""
+
+    decoder: PackedDecoder | StockDecoder
+    layers: tuple[LayerShape, ...]
+
+    @classmethod
+    @torch.inference_mode()
+    def of(cls, model: PreTrainedModel, kernels: Kernels, max_length: int) -> PackedForm | None:
+        """The form in which ``kernels`` runs the model; None where that is its stock modules.
+
+        Raises ModelError as ``CausalLM`` does.
+        """
+        is_cuda = model.device.type in PACKED_DEVICES and find_spec("triton") is not None
+        if kernels == "stock" or (kernels == "auto" and not is_cuda):
+            return None
+        slots = _stock_slots(model, TRIAL_SLOTS, max_length)
+        longest = max([TRIAL_LENGTH, *(2 * window for window in slots.cache.windows.values())])
+        if max_length > longest:
+            slots = _stock_slots(model, TRIAL_SLOTS, longest)
+        trial = SlotTrial(slots)
+        trial.check_stock()
+        memory = slots.cache.layer_memory()
+        windows = [slots.cache.windows.get(kind) for kind in slots.cache.layer_types]
+        if memory is None:
+            return None
+        try:
+            with errors_naming(model, "a forward in packed form failed"):
+                decoder: PackedDecoder | StockDecoder | None
+                decoder = PackedDecoder.of(model, max_length, windows)
+                decoder = decoder or StockDecoder.of(model, memory)
+                if decoder is None:
+                    return None
+                tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
+                tried = PackedLM(decoder, memory, tables)
+                trial.check_packed(lambda i, kind: tried.forward(i.token_ids, Rows(*i[1:]), kind))
+        except ModelError as error:
+            if kernels == "packed":
+                raise
+            logger.warning("%s. It runs by its stock modules instead.", error)
+            return None
+        shapes = [(one.keys.shape, one.keys.new_empty(0)) for one in memory]
+        return cls(decoder, tuple(LayerShape(shape[1], shape[3], like) for shape, like in shapes))
 
 
 class CausalLM:
@@ -158,6 +102,9 @@ class CausalLM:
         masks and positions (docs/models.md); it is not changed, and may be shared by several of
         these (each keeps its own slots), not by threads.
     num_slots: texts at a time. max_length: tokens of a text.
+    form: its packed form for this ``max_length``, found before; None for none.
+    num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
+    width: about how many tokens a row of most forwards has; only kernels are tuned by it.
     kernels: "auto" runs a llama-like model on one CUDA device in packed form and as CUDA graphs
         (its projections become views of packed ones, its results change by rounding only);
         "packed" does so on any device, for tests; "stock" never does. Models without a packed form
@@ -170,13 +117,16 @@ class CausalLM:
     """
 
     @torch.inference_mode()
-    def __init__(
+    def __init__(  # noqa: PLR0913 - how a model is kept
         self,
         model: PreTrainedModel,
         *,
         num_slots: int,
         max_length: int,
         kernels: Kernels = "auto",
+        form: PackedForm | Literal["find"] | None = "find",
+        num_blocks: int | None = None,
+        width: int = 1,
     ) -> None:
         self.model = model
         self.config: Any = model.config
@@ -187,14 +137,18 @@ class CausalLM:
         text_config = self.config.get_text_config(decoder=True)
         self.vocab_size: int = text_config.vocab_size
         _check_rope(self.config.model_type, text_config, max_length)
-        with errors_naming(model, "its layers cannot be kept in slots"):
-            self._stock = StockSlots(model, num_slots, max_length)
-        self._cache = self._stock.cache
-        trial = SlotTrial(self._stock)
-        trial.check_stock()
+        self.blocks: Blocks | None = None
         self._packed: PackedLM | None = None
-        if kernels == "packed" or (kernels == "auto" and self.device.type in PACKED_DEVICES):
-            self._packed = self._pack(trial, kernels)
+        self._slots: StockSlots | None = None
+        found = PackedForm.of(model, kernels, max_length) if form == "find" else form
+        if found is None:
+            self._slots = _stock_slots(model, num_slots, max_length)
+            SlotTrial(self._slots).check_stock()
+            return
+        self.blocks = Blocks(num_slots, max_length, self.device, num_blocks)
+        memory = [self.blocks.allocate(*layer) for layer in found.layers]
+        graphs = GraphPool(self.device)
+        self._packed = PackedLM(found.decoder, memory, self.blocks, width=width, graphs=graphs)
 
     @property
     def is_packed(self) -> bool:
@@ -204,7 +158,7 @@ class CausalLM:
     @property
     def has_linear_state(self) -> bool:
         """Whether ``commit`` does work, and going back needs ``save_states``."""
-        return self._cache.has_linear_state
+        return self._slots is not None and self._slots.cache.has_linear_state
 
     @torch.inference_mode()
     def forward(
@@ -213,13 +167,10 @@ class CausalLM:
         *,
         logits: LogitsKind = "all",
         hidden_layers: tuple[int, ...] = (),
-        num_scored: int | None = None,
     ) -> SlotOutput:
         """Feed the tokens, store their keys and values; never waits for the device.
 
-        logits: of all tokens, of each row's last real one, or none. num_scored: of packed models
-        only: the first so many rows get logits, for all of their tokens, and the rows behind them
-        may be pieces of one text, one behind another in the same slot.
+        logits: of all tokens, of each row's last real one, or none.
         hidden_layers: hidden states to return: index i is the input of layer i, n (the number of
             layers) the output of the last layer, and -1 that output after the final norm.
 
@@ -227,14 +178,36 @@ class CausalLM:
         model does not have.
         """
         if self._packed is not None:
-            check_layers(hidden_layers, len(self._cache.layer_types))
-            rows = Rows(inputs.slots, inputs.starts, inputs.counts)
-            found = self._packed.forward(
-                inputs.token_ids, rows, logits, hidden_layers, num_scored=num_scored
-            )
-            return SlotOutput(*found)
-        assert num_scored is None, "stock models take one row a slot"
+            check_layers(hidden_layers, len(self._packed.memory))
+            token_ids, *rows = inputs
+            return self._packed.forward(token_ids, Rows(*rows), logits, hidden_layers)
         return self._stock.forward(inputs, logits, hidden_layers)
+
+    @torch.inference_mode()
+    def forward_line(
+        self, token_ids: Tensor, rows: Rows, hidden_layers: tuple[int, ...] = ()
+    ) -> LineOutput:
+        """``forward`` of tokens int64 [N] in one line; of a packed model.
+
+        See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
+        """
+        assert self._packed is not None, "stock models take one row a slot"
+        return self._packed.forward_line(token_ids, rows, hidden_layers)
+
+    @torch.inference_mode()
+    def logits(self, states: Tensor) -> Tensor:
+        """The states of ``forward_line`` [..., H] to logits [..., V]."""
+        assert self._packed is not None
+        return self._packed.logits(states)
+
+    @torch.inference_mode()
+    def capture(self, hidden_layers: tuple[int, ...], largest: int) -> Iterator[int]:
+        """Capture the CUDA graphs of forwards of up to ``largest`` tokens, one at each ``next``.
+
+        hidden_layers: that the forwards will be asked for. Yields how many are left to do.
+        """
+        if self._packed is not None and self.device.type == "cuda":
+            yield from self._packed.capture(hidden_layers, largest)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int]) -> None:
@@ -242,7 +215,30 @@ class CausalLM:
 
         Keys and values need no work: the next ``starts`` say what counts.
         """
-        self._cache.commit(keep)
+        if self._slots is not None:
+            self._slots.cache.commit(keep)
+
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> int:
+        """Begin a text in the slot with what is kept of texts that began so.
+
+        token_ids: how the text begins, as far as it may be taken from others. salt: texts take from
+        those with the same one. Returns how many tokens the slot holds.
+        """
+        return 0 if self.blocks is None else self.blocks.start(slot, token_ids, salt)
+
+    def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
+        """The slot holds the first ``length`` of these for good: others may take whole blocks."""
+        if self.blocks is not None:
+            self.blocks.remember(slot, token_ids, length)
+
+    def grow(self, slot: int, length: int) -> bool:
+        """Whether the slot has room for so many tokens, which it keeps until it is released."""
+        return self.blocks is None or self.blocks.grow(slot, length)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The texts of these slots have ended."""
+        if self.blocks is not None:
+            self.blocks.release(slots)
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
@@ -250,48 +246,48 @@ class CausalLM:
 
         Linear states are copied as they are: with these, ``source`` must hold just ``length``.
         """
-        self._cache.copy_slot(source, destinations, length)
+        if self._slots is not None:
+            self._slots.cache.copy_slot(source, destinations, length)
+            return
+        assert self.blocks is not None
+        assert self._packed is not None
+        for slot in destinations:
+            self.blocks.share(source, slot, length, self._packed.memory)
 
     @torch.inference_mode()
     def save_states(self, slots: Sequence[int]) -> list[SavedState]:
         """A copy of the committed linear states of ``slots``; empty for attention-only models."""
-        return self._cache.save_states(slots)
+        return [] if self._slots is None else self._slots.cache.save_states(slots)
 
     @torch.inference_mode()
     def load_states(self, slots: Sequence[int], saved: list[SavedState]) -> None:
         """Put back what ``save_states`` gave, into as many slots."""
-        self._cache.load_states(slots, saved)
+        if self._slots is not None:
+            self._slots.cache.load_states(slots, saved)
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token."""
-        return self._cache.bytes_per_token()
+        if self._slots is not None:
+            return self._slots.cache.bytes_per_token()
+        assert self._packed is not None
+        layers = [buffer for layer in self._packed.memory for buffer in layer]
+        return sum(buffer.nbytes // (len(buffer) * buffer.shape[2]) for buffer in layers)
 
     @property
     def state_bytes_per_slot(self) -> int:
         """Bytes of linear state of one slot, which does not grow with the text."""
-        return self._cache.state_bytes()
+        return 0 if self._slots is None else self._slots.cache.state_bytes()
 
-    def _pack(self, trial: SlotTrial, kernels: Kernels) -> PackedLM | None:
-        memory = self._cache.layer_memory()
-        windows = [self._cache.windows.get(kind) for kind in self._cache.layer_types]
-        if memory is None:
-            return None
-        try:
-            with errors_naming(self.model, "a forward in packed form failed"):
-                decoder: PackedDecoder | StockDecoder | None
-                decoder = PackedDecoder.of(self.model, self.max_length, windows)
-                decoder = decoder or StockDecoder.of(self.model, memory)
-                if decoder is None:
-                    return None
-                packed = PackedLM(decoder, memory, self.device)
-                trial.check_packed(packed.forward_once)
-        except ModelError as error:
-            if kernels == "packed":
-                raise
-            logger.warning("%s. It runs by its stock modules instead.", error)
-            return None
-        return packed
+    @property
+    def _stock(self) -> StockSlots:
+        assert self._slots is not None
+        return self._slots
+
+
+def _stock_slots(model: PreTrainedModel, num_slots: int, max_length: int) -> StockSlots:
+    with errors_naming(model, "its layers cannot be kept in slots"):
+        return StockSlots(model, num_slots, max_length)
 
 
 def kv_bytes_per_token(model: PreTrainedModel) -> int:

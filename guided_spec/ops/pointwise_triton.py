@@ -133,16 +133,16 @@ def rotate_and_store(
     places: SlotPlaces,
 ) -> None:
     """See ``guided_spec.ops.pointwise.rotate_and_store``; the arguments on one CUDA device."""
-    batch, tokens, width = packed.shape
-    if batch * tokens == 0:
+    count, width = packed.shape
+    if count == 0:
         return
     cos, sin = rotation
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
-    count = shape.queries + 2 * shape.keys
+    num_heads, memory = shape.queries + 2 * shape.keys, places.tables
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        _rotate[(batch * tokens, triton.cdiv(count, HEADS))](
-            *(packed, cos, sin, len(cos), query, key, eps),
-            *(*buffers, places.slots, places.starts, tokens, buffers.keys.shape[2] - 1, width),
+        _rotate[(count, triton.cdiv(num_heads, HEADS))](
+            *(packed, cos, sin, len(cos), query, key, eps, *buffers, places.tokens.contiguous()),
+            *(count, memory, memory.stride(0), places.max_length, buffers.keys.shape[2], width),
             queries=shape.queries,
             keys_count=shape.keys,
             size=shape.size,
@@ -156,7 +156,7 @@ def rotate_and_store(
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-@triton.jit(do_not_specialize=["tokens", "max_length", "positions"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "max_length", "positions", "block", "table_row"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     packed,
     cos,
@@ -167,10 +167,12 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     eps,
     keys,
     values,
-    slots,
-    starts,
     tokens,
+    count,
+    tables,
+    table_row,
     max_length,
+    block,
     width,
     queries: tl.constexpr,
     keys_count: tl.constexpr,
@@ -183,7 +185,6 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
     follow(FOLLOWS)
     token = tl.program_id(0).to(tl.int64)
-    row = token // tokens
     half: tl.constexpr = size // 2
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     at = tl.arange(0, half_block)
@@ -193,7 +194,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     source = packed + token * width + head[:, None] * size + at[None, :]
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(starts + row) + token % tokens
+    position = tl.load(tokens + count + token)
     turn = tl.minimum(position, positions - 1) * size + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
@@ -217,12 +218,13 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     written = inside & is_turned[:, None]
     tl.store(source, low_out.to(out), mask=written)
     tl.store(source + half, high_out.to(out), mask=written)
-    slot = tl.load(slots + row)
+    slot = tl.load(tokens + token)
     place = tl.minimum(position, max_length)
+    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
-    target = ((slot * keys_count + number) * (max_length + 1) + place) * size
+    target = ((found.to(tl.int64) * keys_count + number) * block + place % block) * size
     target = target[:, None] + at[None, :]
     tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
     tl.store(keys + target + half, high_out.to(out), mask=kept & is_turned[:, None])

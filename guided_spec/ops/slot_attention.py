@@ -1,11 +1,14 @@
-"""Attention of new tokens over texts that are kept in the slots of one key and value buffer.
+"""Attention of new tokens over texts that are kept in blocks of one key and value buffer.
 
-One operator writes the new tokens' keys and values where they belong and attends over each row's
-own slot, so that rows of any lengths share a batch without a mask and without a copy of the slots.
-What it does depends on tensors of the device only, never on integers of the host: it can be
-captured in a CUDA graph, and be compiled as one node of a larger graph.
+The tokens of a step stand in one line, each row's own behind one another, so that rows of any
+lengths share a forward without padding: drafts, forced spans and pieces of prompts. Each writes its
+key and value where it belongs and attends over its own slot, whose blocks a table lists. What
+happens depends on tensors of the device only, never on integers of the host: it can be captured in
+a CUDA graph, and be compiled as one node of a larger graph.
 
-The torch code here is the definition; on CUDA, ``guided_spec.ops.slot_attention_triton`` runs.
+Blocks and tables are those of Kwon et al., "Efficient memory management for large language model
+serving with PagedAttention" (2023). The torch code here is the definition; on CUDA,
+``guided_spec.ops.slot_attention_triton`` runs.
 """
 
 from __future__ import annotations
@@ -32,17 +35,17 @@ __all__ = [
 
 # Written out, because not every supported version of torch infers it from postponed annotations.
 SCHEMA = (
-    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor slots, "
-    "Tensor starts, float scale, int window, int view) -> Tensor"
+    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor tokens, "
+    "Tensor rows, Tensor tables, int max_length, float scale, int window, int width, int view) "
+    "-> Tensor"
 )
 
 
 class KeyValues(NamedTuple):
-    """Keys and values that belong together, [N, Hkv, L, D] of one dtype on one device.
+    """Keys and values that belong together, of one dtype on one device.
 
-    Of new tokens, N is B and L is T, with any strides. Of a layer's buffers, which are contiguous,
-    N is the number of slots and L is max_length + 1: the last position, the sink, takes what is
-    written behind the others.
+    Of new tokens: [N, Hkv, D] each, with any strides. Of a layer's buffers, which are contiguous:
+    [num_blocks, Hkv, block, D], where ``block`` positions of a text lie together.
     """
 
     keys: Tensor
@@ -50,17 +53,29 @@ class KeyValues(NamedTuple):
 
 
 class SlotPlaces(NamedTuple):
-    """Where the tokens of a batch belong: token t of row b is position starts[b] + t of its slot.
+    """Where the tokens of a forward belong.
 
-    slots: [B] int64; -1 marks an unused row. starts: [B] int64, 0 or more. Both on the device of
-        the buffers, which may change them between two replays of a CUDA graph. Rows of one slot
-        must not overlap; they see each other, since all is written before anything is read.
-    view: about how many positions the longest row will have: how finely CUDA kernels divide the
-        texts. It changes no result. None: as long as the buffer.
+    tokens: int64 [2, N]: the slot of each token, -1 for an unused one, and its position there.
+    rows: int64 [3, R]: the slot of each row, the position of its first token, and where it ends in
+        the line of tokens; it begins where the row before it ends. A row without tokens is unused,
+        and ends where the one before it does.
+    tables: int32 [num_slots, P]: which block holds the positions p * block to (p + 1) * block - 1
+        of a slot. The position ``max_length`` takes what is written behind the others, and needs a
+        block too; several slots may have the same one for it.
+    max_length: positions of a slot.
+    width, view: about how many tokens a row has, and how many positions it will have at most: how
+        CUDA kernels divide the work. They change no result. None: as many as there can be.
+
+    Tensors on the device of the buffers, which may change their values between two replays of a
+    CUDA graph. Rows of one slot must not overlap; they see each other, since all is written before
+    anything is read.
     """
 
-    slots: Tensor
-    starts: Tensor
+    tokens: Tensor
+    rows: Tensor
+    tables: Tensor
+    max_length: int
+    width: int | None = None
     view: int | None = None
 
 
@@ -107,47 +122,47 @@ def slot_attention(
     scale: float,
     window: int | None = None,
 ) -> Tensor:
-    """[B, T, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
+    """[N, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
 
-    query: [B, Hq, T, D] float32, bfloat16 or float16, D up to 256. new: [B, Hkv, T, D] each,
-        in the dtype of the buffers; None where they are in the slots already
-        (``store_keys_values``). Hq is a multiple of Hkv. buffers: the layer's; written to.
-        places: see ``SlotPlaces``. All on one device.
+    query: [N, Hq, D] float32, bfloat16 or float16, D up to 256. new: [N, Hkv, D] each, in the dtype
+        of the buffers; None where they are in the blocks already (``store_keys_values``). Hq is a
+        multiple of Hkv. buffers: the layer's; written to. places: see ``SlotPlaces``. All on one
+        device.
     scale: multiplies the scores. window: how many positions a token sees, itself included; None:
         all.
 
-    Token t of row b writes its key and value to position p = starts[b] + t of slot slots[b], or to
-    the sink if p >= max_length. Then it sees the slot's positions 0 to p that lie before
-    max_length and, with a window, behind p - window; zeros come out where it sees none. An unused
-    row writes nothing that is ever seen, and its output is zeros. Positions that no token of a row
-    sees may hold anything, NaN included.
+    A token at position p of a slot writes its key and value there, or to position max_length if p
+    is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
+    a window, behind p - window; zeros come out where it sees none. An unused token writes nothing
+    that is ever seen, and its output may be anything. Positions that no token sees may hold
+    anything, NaN included.
 
     Scores, softmax and sums are float32. For inference: it has no gradient. Never waits for the
-    device. Raises ConfigError for shapes that do not fit.
+    device where a kernel runs. Raises ConfigError for shapes that do not fit.
     """
     _check(query, new, buffers, window)
     key, value = (None, None) if new is None else new
-    view = buffers.keys.shape[2] if places.view is None else places.view
+    width = len(query) if places.width is None else places.width
+    view = places.max_length if places.view is None else places.view
+    shared = (places.tokens, places.rows, places.tables, places.max_length)
     attended: Tensor = _operator(
-        query, key, value, *buffers, places.slots, places.starts, scale, window or 0, view
+        query, key, value, *buffers, *shared, scale, window or 0, width, view
     )
     return attended
 
 
 def store_keys_values(new: KeyValues, buffers: KeyValues, places: SlotPlaces) -> None:
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
-    steps = torch.arange(new.keys.shape[2], device=places.starts.device)
-    positions = places.starts.unsqueeze(1) + steps
     for states, buffer in zip(new, buffers, strict=True):
-        _write(buffer, states, places.slots, positions)
+        _write(buffer, states, places.tokens, places.tables, places.max_length)
 
 
 def _check(query: Tensor, new: KeyValues | None, buffers: KeyValues, window: int | None) -> None:
-    heads, width = buffers.keys.shape[1], buffers.keys.shape[3]
-    if query.shape[1] % heads != 0 or query.shape[3] != width:
-        fix = f"must be [B, a multiple of {heads}, T, {width}], as the buffers are"
+    heads, size = buffers.keys.shape[1], buffers.keys.shape[3]
+    if query.dim() != 3 or query.shape[1] % heads != 0 or query.shape[2] != size:
+        fix = f"must be [N, a multiple of {heads}, {size}], as the buffers are"
         raise ConfigError("query", tuple(query.shape), fix)
-    shape = (query.shape[0], heads, query.shape[2], width)
+    shape = (len(query), heads, size)
     for states, buffer in zip(new or (None, None), buffers, strict=True):
         if states is not None and states.shape != shape:
             raise ConfigError("new", tuple(states.shape), f"must be {shape}")
@@ -163,42 +178,63 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     value: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    tables: Tensor,
+    max_length: int,
     scale: float,
     window: int,
+    width: int,
     view: int,
 ) -> Tensor:
-    del view
-    positions = starts.unsqueeze(1) + torch.arange(query.shape[2], device=starts.device)
+    del width, view
     if key is not None and value is not None:
-        _write(keys, key, slots, positions)
-        _write(values, value, slots, positions)
-    length = keys.shape[2] - 1
-    rows = slots.clamp_min(0)
-    stored = torch.arange(length, device=slots.device)
-    visible = (stored <= positions.unsqueeze(2)) & (slots >= 0).view(-1, 1, 1)  # [B, T, length]
+        _write(keys, key, tokens, tables, max_length)
+        _write(values, value, tokens, tables, max_length)
+    attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    first = 0
+    for slot, start, end in rows.T.tolist():
+        if end > first and slot >= 0:
+            length = min(start + end - first, max_length)
+            kept = (_read(buffer, tables[slot], length) for buffer in (keys, values))
+            attended[first:end] = _attend_row(query[first:end], *kept, start, scale, window)
+        first = max(end, first)
+    return attended
+
+
+def _attend_row(
+    query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int
+) -> Tensor:
+    """[T, Hq, D] of one row: T queries from position ``start`` on over [Hkv, L, D] kept ones."""
+    positions = start + torch.arange(len(query), device=query.device).unsqueeze(1)
+    stored = torch.arange(keys.shape[1], device=query.device)
+    visible = stored <= positions  # [T, L]
     if window:
-        visible &= stored > positions.unsqueeze(2) - window
+        visible &= stored > positions - window
     # A value that nobody sees is multiplied by 0, and 0 * NaN would show.
-    unseen = ~visible.any(1).view(-1, 1, length, 1)
-    seen_values = values[rows, :, :length].float().masked_fill(unseen, 0)
-    grouped = query.float().unflatten(1, (keys.shape[1], -1))  # [B, Hkv, G, T, D]
-    scores = grouped @ keys[rows, :, :length].float().mT.unsqueeze(2) * scale
-    hidden = ~visible[:, None, None]
-    probs = torch.softmax(scores.masked_fill(hidden, torch.finfo(torch.float32).min), -1)
-    attended = probs.masked_fill(hidden, 0) @ seen_values.unsqueeze(2)
-    return attended.flatten(1, 2).transpose(1, 2).to(query.dtype).contiguous()
+    seen_values = values.float().masked_fill(~visible.any(0).unsqueeze(1), 0)
+    grouped = query.float().transpose(0, 1).unflatten(0, (len(keys), -1))  # [Hkv, G, T, D]
+    scores = grouped @ keys.float().mT.unsqueeze(1) * scale
+    scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
+    probs = torch.softmax(scores, -1).masked_fill(~visible, 0)
+    return (probs @ seen_values.unsqueeze(1)).flatten(0, 1).transpose(0, 1).to(query.dtype)
 
 
-def _write(buffer: Tensor, states: Tensor, slots: Tensor, positions: Tensor) -> None:
-    """Put states [B, heads, T, D] where the tokens belong."""
-    sink = buffer.shape[2] - 1
-    # An unused row goes to a sink: to leave it out would take a wait for the device.
-    used = (slots >= 0).unsqueeze(1)
-    rows = slots.clamp_min(0).unsqueeze(1)
-    columns = positions.clamp_max(sink).where(used, sink)
-    buffer[rows, :, columns] = states.transpose(1, 2).to(buffer.dtype)
+def _read(buffer: Tensor, table: Tensor, length: int) -> Tensor:
+    """[Hkv, length, D]: the first positions of a slot."""
+    block = buffer.shape[2]
+    blocks = buffer[table[: -(-length // block)].long()]  # [P, Hkv, block, D]
+    return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
+
+
+def _write(buffer: Tensor, states: Tensor, tokens: Tensor, tables: Tensor, max_length: int) -> None:
+    """Put states [N, Hkv, D] where the tokens belong."""
+    slots, positions = tokens
+    block = buffer.shape[2]
+    # An unused token goes behind the positions: to leave it out would take a wait for the device.
+    places = positions.clamp_max(max_length).where(slots >= 0, max_length)
+    found = tables[slots.clamp_min(0), places // block].long()
+    buffer[found, :, places % block] = states.to(buffer.dtype)
 
 
 @cache
@@ -215,8 +251,7 @@ def _on_cuda(*arguments: Any) -> Tensor:
 
 
 def _shape(query: Tensor, *_: Any) -> Tensor:
-    batch, heads, tokens, width = query.shape
-    return query.new_empty(batch, tokens, heads, width)
+    return query.new_empty(query.shape)
 
 
 _operator = torch.library.custom_op(

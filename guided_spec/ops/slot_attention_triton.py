@@ -6,7 +6,9 @@ queries of all heads that share its keys, which are then read once. Softmax goes
 with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018),
 in powers of 2.
 
-The grids depend on shapes only; how the parts of each text are cut is worked out on the device.
+The grids depend on shapes only. Which row a tile belongs to, and how the parts of each text are
+cut, is worked out on the device: row r has the tiles from ``first query of r // ROWS + r`` on, as
+many as it needs at most, since it begins at most once within a tile that another row begins.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ __all__ = ["Tiling", "choose_tiling", "slot_attention"]
 LOG2_E = 1.4426950408889634
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
+TOKENS_STORED = 4  # by one program
 
 
 class Tiling(NamedTuple):
@@ -41,18 +44,21 @@ class Tiling(NamedTuple):
     num_stages: int
 
 
-def choose_tiling(query: Tensor, num_kv_heads: int, view: int) -> Tiling:
-    """The tiling for query [B, Hq, T, D] over texts of up to about ``view`` positions."""
-    batch, heads, tokens, width = query.shape
-    padded = max(triton.next_power_of_2(width), 16)
-    queries = heads // num_kv_heads * tokens
+def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Tiling:
+    """The tiling for query [N, Hq, D] in rows of about ``width`` tokens.
+
+    view: positions that the texts will have at most.
+    """
+    tokens, heads, size = query.shape
+    padded = max(triton.next_power_of_2(size), 16)
+    group, width = heads // num_kv_heads, min(width, tokens)
     if query.dtype == torch.float32:
         # Exact products take no tensor cores but registers: small tiles.
         largest, block, stages = (32, 32, 1) if padded <= 64 else (16, 16, 1)
     else:
         largest, block, stages = (128, 64, 3) if padded <= 128 else (64, 32, 3)
-    rows = min(max(16, triton.next_power_of_2(queries)), largest)
-    programs = batch * num_kv_heads * triton.cdiv(queries, rows)
+    rows = min(max(16, triton.next_power_of_2(width * group)), largest)
+    programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, rows) * num_kv_heads
     wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
     useful = triton.next_power_of_2(triton.cdiv(view, block))
     splits = min(1 << (wanted.bit_length() - 1), useful)
@@ -65,52 +71,56 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     value: Tensor | None,
     keys: Tensor,
     values: Tensor,
-    slots: Tensor,
-    starts: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    tables: Tensor,
+    max_length: int,
     scale: float,
     window: int,
+    width: int,
     view: int,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """See ``guided_spec.ops.slot_attention``; the arguments on one CUDA device.
 
-    key, value: None where the slots hold them. window: 0 for none. view: see ``SlotPlaces``.
-    tiling: by ``choose_tiling`` when None.
+    key, value: None where the blocks hold them. window: 0 for none. width, view: see
+    ``SlotPlaces``. tiling: by ``choose_tiling`` when None.
     """
-    batch, heads, tokens, width = query.shape
-    output = query.new_empty(batch, tokens, heads, width)
+    count, heads, size = query.shape
+    output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, slots, starts = _with_rows(query.to(keys.dtype)), slots.contiguous(), starts.contiguous()
-    num_kv_heads, max_length = keys.shape[1], keys.shape[2] - 1
-    padded = max(triton.next_power_of_2(width), 16)
-    tile = choose_tiling(query, num_kv_heads, view) if tiling is None else tiling
-    queries = heads // num_kv_heads * tokens
-    pairs, tiles = batch * num_kv_heads, triton.cdiv(queries, tile.rows)
-    parts = (pairs * tiles, tile.splits if tile.splits > 1 else 0, tile.rows)
-    partial = query.new_empty(*parts, width, dtype=torch.float32)
+    query, tokens, rows = _with_rows(query.to(keys.dtype)), tokens.contiguous(), rows.contiguous()
+    num_kv_heads, block = keys.shape[1:3]
+    padded = max(triton.next_power_of_2(size), 16)
+    tile = choose_tiling(query, num_kv_heads, width, view) if tiling is None else tiling
+    group, num_rows = heads // num_kv_heads, rows.shape[1]
+    tiles = count * group // tile.rows + num_rows
+    parts = (tiles * num_kv_heads, tile.splits if tile.splits > 1 else 0, tile.rows)
+    partial = query.new_empty(*parts, size, dtype=torch.float32)
     lse = query.new_empty(parts, dtype=torch.float32)
-    cut = (num_kv_heads, heads // num_kv_heads, width, padded, tile.rows, tile.splits, tile.block)
+    memory = (tables, tables.stride(0), max_length, block)
+    lines = max(triton.next_power_of_2(num_rows), 2)
+    cut = (num_kv_heads, group, size, padded, lines, tile.rows, tile.splits, tile.block, window)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if key is not None and value is not None:
-            few = min(triton.next_power_of_2(tokens), 16)
             key, value = _with_rows(key), _with_rows(value)
-            _store[(batch * triton.cdiv(tokens, few), num_kv_heads)](
-                *(key, value, keys, values, slots, starts, tokens, max_length),
-                *(*key.stride()[:3], *value.stride()[:3], width, padded, few),
-                num_warps=1 if few * padded <= 256 else 4,
+            _store[(triton.cdiv(count, TOKENS_STORED), num_kv_heads)](
+                *(key, value, keys, values, tokens, count, *memory),
+                *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
+                num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
                 **following(query),
             )
-        _attend[(tiles, pairs, tile.splits)](
-            *(query, keys, values, slots, starts, output, partial, lse, scale * LOG2_E),
-            *(tokens, max_length, *query.stride()[:3], *cut, window),
+        _attend[(tiles, num_kv_heads, tile.splits)](
+            *(query, keys, values, rows, output, partial, lse, scale * LOG2_E),
+            *(num_rows, *memory, *query.stride()[:2], *cut),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **following(query),
         )
         if tile.splits > 1:
-            _combine[(queries, pairs)](
-                *(partial, lse, slots, starts, output, tokens, max_length, *cut, window),
+            _combine[(count, heads)](
+                *(partial, lse, rows, output, num_rows, max_length, *cut),
                 num_warps=1 if tile.splits * padded <= 2048 else 4,
                 **following(query),
             )
@@ -118,50 +128,64 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
 
 
 def _with_rows(states: Tensor) -> Tensor:
-    return states if states.stride(3) == 1 else states.contiguous()
+    return states if states.stride(2) == 1 else states.contiguous()
 
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-@triton.jit(do_not_specialize=["num_tokens", "max_length"])  # type: ignore[untyped-decorator]
+VARYING = ["count", "num_rows", "max_length", "block", "table_row"]
+
+
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     key,
     value,
     keys,
     values,
-    slots,
-    starts,
-    num_tokens,
+    tokens,
+    count,
+    tables,
+    table_row,
     max_length,
-    key_row,
-    key_head,
+    block,
     key_token,
-    value_row,
-    value_head,
+    key_head,
     value_token,
+    value_head,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
-    """Writes the keys and values of TOKENS tokens of one row and head."""
+    """Writes the keys and values of TOKENS tokens of one head."""
     follow(FOLLOWS)
-    groups = tl.cdiv(num_tokens, TOKENS)
-    row, head = (tl.program_id(0) // groups).to(tl.int64), tl.program_id(1)
-    token = (tl.program_id(0) % groups) * TOKENS + tl.arange(0, TOKENS)
-    slot = tl.load(slots + row)
-    place = tl.minimum(tl.load(starts + row) + token, max_length)  # int64
+    token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
+    slot = tl.load(tokens + token, mask=token < count, other=-1)
+    place = tl.load(tokens + count + token, mask=slot >= 0, other=0)
+    place = tl.minimum(place, max_length)
+    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
     column = tl.arange(0, PADDED)
-    written = token < tl.where(slot >= 0, num_tokens, 0)
-    mask = written[:, None] & (column < WIDTH)[None, :]
-    target = ((slot * tl.num_programs(1) + head) * (max_length + 1) + place) * WIDTH
-    target = target[:, None] + column[None, :]
-    source = row * key_row + head * key_head + token * key_token
+    mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
+    target = (found.to(tl.int64) * tl.num_programs(1) + head) * block + place % block
+    target = target[:, None] * WIDTH + column[None, :]
+    source = token * key_token + head * key_head
     states = tl.load(key + source[:, None] + column[None, :], mask=mask)
     tl.store(keys + target, states, mask=mask)
-    source = row * value_row + head * value_head + token * value_token
+    source = token * value_token + head * value_head
     states = tl.load(value + source[:, None] + column[None, :], mask=mask)
     tl.store(values + target, states, mask=mask)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
+    """Slot and start of a row, its first token, and how many it has; none for row -1."""
+    is_there = row >= 0
+    slot = tl.load(rows + row, mask=is_there, other=-1)
+    start = tl.load(rows + num_rows + row, mask=is_there, other=0).to(tl.int32)
+    first = tl.load(rows + 2 * num_rows + row - 1, mask=row > 0, other=0).to(tl.int32)
+    end = tl.load(rows + 2 * num_rows + row, mask=is_there, other=0).to(tl.int32)
+    return slot, start, first, tl.where(slot >= 0, tl.maximum(end - first, 0), 0)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -186,26 +210,28 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     return low, end, tl.cdiv(blocks, SPLITS) * BLOCK
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_length"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     query,
     keys,
     values,
-    slots,
-    starts,
+    rows,
     output,
     partial,
     lse,
     scale,
-    num_tokens,
+    num_rows,
+    tables,
+    table_row,
     max_length,
-    query_row,
-    query_head,
+    block,
     query_token,
+    query_head,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    LINES: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -214,71 +240,83 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
 ):
     """ROWS queries of one row and key head over one split of what they see."""
     follow(FOLLOWS)
-    tile, pair, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, head = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64)
-    slot, start = tl.load(slots + row), tl.load(starts + row).to(tl.int32)
-    end = tl.where(slot >= 0, max_length, 0)
-    low, end, share = _span(start, end, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW)
-    low += split * share
-    end = tl.minimum(low + share, end)
-    member = tile * ROWS + tl.arange(0, ROWS)
-    token, column = member // GROUP, tl.arange(0, PADDED)
-    query_heads, within = head * GROUP + member % GROUP, column < WIDTH
-    source = row * query_row + query_heads * query_head + token * query_token
-    mask = (token < num_tokens)[:, None] & within[None, :]
-    asked = tl.load(query + source[:, None] + column[None, :], mask=mask, other=0.0)
-    top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
-    gathered = tl.zeros([ROWS, PADDED], tl.float32)
-    text = (slot * HEADS + head) * (max_length + 1) * WIDTH
-    for first in range(low, end, BLOCK):
-        stored = first + tl.arange(0, BLOCK)
-        there = (stored < end)[:, None]
-        if WIDTH != PADDED:
-            there = there & within[None, :]
-        place = stored[:, None] * WIDTH + column[None, :]
-        tiled = tl.load(keys + text + place, mask=there, other=0.0)
-        scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
-        behind = (start + token)[:, None] - stored[None, :]  # how far the key is behind the query
-        visible = (behind >= 0) & (stored < end)[None, :]
-        if WINDOW > 0:
-            visible = visible & (behind < WINDOW)
-        scores = tl.where(visible, scores, -1e30)
-        higher = tl.maximum(top, tl.max(scores, 1))
-        probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
-        fade = tl.exp2(top - higher)
-        total = total * fade + tl.sum(probs, 1)
-        tiled = tl.load(values + text + place, mask=there, other=0.0)
-        probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
-        gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
-        top = higher
-    gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
-    if SPLITS == 1:
-        target = ((row * num_tokens + token) * (HEADS * GROUP) + query_heads) * WIDTH
-        target = output + target[:, None] + column[None, :]
-        tl.store(target, gathered.to(output.dtype.element_ty), mask=mask)
-    else:
-        program = (pair * tl.num_programs(0) + tile) * SPLITS + split
-        target = program.to(tl.int64) * ROWS + tl.arange(0, ROWS)
-        found = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -1e30)
-        written = token < tl.where(low < end, num_tokens, 0)
-        tl.store(lse + target, found, mask=written)
-        target = partial + target[:, None] * WIDTH + column[None, :]
-        tl.store(target, gathered, mask=written[:, None] & within[None, :])
+    tile, split = tl.program_id(0), tl.program_id(2)
+    head = tl.program_id(1).to(tl.int64)
+    line = tl.arange(0, LINES)
+    ends = tl.load(rows + 2 * num_rows + line - 1, mask=(line > 0) & (line < num_rows), other=0)
+    begins = ends.to(tl.int32) * GROUP // ROWS + line  # the first tile of each row
+    row = tl.sum(((begins <= tile) & (line < num_rows)).to(tl.int32), 0) - 1
+    begin = tl.sum(tl.where(line == row, begins, 0), 0)
+    slot, start, first_token, num_tokens = _row(row, rows, num_rows)
+    within_row = tile - begin
+    if within_row * ROWS < num_tokens * GROUP:
+        low, end, share = _span(
+            start, max_length, within_row, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
+        )
+        low += split * share
+        end = tl.minimum(low + share, end)
+        member = within_row * ROWS + tl.arange(0, ROWS)
+        token, column = member // GROUP, tl.arange(0, PADDED)
+        query_heads, within = head * GROUP + member % GROUP, column < WIDTH
+        line_of = (first_token + token).to(tl.int64)
+        source = line_of * query_token + query_heads * query_head
+        mask = (token < num_tokens)[:, None] & within[None, :]
+        asked = tl.load(query + source[:, None] + column[None, :], mask=mask, other=0.0)
+        top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
+        gathered = tl.zeros([ROWS, PADDED], tl.float32)
+        table = tables + slot * table_row
+        for first in range(low, end, BLOCK):
+            stored = first + tl.arange(0, BLOCK)
+            is_there = stored < end
+            there = is_there[:, None]
+            if WIDTH != PADDED:
+                there = there & within[None, :]
+            found = tl.load(table + stored // block, mask=is_there, other=0).to(tl.int64)
+            place = ((found * HEADS + head) * block + stored % block) * WIDTH
+            place = place[:, None] + column[None, :]
+            tiled = tl.load(keys + place, mask=there, other=0.0)
+            scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
+            behind = (start + token)[:, None] - stored[None, :]  # how far behind the query it is
+            visible = (behind >= 0) & is_there[None, :]
+            if WINDOW > 0:
+                visible = visible & (behind < WINDOW)
+            scores = tl.where(visible, scores, -1e30)
+            higher = tl.maximum(top, tl.max(scores, 1))
+            probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
+            fade = tl.exp2(top - higher)
+            total = total * fade + tl.sum(probs, 1)
+            tiled = tl.load(values + place, mask=there, other=0.0)
+            probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
+            gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
+            top = higher
+        gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
+        if SPLITS == 1:
+            target = (line_of * (HEADS * GROUP) + query_heads) * WIDTH
+            target = output + target[:, None] + column[None, :]
+            tl.store(target, gathered.to(output.dtype.element_ty), mask=mask)
+        else:
+            program = (tile.to(tl.int64) * HEADS + head) * SPLITS + split
+            target = program * ROWS + tl.arange(0, ROWS)
+            logs = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -1e30)
+            written = token < tl.where(low < end, num_tokens, 0)
+            tl.store(lse + target, logs, mask=written)
+            target = partial + target[:, None] * WIDTH + column[None, :]
+            tl.store(target, gathered, mask=written[:, None] & within[None, :])
 
 
-@triton.jit(do_not_specialize=["num_tokens", "max_length"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
 def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     partial,
     lse,
-    slots,
-    starts,
+    rows,
     output,
-    num_tokens,
+    num_rows,
     max_length,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
+    LINES: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -287,18 +325,19 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
 ):
     """Weighs the splits of one query by the sums that each of them found."""
     follow(FOLLOWS)
-    member, pair = tl.program_id(0), tl.program_id(1)
-    tile, token = member // ROWS, member // GROUP
-    row = (pair // HEADS).to(tl.int64)
-    start, end = (
-        tl.load(starts + row).to(tl.int32),
-        tl.where(tl.load(slots + row) >= 0, max_length, 0),
-    )
-    low, end, share = _span(start, end, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW)
+    line_of, head = tl.program_id(0), tl.program_id(1)
+    line = tl.arange(0, LINES)
+    ends = tl.load(rows + 2 * num_rows + line, mask=line < num_rows, other=0)
+    row = tl.sum(((ends <= line_of) & (line < num_rows)).to(tl.int32), 0)
+    row = tl.where(row < num_rows, row, -1)
+    _, start, first_token, num_tokens = _row(row, rows, num_rows)
+    member = (line_of - first_token) * GROUP + head % GROUP
+    tile = member // ROWS
+    low, end, share = _span(start, max_length, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW)
     split, column = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    worked = low + split * share < end
-    program = pair * tl.cdiv(num_tokens * GROUP, ROWS) + tile
-    source = (program * SPLITS + split).to(tl.int64) * ROWS + member % ROWS
+    worked = low + split * share < tl.where(num_tokens > 0, end, 0)
+    program = (first_token * GROUP // ROWS + row + tile).to(tl.int64) * HEADS + head // GROUP
+    source = (program * SPLITS + split) * ROWS + member % ROWS
     sums = tl.load(lse + source, mask=worked, other=-1e30)
     highest = tl.max(sums, 0)
     weight = tl.where(sums > -1e29, tl.exp2(sums - highest), 0.0)
@@ -306,6 +345,5 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     mask = worked[:, None] & (column < WIDTH)[None, :]
     parts = tl.load(partial + source[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     found = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
-    head = pair % HEADS * GROUP + member % GROUP
-    target = ((row * num_tokens + token) * (HEADS * GROUP) + head) * WIDTH + column
+    target = (line_of.to(tl.int64) * (HEADS * GROUP) + head) * WIDTH + column
     tl.store(output + target, found.to(output.dtype.element_ty), mask=column < WIDTH)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -151,7 +151,9 @@ class LearnedHead:
         self.aux_hidden_layers = head.aux_hidden_layers
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
         self._longest = context.config.num_draft_tokens
-        room = SlotRoom(context.num_slots, context.max_model_len, context.config.prefill_tokens)
+        config, length = context.config, context.max_model_len
+        width = config.num_draft_tokens + 1
+        room = SlotRoom(context.num_slots, length, config.prefill_tokens, width)
         self._head, self._packed = _over_slots(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
@@ -180,10 +182,11 @@ class LearnedHead:
         if head is None or min(lengths) < 2:
             return None
         known = [head.length(slot) + 1 for slot in batch.slots]
-        width = accepted.token_ids.shape[1]
-        if known != lengths or not head.can_read_ahead(batch.slots, width):
+        counts = [accepted.token_ids.shape[1]] * len(batch)
+        if known != lengths or not head.can_read_ahead(batch.slots, counts):
             return None
-        head.read_ahead(batch.slots, accepted.token_ids, hidden_states, accepted.num_accepted)
+        given = (accepted.token_ids, hidden_states, accepted.num_accepted)
+        head.read_ahead(batch.slots, *given, counts)
         return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
 
     def release(self, slots: Sequence[int]) -> None:
@@ -276,6 +279,8 @@ class LearnedHead:
         head, unread = self._head, self._unread
         features = batch.features or (None,) * len(batch)
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
+            if self._packed is not None and unread.count(slot) == 0:
+                self._packed.adopt(slot)
             missing = len(context) - 1 - head.length(slot) - unread.count(slot)
             if missing != 0:  # else it was read ahead, or given earlier in this step
                 unread.add(slot, features, row, missing)
@@ -350,7 +355,8 @@ def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _R
     if kernels == "packed" or (kernels == "auto" and context.device.type == "cuda"):
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
-            packed = PackedSlotHead(served, room, device=context.device, dtype=context.dtype)
+            where: Any = {"device": context.device, "dtype": context.dtype}
+            packed = PackedSlotHead(served, room, blocks=context.blocks, **where)
             return _Runner(packed, packed)
     return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype), None)
 

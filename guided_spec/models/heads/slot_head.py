@@ -30,11 +30,13 @@ class SlotRoom(NamedTuple):
 
     num_slots: texts at a time. max_length: tokens of a text.
     piece: tokens of one reading forward at most, over all its rows.
+    width: about how many tokens of a text are read at a time; only kernels are tuned by it.
     """
 
     num_slots: int
     max_length: int
     piece: int = 1024
+    width: int = 1
 
 
 class HeadRunner(Protocol):
@@ -74,7 +76,7 @@ class SlotHead:
         dtype: torch.dtype,
     ) -> None:
         self.head = head
-        num_slots, max_length, self._piece = room
+        num_slots, max_length, self._piece, _ = room
         self.max_length = max_length
         self._device, self._dtype = device, dtype
         self._run: Any = head

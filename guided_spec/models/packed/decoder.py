@@ -86,19 +86,19 @@ class PackedLayer:
     def attend(
         self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
     ) -> Tensor:
-        """Normed states [B, T, X] to the attention's output [B, T, H].
+        """Normed states [N, X] to the attention's output [N, H].
 
-        rotation: of all positions. memory: the layer's slots, where the tokens' keys and values are
-            kept.
+        rotation: of all positions. memory: the layer's blocks, where the tokens' keys and values
+            are kept.
         """
         packed = functional.linear(states, *self._qkv)
         query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
         mixed = slot_attention(query, None, memory, places, scale=self._scale, window=self._window)
-        output: Tensor = self._output(mixed.flatten(2))
+        output: Tensor = self._output(mixed.flatten(1))
         return output
 
     def feed(self, states: Tensor) -> Tensor:
-        """Normed states [B, T, H] to the MLP's output [B, T, H]."""
+        """Normed states [N, H] to the MLP's output [N, H]."""
         output: Tensor = self._down(silu_mul_packed(functional.linear(states, *self._gate_up)))
         return output
 
@@ -153,8 +153,8 @@ STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of a
 class PackedOutput(NamedTuple):
     """One forward.
 
-    states: [B, T, H] behind the final norm, what the output head takes.
-    hidden_states: [B, T, len(layers) * H] as asked for; None if nothing was.
+    states: [N, H] behind the final norm, what the output head takes.
+    hidden_states: [N, len(layers) * H] as asked for; None if nothing was.
     """
 
     states: Tensor
@@ -209,9 +209,9 @@ class PackedDecoder:
         memory: Sequence[KeyValues],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
-        """Feed T tokens a row and keep their keys and values; nothing waits for the host.
+        """Feed N tokens and keep their keys and values; nothing waits for the host.
 
-        token_ids: int64 [B, T] on the device. memory: [L] the layers' slots.
+        token_ids: int64 [N] on the device. memory: [L] the layers' blocks.
         hidden_layers: as of ``CausalLM.forward``.
         """
         residual: Tensor = self._embed(token_ids)

@@ -11,13 +11,15 @@ from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.models.causal_lm import WIDEST_GRAPH
+from guided_spec.errors import ModelError
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
@@ -25,12 +27,11 @@ from guided_spec.models.packed.graph_pool import (
     Inputs,
     bucket,
     pack_places,
-    pad_ids,
     pad_rows,
-    pad_states,
     pad_to,
 )
-from guided_spec.models.stock.kv_cache import copy_positions
+from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, Rows
+from guided_spec.ops.host import host_integers
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -71,9 +72,9 @@ class PackedEagle3:
     def forward(
         self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
     ) -> Tensor:
-        """As of ``DraftHead.forward``: int64 [B, T] and [B, T, H] to the recycled [B, T, H].
+        """As of ``DraftHead.forward``: int64 [N] and [N, H] to the recycled [N, H].
 
-        memory: the slots of the layers. Tokens go to the positions from ``places.starts`` on.
+        memory: the layers' blocks.
         """
         first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
         embedded = self.head.embed(token_ids).to(hidden.dtype)
@@ -145,19 +146,28 @@ class Scored(NamedTuple):
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
-    room: how much it can hold. graphs: on CUDA, where logits are overwritten by the next call.
+    room: how much it can hold. blocks: the target's, by whose tables the head keeps its own keys
+    and values: who takes a prefix of another text takes both. None: tables of its own.
     """
 
     @torch.inference_mode()
     def __init__(
-        self, packed: PackedEagle3, room: SlotRoom, *, device: torch.device, dtype: torch.dtype
+        self,
+        packed: PackedEagle3,
+        room: SlotRoom,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: Blocks | None = None,
     ) -> None:
         self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
+        self._owns_blocks = blocks is None
+        self.blocks = blocks or Blocks(room.num_slots, room.max_length, device)
         heads, size = packed.kv_shape
-        shape = (room.num_slots, heads, room.max_length + 1, size)
+        like = torch.empty(0, device=device, dtype=dtype)
         self._memory = tuple(
-            KeyValues(*(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)))
+            self.blocks.allocate(heads, size, like, lag=1)  # a position is read with its successor
             for _ in range(packed.head.config.num_hidden_layers)
         )
         self.graphs = GraphPool(device)
@@ -182,6 +192,13 @@ class PackedSlotHead:
         """Empty the slots."""
         for slot in slots:
             self._lengths[slot] = self._depths[slot] = self._marks[slot] = 0
+        if self._owns_blocks:
+            self.blocks.release(slots)
+
+    def adopt(self, slot: int) -> None:
+        """Where nothing was read into the slot: it holds what its blocks hold of another text."""
+        if self._lengths[slot] == 0:
+            self._lengths[slot] = self.blocks.num_taken(slot)
 
     @torch.inference_mode()
     def mark(self, slots: Sequence[int]) -> None:
@@ -208,61 +225,61 @@ class PackedSlotHead:
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
         """Read verified tokens; a draft walked before is forgotten. See ``SlotHead.read``."""
-        left = [(slot, row, state) for slot, row, state in zip(slots, tokens, states, strict=True)]
-        while left:
-            width = max(1, self._room.piece // len(left))
-            self._read_piece(
-                [slot for slot, _, _ in left],
-                [row[:width] for _, row, _ in left],
-                [state[:width] for _, _, state in left],
-            )
-            left = [(s, row[width:], state[width:]) for s, row, state in left if len(row) > width]
+        begins = [0] * len(slots)
+        while any(begin < len(row) for begin, row in zip(begins, tokens, strict=True)):
+            self._read_line(slots, tokens, states, begins)
         self._begin_draft(slots)
 
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
         """See ``SlotHead.copy_slot``."""
         length = self._lengths[source]
-        for memory in self._memory:
-            copy_positions(memory, source, destinations, length)
+        for slot in destinations:
+            self._grow(slot, length)
+            self.blocks.copy_own(source, slot, length, self._memory)
         self._hidden[self._index(destinations)] = self._hidden[source].clone()
         self._scored = None
         for slot in destinations:
             self._lengths[slot] = length
         self._begin_draft(destinations)
 
-    def can_read_ahead(self, slots: Sequence[int], width: int) -> bool:
-        """Whether ``width`` more tokens fit each slot, and one graph."""
-        longest = max(self._lengths[slot] for slot in slots) + width
-        return width <= WIDEST_GRAPH and longest <= self._room.max_length
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether so many more tokens fit each slot, and one graph."""
+        pairs = zip(slots, counts, strict=True)
+        longest = max(self._lengths[slot] + count for slot, count in pairs)
+        return sum(counts) <= LARGEST_GRAPH and longest <= self._room.max_length
 
     @torch.inference_mode()
     def read_ahead(
-        self, slots: Sequence[int], token_ids: Tensor, states: Tensor, last: Tensor
+        self,
+        slots: Sequence[int],
+        token_ids: Tensor,
+        states: Tensor,
+        last: Tensor,
+        counts: Sequence[int],
     ) -> None:
         """Read verified tokens of which the host does not know yet how many there are.
 
         token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R],
-        in [0, T), where each row ends; what is behind is any.
+        in [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at
+        most, on the host.
 
         A slot holds them once ``confirm`` says how many they were; otherwise it is as before, but
         for the draft, which is forgotten.
         """
-        size, length = bucket(len(slots)), bucket(token_ids.shape[1])
-        rows = (slots, [self._lengths[slot] for slot in slots], [0] * len(slots))
-        places = pack_places(rows, size).to(self._device, non_blocking=True)
-        places[2, : len(slots)] = last
-        inputs = {
-            "token_ids": pad_to(token_ids.clamp_min(0), (size, length)),
-            "states": pad_to(states, (size, length, states.shape[2])),
-            "places": places,
-        }
-        self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
+        rows = Rows(slots, [self._lengths[slot] for slot in slots], counts)
+        begins = np.cumsum(counts) - np.array(counts)
+        placed = np.concatenate([rows.index(token_ids.shape[1]), begins])
+        index = torch.from_numpy(placed).to(self._device, non_blocking=True)
+        index, first = index.split([len(index) - len(counts), len(counts)])
+        fed = token_ids.clamp_min(0).flatten()[index], states.flatten(0, 1)[index]
+        self._read_rows(rows, *fed, first + last)
         self._begin_draft(slots)
 
     def confirm(self, slot: int, count: int) -> None:
         """The slot holds ``count`` of the tokens that were read ahead."""
         self._lengths[slot] += count
+        self.blocks.mark_read(slot, self._lengths[slot])
 
     @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
@@ -314,38 +331,73 @@ class PackedSlotHead:
             self._depths[slot] = 0
         self.mark(slots)
 
-    def _read_piece(
-        self, slots: list[int], tokens: list[Sequence[int]], states: list[Tensor]
+    def _read_line(
+        self,
+        slots: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        states: Sequence[Tensor],
+        begins: list[int],
     ) -> None:
-        counts = [len(row) for row in tokens]
-        is_wide = (width := max(counts)) > WIDEST_GRAPH
-        size, length = (len(slots), width) if is_wide else (bucket(len(slots)), bucket(width))
-        padded = pad_states(states, width)
-        starts, last = [self._lengths[slot] for slot in slots], [count - 1 for count in counts]
-        inputs = {
-            "token_ids": pad_to(pad_ids(tokens, length), (size, length)),
-            "states": pad_to(padded, (size, length, padded.shape[2])),
-            "places": pack_places((slots, starts, last), size),
-        }
-        if is_wide:
-            self._keep(slots, self._read({k: v.to(self._device) for k, v in inputs.items()}))
-        else:
-            self._keep(slots, self.graphs.run(("read", size, length), inputs, self._read))
-        for slot, count in zip(slots, counts, strict=True):
-            self._lengths[slot] += count
+        """One forward over the next tokens of the rows, as many as a forward may hold."""
+        room, chosen = self._room.piece, []
+        for row, (row_tokens, begin) in enumerate(zip(tokens, begins, strict=True)):
+            count = min(room, len(row_tokens) - begin)
+            room -= count
+            if count:
+                chosen.append((row, slice(begin, begin + count)))
+                begins[row] += count
+        of = [slots[row] for row, _ in chosen]
+        counts = [cut.stop - cut.start for _, cut in chosen]
+        rows = Rows(of, [self._lengths[slot] for slot in of], counts)
+        token_ids = host_integers([one for row, cut in chosen for one in tokens[row][cut]])
+        fed = torch.cat([states[row][cut] for row, cut in chosen])
+        self._read_rows(rows, token_ids, fed, host_integers(counts).cumsum(0) - 1)
+        for slot, count in zip(of, counts, strict=True):
+            self.confirm(slot, count)
 
-    def _read(self, inputs: Inputs) -> Scored:
-        slots, starts, last = inputs["places"].unbind(0)
+    def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
+        """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""
+        for slot, start, count in zip(*rows, strict=True):
+            self._grow(slot, start + count)
+        self.blocks.upload()
+        total, size = len(token_ids), bucket(len(token_ids))
+        is_large = size > LARGEST_GRAPH
+        size = total if is_large else size
+        num_rows = len(rows.slots) if is_large else min(size, self._room.num_slots)
+        inputs = {
+            "token_ids": pad_to(token_ids, (size,)),
+            "states": pad_to(states, (size, states.shape[1])),
+            "places": torch.from_numpy(rows.places(size, num_rows)),
+            "last": pad_to(last, (num_rows,)),
+        }
+        body = partial(self._read, num_rows)
+        if is_large:
+            scored = body({k: v.to(self._device, non_blocking=True) for k, v in inputs.items()})
+        else:
+            scored = self.graphs.run(("read", size), inputs, body)
+        self._keep(rows.slots, scored)
+
+    def _read(self, num_rows: int, inputs: Inputs) -> Scored:
+        size = len(inputs["token_ids"])
+        tokens, rows = inputs["places"].split([2 * size, 3 * num_rows])
         hidden = self._packed.head.features(inputs["states"].to(self._dtype))
-        places = SlotPlaces(slots, starts)
+        places = self._places(tokens.view(2, size), rows.view(3, num_rows))
         hidden = self._packed.forward(inputs["token_ids"], hidden, places, self._memory)
-        rows = torch.arange(len(last), device=last.device)
-        return self._score(slots, hidden[rows, last])
+        return self._score(rows[:num_rows], hidden[inputs["last"]])
+
+    def _places(self, tokens: Tensor, rows: Tensor) -> SlotPlaces:
+        return SlotPlaces(
+            tokens, rows, self.blocks.tables, self.blocks.max_length, self._room.width
+        )
+
+    def _grow(self, slot: int, length: int) -> None:
+        if not self.blocks.grow(slot, length):
+            raise ModelError(f"slot {slot}: no blocks are free for {length} positions")
 
     def _walk(self, inputs: Inputs) -> Scored:
         """One step; the inputs are left as the next one needs them."""
         hidden, places = inputs["hidden"], inputs["places"]
-        output = self._step(inputs["token_ids"], hidden, SlotPlaces(places[0], places[1]))
+        output = self._step(inputs["token_ids"], hidden, places[0], places[1])
         hidden.copy_(output)
         places[1] += 1
         return self._score(places[0], output)
@@ -396,14 +448,18 @@ class PackedSlotHead:
         for depth in range(count):
             token_ids = pick(depth, logits)
             if depth < count - 1:
-                hidden = self._step(token_ids, hidden, SlotPlaces(slots, starts + depth))
+                hidden = self._step(token_ids, hidden, slots, starts + depth)
                 logits = self._packed.logits(hidden)
         self._hidden[slots] = hidden
         return Scored(hidden, logits)
 
-    def _step(self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces) -> Tensor:
-        fed = (token_ids.unsqueeze(1), hidden.unsqueeze(1))
-        return self._packed.forward(*fed, places, self._memory)[:, 0]
+    def _step(self, token_ids: Tensor, hidden: Tensor, slots: Tensor, starts: Tensor) -> Tensor:
+        """One token a row, [R] each and hidden [R, H]."""
+        ends = torch.arange(1, len(slots) + 1, device=slots.device)
+        rows = torch.stack([slots, starts, ends])
+        return self._packed.forward(
+            token_ids, hidden, self._places(rows[:2], rows)._replace(width=1), self._memory
+        )
 
     def _score(self, slots: Tensor, hidden: Tensor) -> Scored:
         self._hidden[slots] = hidden

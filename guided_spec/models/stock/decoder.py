@@ -68,8 +68,8 @@ _current = _Current()
 def attending(buffers: Sequence[KeyValues], places: SlotPlaces) -> Iterator[None]:
     """Say what forwards with slot attention attend to, in this thread, while it is open.
 
-    buffers: of layer i at index i, [num_slots, Hkv, max_length + 1, D] each; the forward writes to
-        them. places: where its tokens belong.
+    buffers: of layer i at index i, [num_blocks, Hkv, block, D] each; the forward writes to them.
+    places: where its tokens belong, which are in one line: the model is given a batch of one.
     """
     before = _current.attended
     _current.attended = Attended(buffers, places)
@@ -104,7 +104,7 @@ def _attend(
     attention_mask: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """The attention function: query [B, Hq, T, D], key and value [B, Hkv, T, D] of new tokens.
+    """The attention function: query [1, Hq, N, D], key and value [1, Hkv, N, D] of new tokens.
 
     Raises ModelError for what slots do not support, and outside ``attending``.
     """
@@ -119,15 +119,16 @@ def _attend(
     if not 0 <= layer < len(attended.buffers):
         raise ModelError(f"layer {layer} attends, but there are {len(attended.buffers)} buffers")
     scaling = options.get("scaling")
+    query, key, value = (states[0].transpose(0, 1) for states in (query, key, value))
     found = slot_attention(
         query,
         KeyValues(key, value),
         attended.buffers[layer],
         attended.places,
-        scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+        scale=query.shape[2] ** -0.5 if scaling is None else scaling,
         window=_window(module, options.get("sliding_window")),
     )
-    return found, None
+    return found.unsqueeze(0), None
 
 
 def _refuse(module: nn.Module, options: dict[str, Any]) -> None:
@@ -191,7 +192,7 @@ class StockDecoder:
 
         That is by its kind, or because its attention or what is behind its output head does more.
         Whether the form then is right, ``SlotTrial`` has to find out.
-        Writes to the first positions of slot 0.
+        memory: each slot one block. Writes to the first positions of slot 0.
         """
         if not _may_be_served(model):
             return None
@@ -202,9 +203,13 @@ class StockDecoder:
         # By itself, and exactly: half precision would hide what a model does behind its head.
         if not torch.equal(decoder.logits(states), expected):
             return None
-        start = torch.zeros(1, dtype=torch.int64, device=model.device)
+        steps = torch.arange(len(PROBE), device=model.device)
+        rows = torch.tensor([[0], [0], [len(PROBE)]], device=model.device)
+        tables = torch.zeros(1, 1, dtype=torch.int32, device=model.device)
+        last = memory[0].keys.shape[2] - 1
+        places = SlotPlaces(torch.stack([0 * steps, steps]), rows, tables, last)
         try:
-            decoder.forward(ids, SlotPlaces(start, start), memory)
+            decoder.forward(ids[0], places, memory)
         except ModelError:  # of the attention over slots, for what it does not support
             return None
         return decoder
@@ -217,19 +222,19 @@ class StockDecoder:
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
         """See ``PackedDecoder.forward``."""
-        steps = torch.arange(token_ids.shape[1], device=token_ids.device)
-        last = memory[0].keys.shape[2] - 2
-        positions = (places.starts.unsqueeze(1) + steps).clamp_max(last)
+        positions = places.tokens[1].clamp_max(places.max_length - 1)
         with (
             using_slot_attention(self._config),
             attending(memory, places),
             capture_hidden(self._decoder, hidden_layers) as captured,
         ):
             output: Any = self._decoder(
-                input_ids=token_ids, position_ids=positions, use_cache=False
+                input_ids=token_ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
             )
-        hidden = torch.cat(captured, -1) if captured else None
-        return PackedOutput(output.last_hidden_state, hidden)
+        hidden = torch.cat(captured, -1)[0] if captured else None
+        return PackedOutput(output.last_hidden_state[0], hidden)
 
     def logits(self, states: Tensor) -> Tensor:
         """See ``PackedDecoder.logits``."""

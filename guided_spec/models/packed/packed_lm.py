@@ -1,0 +1,205 @@
+"""A decoder over blocks of keys and values: the tokens of a step in one line, by few CUDA graphs.
+
+A forward has a graph for its number of tokens, whatever rows these are in, so that all graphs there
+are can be captured before the first step. Forwards of more tokens than any graph has run as they
+are: their launches take less time than their kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from guided_spec.errors import ModelError
+from guided_spec.models.packed.blocks import Tables
+from guided_spec.models.packed.decoder import PackedDecoder
+from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to
+from guided_spec.models.stock.decoder import StockDecoder
+from guided_spec.models.stock.slots import LogitsKind, SlotOutput
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+
+__all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows"]
+
+LARGEST_GRAPH = 1024  # tokens of a forward; more take longer than their launches
+
+
+class Rows(NamedTuple):
+    """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
+
+    The rows' own tokens stand in one line, ``counts`` of each. Several rows may be pieces of one
+    slot's text: a layer stores all keys before any is read.
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    counts: Sequence[int]
+
+    def index(self, width: int) -> NDArray[np.int64]:
+        """Where the tokens stand in rows of ``width``, [N]."""
+        return self._spread(np.arange(len(self.counts)) * width) + self.steps()
+
+    def steps(self) -> NDArray[np.int64]:
+        """Which of its row each token is, [N]."""
+        ends = np.cumsum(self.counts, dtype=np.int64)
+        return np.arange(sum(self.counts)) - self._spread(ends - self.counts)
+
+    def padded(self, width: int) -> NDArray[np.int64]:
+        """[B, width]: where each token of such rows is in the line, any behind a row's end."""
+        counts = np.array(self.counts, dtype=np.int64)
+        first = np.cumsum(counts) - counts
+        steps = np.minimum(np.arange(width), np.maximum(counts - 1, 0)[:, None])
+        return np.minimum(first[:, None] + steps, max(int(counts.sum()) - 1, 0))
+
+    def places(self, size: int, num_rows: int) -> NDArray[np.int64]:
+        """``SlotPlaces.tokens`` and ``rows`` behind one another, [2 * size + 3 * num_rows].
+
+        size, num_rows: of the graph; what is behind the tokens and rows of these is unused.
+        """
+        counts = np.array(self.counts, dtype=np.int64)
+        total, batch = int(counts.sum()), len(counts)
+        places = np.zeros(2 * size + 3 * num_rows, dtype=np.int64)
+        places[:size] = -1
+        places[:total] = self._spread(np.array(self.slots))
+        places[size : size + total] = self._spread(np.array(self.starts)) + self.steps()
+        rows = places[2 * size :].reshape(3, num_rows)
+        rows[0], rows[2] = -1, total
+        rows[0, :batch], rows[1, :batch] = self.slots, self.starts
+        rows[2, :batch] = np.cumsum(counts)
+        return places
+
+    def _spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        return np.repeat(values, self.counts)
+
+
+class LineOutput(NamedTuple):
+    """What a forward gave for tokens in one line; the next one overwrites it on CUDA.
+
+    states: [N, H], what the output head takes. hidden_states: [N, len(layers) * H], None for none.
+    """
+
+    states: Tensor
+    hidden_states: Tensor | None
+
+
+class PackedLM:
+    """See the module's docstring.
+
+    decoder: packed where the model is llama-like, else the stock one.
+    memory: the layers' blocks, which must stay where they are. tables: which slot has which.
+    width: about how many tokens a row has, where graphs are captured.
+    graphs: None runs without.
+    """
+
+    def __init__(
+        self,
+        decoder: PackedDecoder | StockDecoder,
+        memory: Sequence[KeyValues],
+        tables: Tables,
+        *,
+        width: int = 1,
+        graphs: GraphPool | None = None,
+    ) -> None:
+        self._decoder = decoder
+        self.memory = tuple(memory)
+        self._tables, self._width, self._graphs = tables, width, graphs
+        self._num_slots = len(tables.tables)
+        self._device = tables.tables.device
+
+    def forward_line(
+        self, token_ids: Tensor, rows: Rows, layers: tuple[int, ...] = ()
+    ) -> LineOutput:
+        """Feed tokens int64 [N], those of ``rows`` in turn; nothing waits for the device.
+
+        token_ids: on the device or the host. layers: as of ``CausalLM.forward``.
+
+        Raises ModelError where no blocks are free for the rows.
+        """
+        self._grow(rows)
+        total, batch = len(token_ids), len(rows.slots)
+        size, num_rows = self._graph_size(total, batch)
+        places = torch.from_numpy(rows.places(size, num_rows))
+        inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
+        widest = max(rows.counts) if size > LARGEST_GRAPH else min(self._width, size)
+        body = partial(self._compute, num_rows, widest, layers)
+        if self._graphs is None or size > LARGEST_GRAPH:
+            return LineOutput(*body(self._upload(inputs)))
+        found = self._graphs.run((size, num_rows, layers), inputs, body)
+        return LineOutput(*(None if part is None else part[:total] for part in found))
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        logits: LogitsKind,
+        layers: tuple[int, ...] = (),
+    ) -> SlotOutput:
+        """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
+        batch, width = token_ids.shape
+        rows = Rows(rows.slots, rows.starts, [min(count, width) for count in rows.counts])
+        index = torch.from_numpy(rows.index(width)).to(token_ids.device, non_blocking=True)
+        found = self.forward_line(token_ids.flatten()[index], rows, layers)
+        spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
+        (states, hidden), scores = found, None
+        if logits == "last":
+            counts = np.array(rows.counts)
+            last = torch.from_numpy(np.maximum(np.cumsum(counts) - 1, 0))
+            scores = self.logits(states[last.to(self._device, non_blocking=True)]).unsqueeze(1)
+        elif logits == "all":
+            scores = self.logits(states)[spread]
+        return SlotOutput(scores, None if hidden is None else hidden[spread])
+
+    def logits(self, states: Tensor) -> Tensor:
+        """``LineOutput.states`` [..., H] to logits [..., V]."""
+        return self._decoder.logits(states)
+
+    def capture(self, layers: tuple[int, ...], largest: int) -> Iterator[int]:
+        """Capture the graphs of forwards of up to ``largest`` tokens; yields how many are left.
+
+        The largest come first: the others then find their memory.
+        """
+        if self._graphs is None:
+            return
+        sizes = [size for size in SIZES if size <= min(bucket(largest), LARGEST_GRAPH)]
+        for left, size in sorted(enumerate(sizes), reverse=True):
+            num_rows = min(size, self._num_slots)
+            unused = Rows([-1] * num_rows, [0] * num_rows, [0] * num_rows)
+            inputs = {
+                "token_ids": torch.zeros(size, dtype=torch.int64),
+                "places": torch.from_numpy(unused.places(size, num_rows)),
+            }
+            body = partial(self._compute, num_rows, min(self._width, size), layers)
+            self._graphs.prepare((size, num_rows, layers), inputs, body)
+            yield left
+
+    def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
+        """Tokens and rows of the graph for so many; the same where there is none for them."""
+        size = bucket(total)
+        if size > LARGEST_GRAPH:
+            return total, batch
+        return size, max(min(size, self._num_slots), batch)
+
+    def _grow(self, rows: Rows) -> None:
+        for slot, start, count in zip(*rows, strict=True):
+            if count > 0 and not self._tables.grow(slot, start + count):
+                raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
+        self._tables.upload()
+
+    def _upload(self, inputs: Inputs) -> Inputs:
+        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
+
+    def _compute(
+        self, num_rows: int, width: int, layers: tuple[int, ...], inputs: Inputs
+    ) -> tuple[Tensor, Tensor | None]:
+        token_ids, places = inputs["token_ids"], inputs["places"]
+        size = len(token_ids)
+        tokens, rows = places.split([2 * size, 3 * num_rows])
+        lines = tokens.view(2, size), rows.view(3, num_rows)
+        where = SlotPlaces(*lines, self._tables.tables, self._tables.max_length, width)
+        output = self._decoder.forward(token_ids, where, self.memory, layers)
+        return output.states, output.hidden_states
