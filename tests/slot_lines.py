@@ -28,11 +28,11 @@ NUM_SLOTS = 4
 
 
 class Span(NamedTuple):
-    """A row: ``count`` tokens of a slot from position ``start`` on; of slot -1 they are unused."""
+    """A row: ``length`` tokens of a slot from position ``start`` on; of slot -1 they are unused."""
 
     slot: int
     start: int
-    count: int
+    length: int
 
 
 class Unused(NamedTuple):
@@ -100,11 +100,11 @@ def places_of(
     spans: Sequence[Span], tables: Tensor, max_length: int, unused: Unused = NONE_UNUSED
 ) -> SlotPlaces:
     """The rows behind one another, on the tables' device."""
-    tokens = [(span.slot, span.start + at) for span in spans for at in range(span.count)]
+    tokens = [(span.slot, span.start + at) for span in spans for at in range(span.length)]
     tokens += [(-1, 0)] * unused.tokens
     rows, end = [], 0
-    for slot, start, count in spans:
-        end += count
+    for slot, start, length in spans:
+        end += length
         rows.append((slot, start, end))
     rows += [(-1, 0, end)] * unused.rows
     line = torch.tensor(tokens, dtype=torch.int64).view(-1, 2).T.contiguous()
@@ -127,7 +127,7 @@ def make(case: Case, num_slots: int = NUM_SLOTS) -> Data:
     """Random tensors; NaN where the blocks hold nothing, strides as a model's projections have."""
     torch.manual_seed(0)
     heads, width = case.num_kv_heads, case.width
-    count = sum(span.count for span in case.spans) + case.unused.tokens
+    count = sum(span.length for span in case.spans) + case.unused.tokens
     packed = torch.randn(count, heads * (case.group + 1), width)
     query, key = packed.split([heads * case.group, heads], 1)
     value = torch.randn(heads, count, width).transpose(0, 1)
@@ -159,9 +159,9 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
     for slot in draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, 3))]:
         start = draw(st.integers(0, max_length))
         for _ in range(draw(st.sampled_from([1, 1, 2, 3]))):
-            count = draw(st.integers(0, 7))
-            spans.append(Span(slot, start, count))
-            start += count
+            length = draw(st.integers(0, 7))
+            spans.append(Span(slot, start, length))
+            start += length
     empty = st.builds(Span, st.just(-1), st.integers(0, max_length), st.integers(0, 2))
     spans = draw(st.permutations([*spans, *draw(st.lists(empty, max_size=2))]))
     return Case(

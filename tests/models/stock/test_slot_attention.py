@@ -63,7 +63,7 @@ def test_a_text_that_grows(name: str) -> None:
         for counts in STEPS:
             spans = [Span(*row) for row in zip(SLOTS, starts, counts, strict=True)]
             found = feed(model, texts, spans, buffers)
-            wanted = [expected[row, s.start : s.start + s.count] for row, s in enumerate(spans)]
+            wanted = [expected[row, s.start : s.start + s.length] for row, s in enumerate(spans)]
             torch.testing.assert_close(
                 found[: sum(counts)], torch.cat(wanted), atol=2e-5, rtol=1e-4
             )
