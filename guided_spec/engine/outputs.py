@@ -91,8 +91,8 @@ class RequestStats:
         return counters | {name: getattr(self, name) for name in ratios}
 
     def start(self) -> None:
-        """Start the clock."""
-        self._started = time.perf_counter()
+        """Start the clock, unless it runs: a request that went back to the queue began before."""
+        self._started = self._started or time.perf_counter()
 
     def stop(self) -> None:
         """Stop the clock; a request that never ran took no time."""
