@@ -21,7 +21,7 @@ from guided_spec.core import Batches, DecodeBatch, Proposer
 from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.scoring import score_rows
+from guided_spec.engine.scoring import score_rows, scored_length
 from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -345,7 +345,8 @@ class Engine:
         if request.num_cached == 0 and self._takes_prefixes:
             found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
             request.num_cached = found
-            request.stats.cached_tokens = max(request.stats.cached_tokens, found)
+            if request.is_new:  # else it finds its own text, which had to go for others
+                request.stats.cached_tokens = max(request.stats.cached_tokens, found)
 
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
@@ -403,15 +404,18 @@ class Engine:
                 return True
             stays = other.state is State.SCORE or (other.state is State.DECODE and not moves_on)
             if stays:
-                self._share(other, request)
-                return True
+                return self._share(other, request)
         return False
 
-    def _share(self, source: Request, request: Request) -> None:
+    def _share(self, source: Request, request: Request) -> bool:
+        """Give a prompt on; False where there is no room: the request then reads it in its turn."""
         length = source.text.prompt_length - 1
+        if not self._model.can_copy(length):
+            return False
         self._target.share_prefill(source.text.slot, request.text.slot, length)
         request.num_cached, request.text.prefill = length, source.text.prefill
         request.state = request.after_prompt
+        return True
 
     def _hand_on(self, source: Request) -> None:
         """Give a prompt that was just read to the requests that wait for it."""
@@ -421,6 +425,9 @@ class Engine:
 
     def _score(self) -> bool:
         """One forward over the next row of every request that scores; whether there were any."""
+        for request in self._scheduler.running(State.SCORE):
+            if request.state is State.SCORE:  # else it had to go for one before it
+                self._make_room(request, scored_length(request))
         requests = self._scheduler.running(State.SCORE)
         if requests:
             score_rows(self._model, requests)
@@ -431,8 +438,8 @@ class Engine:
         most = self._config.num_draft_tokens + self._config.max_forced_tokens
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
-                drafted = max(0, min(most, request.text.draft_room))
-                self._make_room(request, len(request.text.tokens) + drafted)
+                # However little of a draft it may take itself: rows are as wide as the longest.
+                self._make_room(request, len(request.text.tokens) + most)
         self._along = [piece for piece in self._along if piece.request.state is State.PREFILL]
         self._target.read_along([piece.tokens for piece in self._along])
         return self._scheduler.running(State.DECODE)

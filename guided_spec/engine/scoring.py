@@ -15,7 +15,7 @@ from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.packed.graph_pool import pad_ids
 
-__all__ = ["score_rows"]
+__all__ = ["score_rows", "scored_length"]
 
 
 def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
@@ -42,6 +42,11 @@ def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     for one in tasks:
         branches = {node: len(one.tree.nodes[node].branches) for node in one.row.nodes}
         one.take({node: next(found)[:count] for node, count in branches.items()})
+
+
+def scored_length(request: Request) -> int:
+    """Positions that the request's slot holds while its next row is scored."""
+    return request.text.prompt_length + len(_next(request).row.token_ids)
 
 
 class _Task(NamedTuple):

@@ -240,6 +240,10 @@ class CausalLM:
         if self.blocks is not None:
             self.blocks.release(slots)
 
+    def can_copy(self, length: int) -> bool:
+        """Whether an empty slot has room for a copy of so many tokens of another one."""
+        return self.blocks is None or self.blocks.can_share(length)
+
     @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
         """Make ``destinations`` hold the first ``length`` tokens of ``source``.

@@ -199,6 +199,10 @@ class Blocks:
             self._read.update(held.blocks[held.num_read : length // BLOCK])
             held.num_read = length // BLOCK
 
+    def can_share(self, length: int) -> bool:
+        """Whether there is a block for what an empty slot would not share of so many positions."""
+        return length % BLOCK == 0 or self.num_free > 0
+
     def share(self, source: int, slot: int, length: int, memory: Iterable[KeyValues]) -> None:
         """Make ``slot`` hold the first ``length`` positions of ``source``.
 

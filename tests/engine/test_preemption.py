@@ -1,0 +1,146 @@
+"""Too few blocks for all that run: who came last waits, and every text is what it would be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from guided_spec.engine.engine import Scheduler
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.request import Request
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.causal_lm import kv_bytes_per_token
+from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.types import SamplingParams
+from tests.learned_heads import HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm
+
+LENGTH = 4 * BLOCK
+PROMPTS = [[5 + (at * 7 + row) % 300 for at in range(9 + 11 * row)] for row in range(5)]
+LONG = GrammarSpec.regex("[0-9]{3}(-[a-z]{2}){18}")
+FREE = SamplingParams(max_tokens=64, ignore_eos=True)
+SAMPLED = replace(FREE, temperature=1.0, seed=5)
+PARAMS = [FREE, replace(FREE, grammar=LONG), SAMPLED, replace(SAMPLED, grammar=LONG), FREE]
+Texts = list[tuple[list[int], str]]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
+
+
+@pytest.fixture
+def waited(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
+    """How often each request, by its number, had to go back to the queue."""
+    counts = Counter[int]()
+    requeue = Scheduler.requeue
+
+    def requeuing(scheduler: Scheduler, request: Request) -> None:
+        counts[request.number] += 1
+        assert request.number == max(one.number for one in scheduler.running())
+        requeue(scheduler, request)
+
+    monkeypatch.setattr(Scheduler, "requeue", requeuing)
+    return counts
+
+
+def make(headed: HeadedTarget, proposer: str, num_blocks: int | None, **options: Any) -> LLM:
+    """num_blocks: for all texts together; None for as many as they can need."""
+    memory = None
+    if num_blocks is not None:
+        memory = num_blocks * BLOCK * kv_bytes_per_token(headed.target)
+    draft = headed.draft if "eagle3" in proposer else None
+    options = {"kernels": "packed", "verifier": "coupled", "max_model_len": LENGTH, **options}
+    return make_llm(headed.target, proposer, draft, kv_memory_bytes=memory, **options)
+
+
+def texts(outputs: Sequence[RequestOutput]) -> Texts:
+    assert [output.error for output in outputs] == [None] * len(outputs)
+    return [(c.token_ids, c.finish_reason) for output in outputs for c in output.completions]
+
+
+@pytest.fixture(scope="module")
+def expected(headed: HeadedTarget) -> Texts:
+    with make(headed, "none", None, prefix_cache=False) as llm:
+        return texts(llm.generate(PROMPTS, PARAMS))
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("proposer", ["none", "eagle3", "chain:grammar_forced+ngram"])
+def test_texts_that_wait_for_each_other(
+    headed: HeadedTarget,
+    proposer: str,
+    *,
+    prefix_cache: bool,
+    expected: Texts,
+    waited: Counter[int],
+) -> None:
+    with make(headed, proposer, 6, prefix_cache=prefix_cache) as llm:
+        outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
+        assert texts(outputs) == expected
+        assert waited.total() > 1
+        assert waited[1] == 0  # who came first waits for nobody
+        for output in outputs:
+            stats = output.stats
+            assert stats.output_tokens == len(output.token_ids)
+            assert stats.cached_tokens < stats.prompt_tokens
+        # Nothing is lost: all blocks can be taken again.
+        (alone,) = llm.generate(PROMPTS[4], PARAMS[4])
+        assert (alone.token_ids, alone.finish_reason) == expected[4]
+
+
+def test_as_many_blocks_as_one_text_needs(
+    headed: HeadedTarget, expected: Texts, waited: Counter[int]
+) -> None:
+    """They go one after another, whatever is asked for."""
+    with make(headed, "eagle3", 4) as llm:
+        assert texts(llm.generate(PROMPTS, PARAMS, on_error="return")) == expected
+        whole = SamplingParams(max_tokens=1000, ignore_eos=True)
+        (output,) = llm.generate(PROMPTS[0], whole)
+        assert len(PROMPTS[0]) + len(output.token_ids) == LENGTH
+    assert waited.total() > 3
+
+
+def test_a_long_text_is_not_overtaken_for_ever(headed: HeadedTarget, waited: Counter[int]) -> None:
+    """Short ones come and go beside it; it ends before those that came much later."""
+    long = SamplingParams(max_tokens=100, ignore_eos=True)
+    short = SamplingParams(max_tokens=30, ignore_eos=True)
+    prompts = [PROMPTS[0], PROMPTS[1], *[PROMPTS[3]] * 12]
+    order = list[int]()
+    with make(headed, "none", 4, max_batch_size=3) as llm:
+        for chunk in llm.stream(prompts, [short, long, *[short] * 12]):
+            if chunk.completion is not None:
+                order.append(chunk.prompt_index)
+    assert sorted(order) == list(range(14))
+    assert order.index(1) < 5
+    assert waited.total() > 0
+
+
+def test_choices_that_are_scored(headed: HeadedTarget, waited: Counter[int]) -> None:
+    """Their rows need room behind the prompt, too."""
+    prompts: list[Any] = [(PROMPTS[row] * 7)[: 2 * BLOCK - 3] for row in range(3)]
+    choices = ["a cat, a dog", "a dog, a dog and a dog", "b"]
+    with make(headed, "none", None) as llm:
+        expected = llm.choose(prompts, choices, paths="canonical")
+    with make(headed, "none", 4) as llm:
+        found = llm.choose(prompts, choices, paths="canonical")
+    for one, wanted in zip(found, expected, strict=True):
+        assert one.logprobs == pytest.approx(wanted.logprobs, rel=1e-4)
+    assert waited.total() > 0
+
+
+@pytest.mark.parametrize("proposer", ["none", "eagle3"])
+def test_samples_of_one_prompt(headed: HeadedTarget, proposer: str, waited: Counter[int]) -> None:
+    """Where no block is left for what they do not share, they read the prompt in their turn."""
+    params = replace(SAMPLED, n=5)
+    with make(headed, "none", None, prefix_cache=False) as llm:
+        expected = texts(llm.generate(PROMPTS[3], params))
+    with make(headed, proposer, 4) as llm:
+        found = llm.generate([PROMPTS[3]], [params], on_error="return")
+    assert texts(found) == expected
+    assert waited.total() > 0
