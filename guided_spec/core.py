@@ -5,7 +5,7 @@ What a proposer may use when it is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParam
 
 __all__ = [
     "Batches",
+    "Captures",
     "DecodeBatch",
     "DraftInFlight",
     "FinishedDraft",
@@ -307,6 +308,15 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class Captures(Protocol):
+    """A proposer that captures CUDA graphs before the first step."""
+
+    def capture(self) -> Iterator[None]:
+        """Capture them, one at each ``next``."""
+        ...
+
+
 class SimpleProposer(Protocol):
     """A proposer that has nothing to overlap: ``from_propose`` makes it a ``Proposer``."""
 
@@ -379,6 +389,8 @@ class ProposerContext:
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
     blocks: the tables by which the target keeps keys and values, for heads that keep theirs beside
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
+    window: in which CUDA graphs may be captured, a
+        ``guided_spec.models.packed.graph_pool.CaptureWindow``; None never closes.
     """
 
     vocabulary: Vocabulary
@@ -393,3 +405,4 @@ class ProposerContext:
     argument: str = ""
     draft: Any = None
     blocks: Any = None
+    window: Any = None

@@ -169,8 +169,8 @@ class SlotTarget:
         prompts, self._along = self._along, ()
         batch, width = token_ids.shape
         total = sum(rows.counts)
-        index = np.concatenate([rows.index(width), rows.padded(width).flatten()])
-        index = torch.from_numpy(index).to(self._model.device, non_blocking=True)
+        wanted = np.concatenate([rows.places_in(width), rows.padded(width).flatten()])
+        index = torch.from_numpy(wanted).to(self._model.device, non_blocking=True)
         line, places = index.split([total, batch * width])
         output = self._read_line(token_ids.flatten()[line], rows, prompts)
         logits, hidden = self._model.logits(output.states[:total]), output.hidden_states

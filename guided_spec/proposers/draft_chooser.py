@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
+from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
@@ -128,10 +128,14 @@ class DraftChooser:
 
     @classmethod
     def on(
-        cls, device: torch.device, target_ids: Tensor | None, sources: GraphPool | None = None
+        cls,
+        device: torch.device,
+        target_ids: Tensor | None,
+        sources: GraphPool | None = None,
+        window: CaptureWindow | None = None,
     ) -> DraftChooser:
-        """With graphs where the device is a CUDA device."""
-        graphs = GraphPool(device) if device.type == "cuda" else None
+        """With graphs where the device is a CUDA device, captured in ``window``."""
+        graphs = GraphPool(device, window) if device.type == "cuda" else None
         return cls(target_ids, graphs, sources)
 
     def choose(

@@ -158,7 +158,7 @@ class LearnedHead:
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
-        self._chooser = DraftChooser.on(context.device, target_ids, sources)
+        self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedWalk | None = None
         if self._packed is not None and can_share(context.device):
             self._masked = MaskedWalk(self._packed, target_ids, context)
@@ -356,7 +356,8 @@ def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _R
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
             where: Any = {"device": context.device, "dtype": context.dtype}
-            packed = PackedSlotHead(served, room, blocks=context.blocks, **where)
+            where |= {"blocks": context.blocks, "window": context.window}
+            packed = PackedSlotHead(served, room, **where)
             return _Runner(packed, packed)
     return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype), None)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from guided_spec.ops.mailbox import before_waiting, is_awaited
 
 __all__ = [
     "NOTHING",
+    "CaptureWindow",
     "GraphPool",
     "Inputs",
     "bucket",
@@ -50,6 +52,13 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     return next((size for size in sizes if size >= count), count)
 
 
+@dataclass(slots=True)
+class CaptureWindow:
+    """Whether the graph pools of an engine may still capture; shared by all of them."""
+
+    is_open: bool = True
+
+
 class Captured(NamedTuple):
     """One graph, the tensors that are copied for it, and those that every replay writes.
 
@@ -64,11 +73,13 @@ class Captured(NamedTuple):
 class GraphPool:
     """The graphs of one model; they share their memory, so only one runs at a time.
 
-    device: where the functions run.
+    device: where the functions run. window: once it is closed, functions without a graph run launch
+    by launch; None never closes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, window: CaptureWindow | None = None) -> None:
         self._device = device
+        self._window = window or CaptureWindow()
         self._is_cuda = device.type == "cuda"
         self._captured: dict[Hashable, Captured] = {}
         self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
@@ -148,7 +159,7 @@ class GraphPool:
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()
         }
-        if not self._is_cuda:
+        if not (self._is_cuda and self._window.is_open):
             return Captured(None, static, None)
         given = {**static, **fixed}
         stream = torch.cuda.Stream(self._device)

@@ -40,9 +40,10 @@ class Rows(NamedTuple):
     starts: Sequence[int]
     counts: Sequence[int]
 
-    def index(self, width: int) -> NDArray[np.int64]:
+    def places_in(self, width: int) -> NDArray[np.int64]:
         """Where the tokens stand in rows of ``width``, [N]."""
-        return self._spread(np.arange(len(self.counts)) * width) + self.steps()
+        found: NDArray[np.int64] = self._spread(np.arange(len(self.counts)) * width) + self.steps()
+        return found
 
     def steps(self) -> NDArray[np.int64]:
         """Which of its row each token is, [N]."""
@@ -74,7 +75,8 @@ class Rows(NamedTuple):
         return places
 
     def _spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.repeat(values, self.counts)
+        spread: NDArray[np.int64] = np.repeat(values, self.counts)
+        return spread
 
 
 class LineOutput(NamedTuple):
@@ -130,7 +132,8 @@ class PackedLM:
         if self._graphs is None or size > LARGEST_GRAPH:
             return LineOutput(*body(self._upload(inputs)))
         found = self._graphs.run((size, num_rows, layers), inputs, body)
-        return LineOutput(*(None if part is None else part[:total] for part in found))
+        states, hidden = found
+        return LineOutput(states[:total], None if hidden is None else hidden[:total])
 
     def forward(
         self,
@@ -142,7 +145,7 @@ class PackedLM:
         """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
         batch, width = token_ids.shape
         rows = Rows(rows.slots, rows.starts, [min(count, width) for count in rows.counts])
-        index = torch.from_numpy(rows.index(width)).to(token_ids.device, non_blocking=True)
+        index = torch.from_numpy(rows.places_in(width)).to(token_ids.device, non_blocking=True)
         found = self.forward_line(token_ids.flatten()[index], rows, layers)
         spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
         (states, hidden), scores = found, None

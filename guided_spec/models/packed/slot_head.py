@@ -23,6 +23,7 @@ from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
+    CaptureWindow,
     GraphPool,
     Inputs,
     bucket,
@@ -148,6 +149,7 @@ class PackedSlotHead:
 
     room: how much it can hold. blocks: the target's, by whose tables the head keeps its own keys
     and values: who takes a prefix of another text takes both. None: tables of its own.
+    window: in which CUDA graphs are captured; None never closes.
     """
 
     @torch.inference_mode()
@@ -159,6 +161,7 @@ class PackedSlotHead:
         device: torch.device,
         dtype: torch.dtype,
         blocks: Blocks | None = None,
+        window: CaptureWindow | None = None,
     ) -> None:
         self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
@@ -170,7 +173,7 @@ class PackedSlotHead:
             self.blocks.allocate(heads, size, like, lag=1)  # a position is read with its successor
             for _ in range(packed.head.config.num_hidden_layers)
         )
-        self.graphs = GraphPool(device)
+        self.graphs = GraphPool(device, window)
         self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
         width = packed.head.hidden_size
         # The last row is for the unused places of a graph, whose slot is -1.
@@ -269,7 +272,7 @@ class PackedSlotHead:
         """
         rows = Rows(slots, [self._lengths[slot] for slot in slots], counts)
         begins = np.cumsum(counts) - np.array(counts)
-        placed = np.concatenate([rows.index(token_ids.shape[1]), begins])
+        placed = np.concatenate([rows.places_in(token_ids.shape[1]), begins])
         index = torch.from_numpy(placed).to(self._device, non_blocking=True)
         index, first = index.split([len(index) - len(counts), len(counts)])
         fed = token_ids.clamp_min(0).flatten()[index], states.flatten(0, 1)[index]
