@@ -242,8 +242,22 @@ class DraftInFlight(Protocol):
         ...
 
     @property
+    def most(self) -> tuple[int, ...]:
+        """[B], known to the host: no row of the draft is longer, finished or not. The draft is as
+        wide as the largest, or wider."""
+        ...
+
+    @property
     def is_walked(self) -> bool:
         """Whether the host knows the tokens already, and has walked them through the grammars."""
+        ...
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether the device makes the draft meanwhile, so that ``finish`` waits for all of it.
+
+        A chain of proposers then goes on in the next step.
+        """
         ...
 
     def finish(self) -> Draft:
@@ -268,11 +282,17 @@ class FinishedDraft(NamedTuple):
     """A draft that the host knows: nothing of it is in flight, and nothing is carried on."""
 
     draft: Draft
+    most: tuple[int, ...]
 
     @property
     def is_walked(self) -> bool:
         """It is."""
         return True
+
+    @property
+    def is_underway(self) -> bool:
+        """It is not."""
+        return False
 
     def finish(self) -> Draft:
         """The draft."""
@@ -340,7 +360,10 @@ class _FromPropose:
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         del carry
-        return FinishedDraft(lookahead.follow(self._proposer.propose(batch, lookahead)))
+        before = lookahead.lengths
+        draft = lookahead.follow(self._proposer.propose(batch, lookahead))
+        lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
+        return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
 
     def release(self, slots: Sequence[int]) -> None:
         self._proposer.release(slots)

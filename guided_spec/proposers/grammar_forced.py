@@ -40,15 +40,19 @@ class GrammarForced:
         self._search = ForcedSearch(context.vocabulary)
         self._tokens = CanonicalTokens(context.encode, context.vocabulary.token_bytes)
         self._styles: dict[int, _Style] = {}
-        self._known: dict[int, _Known] = {}
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """The forced tokens after each request's draft so far; none for free requests."""
         del carry
-        drafts = [self._draft(batch, lookahead, request) for request in range(len(batch))]
-        return FinishedDraft(host_draft(batch, lookahead.extend_forced(drafts)))
+        is_open = lookahead.is_open
+        drafts = [
+            self._draft(batch, lookahead, request) if is_open[request] else []
+            for request in range(len(batch))
+        ]
+        legal = lookahead.extend_forced(drafts)
+        return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
 
     def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether anything is forced after the request's draft so far."""
@@ -58,20 +62,13 @@ class GrammarForced:
         """Forget the whitespace style of the ended requests."""
         for slot in slots:
             self._styles.pop(slot, None)
-            self._known.pop(slot, None)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> list[int]:
         room = self._limit - len(lookahead.forced[request])
         if room <= 0:
             return []
-        slot, drafted = batch.slots[request], lookahead.drafted[request]
-        key = (len(batch.contexts[request]), len(drafted))
-        known = self._known.get(slot)
-        if known is None or known.key != key:
-            forced = self._find(batch, lookahead, request)
-            known = _Known(key, [*self._tokens.split(forced.text), *forced.stop])
-            self._known[slot] = known
-        return known.tokens[:room]
+        forced = self._find(batch, lookahead, request)
+        return [*self._tokens.split(forced.text), *forced.stop][:room]
 
     def _find(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> Forced:
         fork, constraint = lookahead.fork_of(request), batch.constraints[request]
@@ -84,13 +81,6 @@ class GrammarForced:
             self._styles[batch.slots[request]] = style
         forced = style.find(self._search, lookahead.drafted[request])
         return self._search.find(without_budget(fork.matcher), row) if forced is None else forced
-
-
-class _Known(NamedTuple):
-    """What was found for a request at one point: ``leads`` asks, ``propose`` asks again."""
-
-    key: tuple[int, int]
-    tokens: list[int]
 
 
 class Forced(NamedTuple):

@@ -33,7 +33,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_walk import MaskedWalk
+from guided_spec.proposers.masked_walk import WALKED, Given, MaskedWalk
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = [
@@ -109,8 +109,16 @@ class HeadDraft(NamedTuple):
         return self.inner.draft
 
     @property
+    def most(self) -> tuple[int, ...]:
+        return self.inner.most
+
+    @property
     def is_walked(self) -> bool:
         return self.inner.is_walked
+
+    @property
+    def is_underway(self) -> bool:
+        return self.inner.is_underway
 
     def finish(self) -> Draft:
         return self.inner.finish()
@@ -171,7 +179,7 @@ class LearnedHead:
         self._confirm(batch, carry)
         self._read(batch)
         if batch.num_draft_tokens == 0:  # the next step may be another without a draft
-            return FinishedDraft(no_draft(batch))
+            return FinishedDraft(no_draft(batch), (0,) * len(batch))
         return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
 
     def read_ahead(
@@ -197,20 +205,16 @@ class LearnedHead:
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
-        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser)
-        drafted, is_open = lookahead.drafted, lookahead.is_open
-        able = [
+        is_open = lookahead.is_open
+        rows = [
             row
-            for row, slot in enumerate(batch.slots)
-            if self._may_draft(batch, slot, batch.contexts[row], drafted[row])
+            for row in range(len(batch))
+            if is_open[row] and self._may_draft(batch, lookahead, row)
         ]
-        rows = [row for row in able if is_open[row]]
-        if not rows:
+        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
+        drafted = lookahead.drafted
+        if not rows or self._draft_at_once(loop, batch, drafted, rows):
             return loop
-        if len(able) == len(batch):
-            walked = [row if one else () for row, one in zip(drafted, is_open, strict=True)]
-            if self._draft_at_once(loop, batch, walked):
-                return loop
         slots = [batch.slots[row] for row in rows]
         self._follow(slots, [drafted[row] for row in rows], batch.device)
         index = None  # nothing has to be picked or spread
@@ -232,33 +236,50 @@ class LearnedHead:
         return loop
 
     def _draft_at_once(
-        self, loop: DraftLoop, batch: DecodeBatch, drafted: Sequence[Sequence[int]]
+        self,
+        loop: DraftLoop,
+        batch: DecodeBatch,
+        drafted: Sequence[Sequence[int]],
+        rows: Sequence[int],
     ) -> bool:
-        """Draft by one graph, if it can be; closed requests draft too, and nobody looks.
+        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks.
 
-        drafted: [B] what the drafts hold, nothing for those that are closed.
+        drafted: [B] what the drafts hold.
         """
-        head, slots = self._packed, batch.slots
+        head, slots, count = self._packed, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
         is_masked = self._masked is not None and drafts_masked(batch, self._policy)
         if not is_masked and not drafts_best(batch, self._policy):
             return False
-        self._follow(slots, drafted, batch.device)
+        head.rewind(slots)
+        if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it
+            return False
+        given = None
+        if any(drafted[row] for row in rows):
+            read = [drafted[row] if row in rows else () for row in range(len(batch))]
+            given = Given.of(read, batch.device)
         if self._masked is not None and is_masked:
-            loop.take_masked(self._masked, slots)
+            loop.take_masked(self._masked, slots, given)
+        elif given is None:
+            loop.take(head.walk_greedily(slots, count))
         else:
-            loop.take(head.walk_greedily(slots, batch.num_draft_tokens))
+            best = head.walk_greedily(slots, WALKED + count, given.token_ids)
+            loop.take(given.behind(best.T, count).T)
         return True
 
-    def _may_draft(
-        self, batch: DecodeBatch, slot: int, context: Sequence[int], drafted: Sequence[int]
-    ) -> bool:
-        """Whether the slot has been read, and has room for the longest draft behind its text."""
+    def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
+        """Whether the slot has been read, and has room for the longest draft behind its text.
+
+        A request whose draft is long already drafts no more where graphs would have to read it:
+        what is behind it comes in the next step, from the target's own hidden states.
+        """
+        drafted, slot = len(lookahead.drafted[row]), batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
-        length = len(context) + len(drafted) + longest
-        has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
-        return has_room and self._head.length(slot) > 0
+        if self._packed is not None and drafted > WALKED:
+            return False
+        has_room = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
+        return has_room and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
 
     def _confirm(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""

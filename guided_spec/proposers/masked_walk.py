@@ -6,8 +6,8 @@ The host fills a mask when it has seen the token before it, and launches nothing
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -18,13 +18,41 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.packed.graph_pool import Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 
-__all__ = ["MaskedDraft", "MaskedWalk", "Room"]
+__all__ = ["WALKED", "Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
+
+# Tokens of a draft that the graph which goes on behind them reads, at most. Each costs the device a
+# step of the head, for all requests; a longer draft is long enough.
+WALKED = 4
+
+
+class Given(NamedTuple):
+    """What the drafts hold before a head goes on.
+
+    token_ids: int64 [B, WALKED] on the host, -1 behind each row's end. counts: int64 [B] on the
+    head's device.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Given:
+        """rows: [B] tokens, ``WALKED`` each at most."""
+        padded = [[*row, *[-1] * (WALKED - len(row))] for row in rows]
+        counts = host_integers([len(row) for row in rows]).to(device, non_blocking=True)
+        return cls(torch.tensor(padded), counts)
+
+    def behind(self, drawn: Tensor, count: int) -> Tensor:
+        """[count, B, ...] of ``drawn`` [WALKED + count, B, ...]: what follows each row's tokens."""
+        steps = torch.arange(count, device=drawn.device).unsqueeze(1)
+        return drawn[self.counts + steps, torch.arange(len(self.counts), device=drawn.device)]
 
 
 class Room(NamedTuple):
@@ -40,15 +68,48 @@ class Room(NamedTuple):
 
     def cut(self, depths: int, rows: int) -> Room:
         """The first positions of the first rows."""
-        return self._of((slice(depths), slice(rows)))
+        return self._map(lambda kept: kept[:depths, :rows])
 
     def at(self, depth: int) -> Room:
         """The same of one position, without the dimension K."""
-        return self._of(depth)
+        return self._map(lambda kept: kept[depth])
 
-    def _of(self, index: int | tuple[slice, ...]) -> Room:
-        probs = None if self.probs is None else self.probs[index]
-        return Room(self.ids[index], probs, None if self.rescued is None else self.rescued[index])
+    def behind(self, given: Given, count: int) -> Room:
+        """The ``count`` positions behind what each row was given."""
+        return self._map(lambda kept: given.behind(kept, count))
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Room:
+        probs = None if self.probs is None else change(self.probs)
+        rescued = None if self.rescued is None else change(self.rescued)
+        return Room(change(self.ids), probs, rescued)
+
+
+class MaskedTurn(NamedTuple):
+    """A head's part of a step.
+
+    ends: [B] tokens that each draft holds behind it at most. given: None where no draft holds any
+    before it. A request that drafts nothing is given nothing.
+
+    No turn ends before: the graph is launched.
+    """
+
+    lookahead: Lookahead
+    ends: Sequence[int]
+    given: Given | None
+
+    def first(self) -> int:
+        """The first position at which any request draws."""
+        if self.given is None:
+            return 0
+        with self.at_work() as lookahead:
+            rows = zip(lookahead.drafted, lookahead.is_open, strict=True)
+            return min((len(drafted) for drafted, is_open in rows if is_open), default=0)
+
+    @contextmanager
+    def at_work(self) -> Iterator[Lookahead]:
+        """Inside, the requests are open where they are this turn's."""
+        with self.lookahead.pausing(None), self.lookahead.until(self.ends):
+            yield self.lookahead
 
 
 class MaskedDraft:
@@ -57,30 +118,41 @@ class MaskedDraft:
     room: where it comes to lie. size: rows of its graph.
     """
 
-    def __init__(self, mailbox: Mailbox, room: Room, size: int) -> None:
+    def __init__(self, mailbox: Mailbox, turn: MaskedTurn, room: Room, size: int) -> None:
         self.room = room
-        self._mailbox, self._size = mailbox, size
-        self._depth = 0  # the next position to walk
+        self._mailbox, self._turn, self._size = mailbox, turn, size
+        self._depth = turn.first()  # the next position to walk
         self._depths = len(room.ids)
 
-    def walk(self, lookahead: Lookahead, count: int | None = None) -> None:
+    def begin(self) -> None:
+        """Fill the first mask. Positions before it are of given tokens only."""
+        with self._turn.at_work() as lookahead:
+            for depth in range(self._depth + 1):
+                self._post(lookahead, depth)
+
+    def walk(self, count: int | None = None) -> None:
         """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each."""
         end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
-            while self._depth < end:
-                self._walk_one(lookahead)
+            with self._turn.at_work() as lookahead:
+                while self._depth < end:
+                    self._walk_one(lookahead)
         except BaseException:
             self._end()
             raise
 
     def _walk_one(self, lookahead: Lookahead) -> None:
         drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
-        lookahead.accept_ids(drawn.token_ids, drawn.starved)
+        # A draft that holds more is still being read there.
+        lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
         if self._depth < self._depths and lookahead.has_room(1):
-            self._mailbox.post(self._depth, lookahead.next_rows(self._size))
+            self._post(lookahead, self._depth)
         else:  # nobody drafts any more
             self._end()
+
+    def _post(self, lookahead: Lookahead, depth: int) -> None:
+        self._mailbox.post(depth, lookahead.next_rows(self._size, depth))
 
     def _end(self) -> None:
         self._depth = self._depths
@@ -105,7 +177,7 @@ class MaskedWalk:
     ) -> None:
         self._head, self._target_ids, self._device = head, target_ids, context.device
         self._words = num_mask_words(context.vocabulary.vocab_size)
-        depths, rows = context.config.num_draft_tokens, bucket(context.num_slots)
+        depths, rows = WALKED + context.config.num_draft_tokens, bucket(context.num_slots)
         self._mailbox = Mailbox(depths, rows, self._words, context.device)
         self._shape = depths, rows
         self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
@@ -115,22 +187,27 @@ class MaskedWalk:
         self,
         slots: Sequence[int],
         batch: DecodeBatch,
-        lookahead: Lookahead,
+        turn: MaskedTurn,
         sampling: Sampling,
         noise: DraftNoise | None,
     ) -> MaskedDraft:
         """Launch a draft of ``batch.num_draft_tokens`` for all requests, which stand in ``slots``.
 
-        sampling: of the draft. noise: of its first tokens; None where every request is greedy.
+        sampling: of the draft. noise: of the tokens behind the contexts; None where every request
+        is greedy.
         """
         size, count = bucket(len(slots)), batch.num_draft_tokens
+        token_ids = None
+        if turn.given is not None:
+            count, token_ids = WALKED + count, turn.given.token_ids
         ticket = self._mailbox.begin()
-        answer_later(lambda: self._mailbox.post(0, lookahead.next_rows(size)))
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
-        self._head.walk_by(_Picker(self, ticket, len(slots), room, sampling, noise), slots, count)
+        draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
+        answer_later(draft.begin)
+        picker = _Picker(self, ticket, len(slots), room, sampling, noise)
+        self._head.walk_by(picker, slots, count, token_ids)
         before_waiting()
-        draft = MaskedDraft(self._mailbox, room.cut(count, len(slots)), size)
-        answer_later(partial(draft.walk, lookahead))
+        answer_later(draft.walk)
         return draft
 
     def draw(

@@ -99,14 +99,15 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has walked a draft finds all of it, as what a device does behind it would."""
     walk = MaskedDraft.walk
 
-    def walk_and_wait(self: MaskedDraft, lookahead: Lookahead, count: int | None = None) -> None:
-        walk(self, lookahead, count)
+    def walk_and_wait(self: MaskedDraft, count: int | None = None) -> None:
+        walk(self, count)
         if count is None:
             Device.join()
 
     def finish(self: DraftLoop) -> DraftInFlight:
         """A CPU reads at once what it is given, and would find nothing yet."""
-        return FinishedDraft(self.finish())
+        found = self.finish()
+        return FinishedDraft(found, tuple(found.num_tokens.tolist()))
 
     monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
     monkeypatch.setattr(DraftLoop, "in_flight", finish)

@@ -144,6 +144,16 @@ class Scored(NamedTuple):
     logits: Tensor
 
 
+class _Rows(NamedTuple):
+    """The rows of a draft.
+
+    places: as of ``pack_places``. given: see ``PackedSlotHead.walk_greedily``.
+    """
+
+    places: Sequence[Sequence[int]]
+    given: Tensor | None
+
+
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
@@ -299,22 +309,30 @@ class PackedSlotHead:
             self._depths[slot] += 1
 
     @torch.inference_mode()
-    def walk_greedily(self, slots: Sequence[int], count: int) -> Tensor:
+    def walk_greedily(
+        self, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> Tensor:
         """int64 [R, count] target ids, each the best behind the ones before: one graph for all.
+
+        given: int64 [R, G], G at most ``count``: tokens that each row begins with, -1 behind them.
+            What the result holds in their places is any.
 
         All but the last are appended. On CUDA the next such draft overwrites the result.
         """
         body = partial(self._draft_best, count)
-        best: Tensor = self._run_draft("best", count, (slots, self._ends(slots)), body)
+        rows = _Rows((slots, self._ends(slots)), given)
+        best: Tensor = self._run_draft("best", count, rows, body)
         return best[: len(slots)]
 
     @torch.inference_mode()
-    def walk_by(self, picker: Picker, slots: Sequence[int], count: int) -> None:
+    def walk_by(
+        self, picker: Picker, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> None:
         """Draft ``count`` tokens that ``picker`` picks: one graph for all.
 
-        All but the last are appended.
+        given: as of ``walk_greedily``. All but the last are appended.
         """
-        rows = (slots, self._ends(slots), [picker.ticket] * len(slots))
+        rows = _Rows((slots, self._ends(slots), [picker.ticket] * len(slots)), given)
         body = partial(self._draft_by, picker, count)
         self._run_draft(picker.key, count, rows, body, picker.inputs)
 
@@ -409,21 +427,25 @@ class PackedSlotHead:
         self,
         name: Hashable,
         count: int,
-        rows: Sequence[Sequence[int]],
+        rows: _Rows,
         body: Callable[[Inputs], tuple[Any, Scored]],
         others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
     ) -> Any:
-        """rows: of the places, slots first. Returns the first of what ``body`` does."""
-        slots, size = rows[0], bucket(len(rows[0]))
+        """Returns the first of what ``body`` does."""
+        slots, size = rows.places[0], bucket(len(rows.places[0]))
+        given = {} if rows.given is None else {"given": pad_rows(rows.given, size)}
+        widths = tuple(one.shape[1] for one in given.values())
         # What the last forward left; computed here where it is of other slots, so that a graph of
         # each size serves both.
         scores = pad_rows(self.logits(slots), size)
-        inputs = {**others(key := (name, count, size), size), "logits": scores}
+        key = (name, count, *widths, size)
+        inputs = {**others(key, size), **given, "logits": scores}
         if key not in self.graphs:
             # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
-            still = pack_places([[] for _ in rows], size)
+            still = pack_places([[] for _ in rows.places], size)
             self.graphs.prepare(key, {**inputs, "places": still}, body)
-        found, last = self.graphs.run(key, {**inputs, "places": pack_places(rows, size)}, body)
+        inputs["places"] = pack_places(rows.places, size)
+        found, last = self.graphs.run(key, inputs, body)
         self._keep(slots, last)
         for slot in slots:
             self._depths[slot] += count - 1
@@ -448,8 +470,11 @@ class PackedSlotHead:
         """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
         slots, starts = inputs["places"][:2].unbind(0)
         hidden, logits = self._hidden[slots], inputs["logits"]
+        given = inputs.get("given", slots.new_empty(len(slots), 0))
         for depth in range(count):
             token_ids = pick(depth, logits)
+            if depth < given.shape[1]:
+                token_ids = torch.where(given[:, depth] < 0, token_ids, given[:, depth])
             if depth < count - 1:
                 hidden = self._step(token_ids, hidden, slots, starts + depth)
                 logits = self._packed.logits(hidden)
