@@ -49,10 +49,12 @@ class TargetOutput(NamedTuple):
     logits: [B, K + 1, V]: row i follows the last committed token and i draft tokens.
     hidden_states: [B, K + 1, len(aux_hidden_layers) * H], in the order of the layers; None when the
         proposer asked for none.
+    counts: [B] how many of the K + 1 tokens each row was read for; None for all.
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
+    counts: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -267,12 +269,10 @@ class DraftInFlight(Protocol):
         """
         ...
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         """Launch what the next ``begin`` goes on from; nothing waits for the device.
 
-        hidden_states: of the verify forward, see ``TargetOutput``. packed: int64 [B, K + 2] on its
+        output: of the verify forward. packed: int64 [B, K + 2] on its
         way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. None: nothing.
         """
         ...
@@ -298,7 +298,7 @@ class FinishedDraft(NamedTuple):
         """The draft."""
         return self.draft
 
-    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
         """Nothing."""
 
 
@@ -377,11 +377,12 @@ def from_propose(proposer: Proposer | SimpleProposer) -> Proposer:
 class TargetModel(Protocol):
     """The model whose distribution the output has."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
 
-        ``draft.num_tokens`` are the most tokens that the rows may hold; what turns out to be beyond
-        a row's end is never looked at.
+        most: [B] tokens that the rows of the draft may hold, which ``draft.num_tokens`` says on the
+        device. Rows need not be read beyond; what turns out to be beyond a row's end is never
+        looked at.
         """
         ...
 

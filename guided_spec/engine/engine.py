@@ -224,12 +224,9 @@ class Engine:
             request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
 
-    def capture(self) -> Iterator[object]:
+    def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        most = self._config.num_draft_tokens + 1
-        yield from self._model.capture(
-            self._proposer.aux_hidden_layers, self.num_slots * most + ALONG
-        )
+        yield from self._model.capture(self._proposer.aux_hidden_layers)
         if isinstance(self._proposer, Captures):
             yield from self._proposer.capture()
 

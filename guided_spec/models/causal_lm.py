@@ -203,13 +203,13 @@ class CausalLM:
         return self._packed.logits(states)
 
     @torch.inference_mode()
-    def capture(self, hidden_layers: tuple[int, ...], largest: int) -> Iterator[int]:
-        """Capture the CUDA graphs of forwards of up to ``largest`` tokens, one at each ``next``.
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+        """Capture the CUDA graphs of forwards, one at each ``next``.
 
-        hidden_layers: that the forwards will be asked for. Yields how many are left to do.
+        hidden_layers: that the forwards will be asked for.
         """
         if self._packed is not None and self.device.type == "cuda":
-            yield from self._packed.capture(hidden_layers, largest)
+            yield from self._packed.capture(hidden_layers)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int]) -> None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
-from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
+from guided_spec.core import (
+    Captures,
+    DecodeBatch,
+    DraftInFlight,
+    Proposer,
+    ProposerContext,
+    TargetOutput,
+)
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import Download
@@ -146,11 +151,9 @@ class _ChainDraft(NamedTuple):
             last = flying.flight.finish()
         return self.turns.walked.join(last, flying.flight.most).draft
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         return _Carried(
-            None if last is None else last.carry(accepted, hidden_states, packed)
+            None if last is None else last.carry(accepted, output, packed)
             for last in self.turns.last
         )
 
@@ -202,6 +205,12 @@ class Chain:
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
         return _ChainDraft(*whole, turns, lookahead)
+
+    def capture(self) -> Iterator[None]:
+        """See ``Captures``."""
+        for member in self._members:
+            if isinstance(member, Captures):
+                yield from member.capture()
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
@@ -150,7 +150,7 @@ class _Unwalked(NamedTuple):
     def finish(self) -> Draft:
         return self.loop.walk_as(self.draft, self.later)
 
-    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
         """A model of its own has nothing to read before it is told the tokens."""
 
 

@@ -7,14 +7,20 @@ The learned draft heads by name: which checkpoint each is read from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, ProposerContext
+from guided_spec.core import (
+    DecodeBatch,
+    DraftInFlight,
+    FinishedDraft,
+    ProposerContext,
+    TargetOutput,
+)
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftHead
@@ -123,12 +129,8 @@ class HeadDraft(NamedTuple):
     def finish(self) -> Draft:
         return self.inner.finish()
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
-        if hidden_states is None:
-            return None
-        return self.head.read_ahead(self.batch, accepted, hidden_states, packed)
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
+        return self.head.read_ahead(self.batch, accepted, output, packed)
 
 
 class _Piece(NamedTuple):
@@ -183,19 +185,26 @@ class LearnedHead:
         return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
 
     def read_ahead(
-        self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor, packed: Download
+        self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
     ) -> object | None:
         """The head reads the accepted tokens while the host commits them; for ``begin``."""
         head, lengths = self._packed, [len(context) for context in batch.contexts]
-        if head is None or min(lengths) < 2:
+        if head is None or output.hidden_states is None or min(lengths) < 2:
             return None
         known = [head.length(slot) + 1 for slot in batch.slots]
-        counts = [accepted.token_ids.shape[1]] * len(batch)
+        counts = output.counts or [accepted.token_ids.shape[1]] * len(batch)
         if known != lengths or not head.can_read_ahead(batch.slots, counts):
             return None
-        given = (accepted.token_ids, hidden_states, accepted.num_accepted)
+        given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
         head.read_ahead(batch.slots, *given, counts)
         return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
+
+    def capture(self) -> Iterator[None]:
+        """See ``Captures``."""
+        if self._packed is not None and self._longest:
+            yield from self._packed.capture((self._longest, WALKED + self._longest))
+        if self._masked is not None and self._longest:
+            yield from self._masked.capture()
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
@@ -249,8 +258,9 @@ class LearnedHead:
         head, slots, count = self._packed, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
-        is_masked = self._masked is not None and drafts_masked(batch, self._policy)
-        if not is_masked and not drafts_best(batch, self._policy):
+        is_best = drafts_best(batch, self._policy)
+        is_masked = self._masked is not None and drafts_masked(batch, self._policy) and not is_best
+        if not is_masked and not is_best:
             return False
         head.rewind(slots)
         if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it

@@ -15,17 +15,24 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.packed.graph_pool import Inputs, bucket, pad_rows
+from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
-from guided_spec.ops.sampling.noise import DraftNoise
+from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
+from guided_spec.types import SamplingParams
 
 __all__ = ["WALKED", "Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
+
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
 
 # Tokens of a draft that the graph which goes on behind them reads, at most. Each costs the device a
 # step of the head, for all requests; a longer draft is long enough.
@@ -177,9 +184,15 @@ class MaskedWalk:
     ) -> None:
         self._head, self._target_ids, self._device = head, target_ids, context.device
         self._words = num_mask_words(context.vocabulary.vocab_size)
-        depths, rows = WALKED + context.config.num_draft_tokens, bucket(context.num_slots)
+        depths, rows = (
+            WALKED + context.config.num_draft_tokens,
+            bucket(context.num_slots, ROW_SIZES),
+        )
         self._mailbox = Mailbox(depths, rows, self._words, context.device)
-        self._shape = depths, rows
+        self._shape, self._count = (depths, rows), context.config.num_draft_tokens
+        self._vocab_size = context.vocabulary.vocab_size
+        is_coupled = context.config.verifier == "coupled"
+        self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
         self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
         self.held = GraphSampling()
 
@@ -196,7 +209,7 @@ class MaskedWalk:
         sampling: of the draft. noise: of the tokens behind the contexts; None where every request
         is greedy.
         """
-        size, count = bucket(len(slots)), batch.num_draft_tokens
+        size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None
         if turn.given is not None:
             count, token_ids = WALKED + count, turn.given.token_ids
@@ -209,6 +222,22 @@ class MaskedWalk:
         before_waiting()
         answer_later(draft.walk)
         return draft
+
+    def capture(self) -> Iterator[None]:
+        """Capture the graphs of drafts: greedy, sampled, and with filters."""
+        for size in self._head.row_sizes:
+            for params in KINDS:
+                sampling = Sampling.stack([params] * size, [0] * size, self._device)
+                noise = None
+                if not sampling.all_greedy:
+                    zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
+                    noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
+                for given in (0, WALKED):
+                    count = given + self._count
+                    room = self._room(self._vocab_size, is_sampled=noise is not None)
+                    picker = _Picker(self, 0, size, room.cut(count, size), sampling, noise)
+                    self._head.capture_by(picker, count, given, size)
+                    yield
 
     def draw(
         self,

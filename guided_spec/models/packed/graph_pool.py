@@ -24,6 +24,8 @@ from guided_spec.ops.mailbox import before_waiting, is_awaited
 
 __all__ = [
     "NOTHING",
+    "ROW_SIZES",
+    "SIZES",
     "CaptureWindow",
     "GraphPool",
     "Inputs",
@@ -42,6 +44,9 @@ SIZES = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
 )
+
+# Of drafts, which have a graph for each kind and length: fewer. A padded row costs a head little.
+ROW_SIZES = (*(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),)
 
 Inputs = Mapping[str, Tensor]
 NOTHING: Inputs = MappingProxyType({})

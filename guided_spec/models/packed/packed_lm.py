@@ -26,7 +26,7 @@ from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows"]
 
-LARGEST_GRAPH = 1024  # tokens of a forward; more take longer than their launches
+LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
 
 
 class Rows(NamedTuple):
@@ -161,15 +161,14 @@ class PackedLM:
         """``LineOutput.states`` [..., H] to logits [..., V]."""
         return self._decoder.logits(states)
 
-    def capture(self, layers: tuple[int, ...], largest: int) -> Iterator[int]:
-        """Capture the graphs of forwards of up to ``largest`` tokens; yields how many are left.
+    def capture(self, layers: tuple[int, ...]) -> Iterator[None]:
+        """Capture the graphs of forwards of any size that has one, one at each ``next``.
 
         The largest come first: the others then find their memory.
         """
         if self._graphs is None:
             return
-        sizes = [size for size in SIZES if size <= min(bucket(largest), LARGEST_GRAPH)]
-        for left, size in sorted(enumerate(sizes), reverse=True):
+        for size in reversed(SIZES):
             num_rows = min(size, self._num_slots)
             unused = Rows([-1] * num_rows, [0] * num_rows, [0] * num_rows)
             inputs = {
@@ -178,7 +177,7 @@ class PackedLM:
             }
             body = partial(self._compute, num_rows, min(self._width, size), layers)
             self._graphs.prepare((size, num_rows, layers), inputs, body)
-            yield left
+            yield
 
     def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
         """Tokens and rows of the graph for so many; the same where there is none for them."""

@@ -7,7 +7,7 @@ How the tokens of a draft are picked inside of the graph that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,8 @@ from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
+    ROW_SIZES,
+    SIZES,
     CaptureWindow,
     GraphPool,
     Inputs,
@@ -297,7 +299,7 @@ class PackedSlotHead:
     @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
-        size = bucket(len(slots))
+        size = bucket(len(slots), ROW_SIZES)
         inputs = {"token_ids": pad_rows(token_ids, size)}
         is_scored = self._scored is not None and self._scored[0] == tuple(slots)
         if not is_scored or not self._has_walked:
@@ -342,6 +344,65 @@ class PackedSlotHead:
         if self._scored is not None and self._scored[0] == tuple(slots):
             return self._scored[1].logits
         return self._packed.logits(self._hidden[self._index(slots)])
+
+    @torch.inference_mode()
+    def capture(self, counts: Sequence[int]) -> Iterator[None]:
+        """Capture the graphs of reading and of single steps, and of greedy drafts.
+
+        counts: tokens of a draft without given ones, and behind how many given ones.
+        """
+        fc, head = self._packed.head.fc, self._packed.head
+        width = head.hidden_size if fc is None else fc.in_features
+        for size in reversed(SIZES):
+            num_rows = min(size, self._room.num_slots)
+            inputs = {
+                "token_ids": torch.zeros(size, dtype=torch.int64),
+                "states": self._hidden.new_zeros(size, width),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, num_rows)),
+                "last": torch.zeros(num_rows, dtype=torch.int64),
+            }
+            self.graphs.prepare(("read", size), inputs, partial(self._read, num_rows))
+            yield
+        for size in self.row_sizes:
+            places = pack_places([[], []], size)
+            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
+            fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
+            self.graphs.prepare(("walk", size), fed, self._walk)
+            yield
+            for count, given in zip(counts, (0, counts[-1] - counts[0]), strict=True):
+                body = partial(self._draft_best, count)
+                self._capture_draft(("best", count), given, (2, size), body)
+                yield
+
+    @torch.inference_mode()
+    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
+        """Capture the graph of ``walk_by`` for ``size`` rows, ``given`` tokens among ``count``."""
+        body = partial(self._draft_by, picker, count)
+        self._capture_draft((picker.key, count), given, (3, size), body, picker.inputs)
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Sizes of the batches that drafts are captured for, the largest first."""
+        most = bucket(self._room.num_slots, ROW_SIZES)
+        return [size for size in reversed(ROW_SIZES) if size <= most]
+
+    def _capture_draft(
+        self,
+        kind: tuple[Hashable, int],
+        given: int,
+        places: tuple[int, int],
+        body: Callable[[Inputs], tuple[Any, Scored]],
+        others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
+    ) -> None:
+        """places: how many lines they have, and their size."""
+        lines, size = places
+        key = (*kind, *([given] if given else []), size)
+        logits = self._packed.logits(self._hidden[:1])
+        inputs = {**others(key, size), "logits": logits.new_zeros(size, logits.shape[1])}
+        if given:
+            inputs["given"] = torch.full((size, given), -1)
+        inputs["places"] = pack_places([[] for _ in range(lines)], size)
+        self.graphs.prepare(key, inputs, body)
 
     def _ends(self, slots: Sequence[int]) -> list[int]:
         """Where the next token of each slot's draft goes."""
@@ -432,7 +493,7 @@ class PackedSlotHead:
         others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
     ) -> Any:
         """Returns the first of what ``body`` does."""
-        slots, size = rows.places[0], bucket(len(rows.places[0]))
+        slots, size = rows.places[0], bucket(len(rows.places[0]), ROW_SIZES)
         given = {} if rows.given is None else {"given": pad_rows(rows.given, size)}
         widths = tuple(one.shape[1] for one in given.values())
         # What the last forward left; computed here where it is of other slots, so that a graph of
