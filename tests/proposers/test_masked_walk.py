@@ -224,7 +224,7 @@ def test_the_same_best_tokens_behind_what_is_given(
     """Drafts without masks are one graph too: they are those of the stock head, one by one."""
     drafts = []
     for kernels in ("packed", "stock"):
-        config = EngineConfig(kernels=kernels, num_draft_tokens=K)  # type: ignore[arg-type]
+        config = EngineConfig(kernels=kernels, num_draft_tokens=K)
         context = toy_context(target=headed.target, draft=headed.draft, config=config)
         proposer: Any = build_proposer("eagle3:validate", context)
         batch = make_batch(proposer, (0.0,) * 3, (12, 12, 12))
