@@ -155,15 +155,14 @@ class _Unwalked(NamedTuple):
 
 
 class _Masked(NamedTuple):
-    """A draft of ``length`` tokens a request under masks; see ``MaskedTurn``."""
+    """A draft under masks; see ``MaskedTurn``."""
 
     room: Room
     given: Given | None
-    length: int
 
     def own(self, drawn: Tensor) -> Tensor:
-        """[B, length, ...] of what is in the room: what each request drew itself."""
-        own = drawn if self.given is None else self.given.behind(drawn, self.length)
+        """[B, K, ...] of what is in the room: what each request drew itself."""
+        own = drawn if self.given is None else self.given.behind(drawn)
         return own.transpose(0, 1).contiguous()
 
 
@@ -240,7 +239,7 @@ class DraftLoop:
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
         turn = MaskedTurn(self._lookahead, self._ends, given)
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
-        self._masked = _Masked(self._running.room, given, self._batch.num_draft_tokens)
+        self._masked = _Masked(self._running.room, given)
         # The device works on while whoever reads the draft launches what comes behind it.
         self._running.walk(1)
 

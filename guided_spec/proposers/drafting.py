@@ -143,8 +143,9 @@ def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     policy: of the requests that do not ask for one. Such a draft can be made by a ``MaskedWalk``,
     and handed to ``DraftLoop.take_masked``.
     """
+    is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
-    return batch.adjustments is None and is_masked
+    return batch.adjustments is None and is_constrained and is_masked
 
 
 class NoDraft:

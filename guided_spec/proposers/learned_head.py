@@ -8,6 +8,7 @@ The learned draft heads by name: which checkpoint each is read from.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +40,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_walk import WALKED, Given, MaskedWalk
+from guided_spec.proposers.masked_walk import Given, MaskedWalk
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = [
@@ -202,7 +203,7 @@ class LearnedHead:
     def capture(self) -> Iterator[None]:
         """See ``Captures``."""
         if self._packed is not None and self._longest:
-            yield from self._packed.capture((self._longest, WALKED + self._longest))
+            yield from self._packed.capture(self._longest)
         if self._masked is not None and self._longest:
             yield from self._masked.capture()
 
@@ -220,6 +221,9 @@ class LearnedHead:
             for row in range(len(batch))
             if is_open[row] and self._may_draft(batch, lookahead, row)
         ]
+        if self._packed is not None:
+            most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
+            batch = replace(batch, limits=tuple(most))
         loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
         drafted = lookahead.drafted
         if not rows or self._draft_at_once(loop, batch, drafted, rows):
@@ -268,25 +272,25 @@ class LearnedHead:
         given = None
         if any(drafted[row] for row in rows):
             read = [drafted[row] if row in rows else () for row in range(len(batch))]
-            given = Given.of(read, batch.device)
+            given = Given.of(read, count, batch.device)
         if self._masked is not None and is_masked:
             loop.take_masked(self._masked, slots, given)
         elif given is None:
             loop.take(head.walk_greedily(slots, count))
         else:
-            best = head.walk_greedily(slots, WALKED + count, given.token_ids)
-            loop.take(given.behind(best.T, count).T)
+            loop.take(given.behind(head.walk_greedily(slots, count, given.token_ids).T).T)
         return True
 
     def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
         """Whether the slot has been read, and has room for the longest draft behind its text.
 
-        A request whose draft is long already drafts no more where graphs would have to read it:
-        what is behind it comes in the next step, from the target's own hidden states.
+        Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
+        longer one costs all requests a step of the head. What is behind it comes in the next step,
+        from the target's own hidden states.
         """
         drafted, slot = len(lookahead.drafted[row]), batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
-        if self._packed is not None and drafted > WALKED:
+        if self._packed is not None and drafted >= batch.num_draft_tokens:
             return False
         has_room = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
         return has_room and batch.num_draft_tokens > 0 and self._head.length(slot) > 0

@@ -26,7 +26,7 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
-__all__ = ["WALKED", "Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
+__all__ = ["Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
 
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -34,32 +34,29 @@ KINDS = (
     SamplingParams(temperature=1.0, top_p=0.9),
 )
 
-# Tokens of a draft that the graph which goes on behind them reads, at most. Each costs the device a
-# step of the head, for all requests; a longer draft is long enough.
-WALKED = 4
-
 
 class Given(NamedTuple):
     """What the drafts hold before a head goes on.
 
-    token_ids: int64 [B, WALKED] on the host, -1 behind each row's end. counts: int64 [B] on the
-    head's device.
+    token_ids: int64 [B, K] on the host, -1 behind each row's end. counts: int64 [B] on the head's
+    device.
     """
 
     token_ids: Tensor
     counts: Tensor
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], device: torch.device) -> Given:
-        """rows: [B] tokens, ``WALKED`` each at most."""
-        padded = [[*row, *[-1] * (WALKED - len(row))] for row in rows]
+    def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Given:
+        """rows: [B] tokens, fewer than ``width`` each."""
+        padded = [[*row, *[-1] * (width - len(row))] for row in rows]
         counts = host_integers([len(row) for row in rows]).to(device, non_blocking=True)
         return cls(torch.tensor(padded), counts)
 
-    def behind(self, drawn: Tensor, count: int) -> Tensor:
-        """[count, B, ...] of ``drawn`` [WALKED + count, B, ...]: what follows each row's tokens."""
-        steps = torch.arange(count, device=drawn.device).unsqueeze(1)
-        return drawn[self.counts + steps, torch.arange(len(self.counts), device=drawn.device)]
+    def behind(self, drawn: Tensor) -> Tensor:
+        """Of ``drawn`` [K, B, ...] in the same shape: what follows each row's tokens, then any."""
+        steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
+        places = (self.counts + steps).clamp_max(len(drawn) - 1)
+        return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
 
 
 class Room(NamedTuple):
@@ -81,9 +78,9 @@ class Room(NamedTuple):
         """The same of one position, without the dimension K."""
         return self._map(lambda kept: kept[depth])
 
-    def behind(self, given: Given, count: int) -> Room:
-        """The ``count`` positions behind what each row was given."""
-        return self._map(lambda kept: given.behind(kept, count))
+    def behind(self, given: Given) -> Room:
+        """The positions behind what each row was given."""
+        return self._map(given.behind)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Room:
         probs = None if self.probs is None else change(self.probs)
@@ -185,7 +182,7 @@ class MaskedWalk:
         self._head, self._target_ids, self._device = head, target_ids, context.device
         self._words = num_mask_words(context.vocabulary.vocab_size)
         depths, rows = (
-            WALKED + context.config.num_draft_tokens,
+            context.config.num_draft_tokens,
             bucket(context.num_slots, ROW_SIZES),
         )
         self._mailbox = Mailbox(depths, rows, self._words, context.device)
@@ -210,9 +207,7 @@ class MaskedWalk:
         is greedy.
         """
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
-        token_ids = None
-        if turn.given is not None:
-            count, token_ids = WALKED + count, turn.given.token_ids
+        token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self._mailbox.begin()
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
         draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
@@ -232,11 +227,10 @@ class MaskedWalk:
                 if not sampling.all_greedy:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
-                for given in (0, WALKED):
-                    count = given + self._count
-                    room = self._room(self._vocab_size, is_sampled=noise is not None)
-                    picker = _Picker(self, 0, size, room.cut(count, size), sampling, noise)
-                    self._head.capture_by(picker, count, given, size)
+                room = self._room(self._vocab_size, is_sampled=noise is not None)
+                picker = _Picker(self, 0, size, room.cut(self._count, size), sampling, noise)
+                for given in (0, self._count):
+                    self._head.capture_by(picker, self._count, given, size)
                     yield
 
     def draw(

@@ -26,7 +26,7 @@ from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.proposers.masked_walk import WALKED, MaskedDraft, MaskedWalk
+from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
 from guided_spec.step import speculative_step
 from guided_spec.types import Draft, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
@@ -178,7 +178,7 @@ def test_the_same_draft(
 @TEMPERATURES
 @pytest.mark.parametrize("limits", [(12, 12, 12), (4, 6, 5), (2, 12, 3)])
 @pytest.mark.parametrize(
-    "given", [(2, 0, 0), (0, 0, 3), (WALKED, 1, 2), (WALKED + 1, 2, 0), (8, 0, 9), (6, 5, 7)]
+    "given", [(2, 0, 0), (0, 0, 3), (K, 1, 2), (K + 1, K - 1, 0), (8, 0, 9), (6, 5, 7)]
 )
 def test_the_same_draft_behind_what_is_given(
     headed: HeadedTarget,
@@ -189,10 +189,10 @@ def test_the_same_draft_behind_what_is_given(
     """Rows are given less and more than the graph reads, up to their limits and texts' ends."""
     found = compare(headed, temperatures, limits, given)
     for row, (length, limit) in enumerate(zip(given, limits, strict=True)):
-        if length > WALKED or length >= limit:
+        if length >= min(K, limit):
             assert found.draft.num_tokens[row] == 0
         elif RULES[row] is None:
-            assert found.draft.num_tokens[row] == min(K, limit - length)
+            assert found.draft.num_tokens[row] == min(K, limit) - length
 
 
 def compare(
@@ -235,7 +235,7 @@ def test_the_same_best_tokens_behind_what_is_given(
         rows = zip(found.token_ids.tolist(), found.num_tokens.tolist(), strict=True)
         drafts.append([tokens[:length] for tokens, length in rows])
     for packed, stock, length in zip(*drafts, given, strict=True):
-        assert packed == ([] if length > WALKED else stock)
+        assert packed == stock[: max(0, K - length)]
 
 
 ROWS = 32

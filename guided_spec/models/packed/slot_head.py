@@ -346,11 +346,8 @@ class PackedSlotHead:
         return self._packed.logits(self._hidden[self._index(slots)])
 
     @torch.inference_mode()
-    def capture(self, counts: Sequence[int]) -> Iterator[None]:
-        """Capture the graphs of reading and of single steps, and of greedy drafts.
-
-        counts: tokens of a draft without given ones, and behind how many given ones.
-        """
+    def capture(self, count: int) -> Iterator[None]:
+        """Capture the graphs of reading, of single steps, and of greedy drafts of ``count``."""
         fc, head = self._packed.head.fc, self._packed.head
         width = head.hidden_size if fc is None else fc.in_features
         for size in reversed(SIZES):
@@ -369,8 +366,8 @@ class PackedSlotHead:
             fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
             self.graphs.prepare(("walk", size), fed, self._walk)
             yield
-            for count, given in zip(counts, (0, counts[-1] - counts[0]), strict=True):
-                body = partial(self._draft_best, count)
+            body = partial(self._draft_best, count)
+            for given in (0, count):
                 self._capture_draft(("best", count), given, (2, size), body)
                 yield
 
