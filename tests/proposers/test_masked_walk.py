@@ -246,10 +246,10 @@ def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
     """The next token has the target's law, whatever the head drew behind what is forced."""
     rule = text_rule([PREFIX + bytes([one, other]) for one in b"abcd" for other in b'01"'])
     target, prompt = ToyTarget(3, scale=1.0), [4, 1]
-    config = EngineConfig(kernels="packed", num_draft_tokens=K)
+    config = EngineConfig(kernels="packed", num_draft_tokens=2 * K)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: True)
-        patch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
         context = toy_context(
             target=headed.target, draft=headed.draft, config=config, num_slots=ROWS
         )
@@ -260,7 +260,7 @@ def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
         batch = toy_batch(
             [prompt] * ROWS,
             [Constraint(ToyCompiled(rule)) for _ in range(ROWS)],
-            k=K,
+            k=2 * K,
             limits=[8] * ROWS,
             params=[SamplingParams(temperature=1.0)] * ROWS,
             seeds=range(start, start + ROWS),
@@ -364,7 +364,7 @@ def generate(
     ]
     options |= {"kernels": "packed", "max_batch_size": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             return llm.generate(PROMPTS, params)
 
