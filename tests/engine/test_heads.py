@@ -130,7 +130,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
     read_ahead, confirm = PackedSlotHead.read_ahead, PackedSlotHead.confirm
-    cut = TakenStates.__getitem__
+    read, cut = PackedSlotHead.read, TakenStates.__getitem__
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
@@ -140,12 +140,18 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         calls["confirmed"] += 1
         confirm(*arguments)
 
+    def told(*arguments: Any) -> None:
+        before = calls["confirmed"]
+        read(*arguments)
+        calls["confirmed"] = before  # what is read when it is known needs no confirmation
+
     def cutting(states: TakenStates, at: int) -> Tensor | None:
         calls["asked"] += 1
         return cut(states, at)
 
     monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
     monkeypatch.setattr(PackedSlotHead, "confirm", confirming)
+    monkeypatch.setattr(PackedSlotHead, "read", told)
     monkeypatch.setattr(TakenStates, "__getitem__", cutting)
     return calls
 

@@ -91,12 +91,12 @@ def test_memory_shortens_the_context_before_it_takes_slots(
     monkeypatch.setattr(memory, "LEAST_CONTEXT", 100)
     monkeypatch.setattr(memory, "STEP", 8)
     token = kv_bytes_per_token(tiny_model("llama"))
-    assert plan(4 * 512 * token) == (4, 512)
+    assert plan(4 * 512 * token) == SlotPlan(4, 512)
     assert not caplog.records
-    assert plan(4 * 511 * token) == (4, 504)
-    assert plan(4 * 100 * token) == (4, 100)
-    assert plan(4 * 100 * token - 1) == (3, 100)
-    assert plan(100 * token) == (1, 100)
+    assert plan(4 * 511 * token) == SlotPlan(4, 504)
+    assert plan(4 * 100 * token) == SlotPlan(4, 100)
+    assert plan(4 * 100 * token - 1) == SlotPlan(3, 100)
+    assert plan(100 * token) == SlotPlan(1, 100)
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_memory_bytes"):
         plan(100 * token - 1)
     assert [record.levelno for record in caplog.records] == [logging.WARNING] * 4
@@ -109,7 +109,7 @@ def test_memory_shortens_the_context_before_it_takes_slots(
 
 
 def test_a_context_below_the_least_is_kept_whole(caplog: pytest.LogCaptureFixture) -> None:
-    assert plan(512 * kv_bytes_per_token(tiny_model("llama"))) == (1, 512)
+    assert plan(512 * kv_bytes_per_token(tiny_model("llama"))) == SlotPlan(1, 512)
     assert not caplog.records
 
 
@@ -123,7 +123,7 @@ def test_a_rope_that_grows_with_the_batch_is_kept_to_what_it_was_made_for(
         "rope_theta": 10000.0,
         "original_max_position_embeddings": 96,
     }
-    assert plan(2**30, model) == (4, 96)
+    assert plan(2**30, model) == SlotPlan(4, 96)
     assert "texts may have 96 tokens, the model's own 512: behind that its rotary" in caplog.text
 
 

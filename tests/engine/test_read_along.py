@@ -26,20 +26,18 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Forwards over prompts alone, and over prompts along with drafts."""
+    """Forwards over prompts alone, and over prompts along with drafts, and how many they read."""
     calls = Counter[str]()
-    prefill, along = SlotTarget.prefill, SlotTarget._verify_along
+    forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, *arguments: Any) -> None:
-        calls["alone"] += 1
-        prefill(target, *arguments)
+    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any) -> Any:
+        kind = "along" if rows.slots else "alone"
+        calls[kind] += bool(prompts)
+        count = sum(len(prompt.token_ids) for prompt in prompts)
+        calls[f"most {kind}"] = max(calls[f"most {kind}"], count)
+        return forward(target, tokens, rows, prompts)
 
-    def reading_along(target: SlotTarget, *arguments: Any) -> Any:
-        calls["along"] += 1
-        return along(target, *arguments)
-
-    monkeypatch.setattr(SlotTarget, "prefill", reading)
-    monkeypatch.setattr(SlotTarget, "_verify_along", reading_along)
+    monkeypatch.setattr(SlotTarget, "_read_line", reading)
     return calls
 
 
@@ -86,12 +84,18 @@ def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: Cou
     assert tokens(found) == tokens(write(headed, "ngram", params, kernels="stock"))
 
 
-def test_long_prompts_have_forwards_of_their_own(
+def test_long_prompts_are_read_in_pieces(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
 ) -> None:
+    """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
     monkeypatch.setattr(engine, "ALONG", 2)
-    found = write(headed, "none", PARAMS, kernels="packed")
-    assert reads["along"] == 0
+    found = write(headed, "eagle3", PARAMS, kernels="packed")
+    assert reads["most along"] == 2
+    assert reads["most alone"] > 2
+    along = reads["along"]
+    monkeypatch.setattr(engine, "ALONG", 512)
     reads.clear()
+    assert tokens(write(headed, "eagle3", PARAMS, kernels="packed")) == tokens(found)
+    assert reads["most along"] > 2
+    assert reads["along"] < along
     assert tokens(write(headed, "none", PARAMS, kernels="stock")) == tokens(found)
-    assert reads["along"] == 0

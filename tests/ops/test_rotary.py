@@ -2,64 +2,79 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
+from tests.slot_lines import NUM_SLOTS, Span, Unused, kept_positions, make_tables, places_of
 
 SHAPES = [HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)]
-SLOTS, LENGTH = 4, 9
+LENGTH = 9
+# The first row goes on behind the last position.
+SPANS = [Span(2, 7, 4), Span(0, 1, 3), Span(-1, 3, 1), Span(0, 4, 2)]
+NOTHING: list[Span] = []
 
 COMPARE = """
 import torch
 from guided_spec.ops.slot_attention import HeadNorms
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.pointwise_triton import rotate_and_store as kernel
-from tests.ops.test_rotary import SHAPES, empty, make
+from tests.ops.test_rotary import BLOCKS, NOTHING, SHAPES, SPANS, empty, make
+from tests.slot_lines import kept_positions
 
 for shape in SHAPES:
-    for batch, tokens in ((0, 2), (1, 1), (3, 4)):
+    for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
-            packed, rotation, places = make(shape, batch, tokens)
-            buffers, expected = empty(shape), empty(shape)
+            packed, rotation, places = make(shape, spans, block)
+            buffers, expected = empty(shape, places, block), empty(shape, places, block)
             turned = packed.clone()
             rotate_and_store(turned, rotation, shape, norms, expected, places)
             kernel(packed, rotation, shape, norms, buffers, places)
             torch.testing.assert_close(packed, turned, rtol=1e-5, atol=1e-6)
+            kept = kept_positions(places, block)
             for found, wanted in zip(buffers, expected):
-                # The sink may hold anything: several tokens are written to it.
-                found, wanted = found[:, :, :-1], wanted[:, :, :-1]
+                found, wanted = found.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 print("equal")
 """
 
+BLOCKS = (3, 4, LENGTH + 1)
 
-def make(shape: HeadShape, batch: int, tokens: int) -> tuple[torch.Tensor, Rotation, SlotPlaces]:
-    """A packed projection, a rotation, and places; the last of three rows is unused.
 
-    The first row goes on behind the last position.
-    """
-    torch.manual_seed(batch + tokens)
-    packed = torch.randn(batch, tokens, shape.width)
+class Given(NamedTuple):
+    """A packed projection, a rotation, and places."""
+
+    packed: Tensor
+    rotation: Rotation
+    places: SlotPlaces
+
+
+def make(shape: HeadShape, spans: list[Span] = SPANS, block: int = 4) -> Given:
+    torch.manual_seed(len(spans))
+    unused = Unused(2, 1)
+    places = places_of(spans, make_tables(NUM_SLOTS, LENGTH, block), LENGTH, unused)
+    packed = torch.randn(places.tokens.shape[1], shape.width)
     cos, sin = (torch.randn(LENGTH, shape.size // 2).repeat(1, 2) for _ in range(2))
-    slots, starts = torch.tensor([2, 0, -1])[:batch], torch.tensor([7, 1, 3])[:batch]
-    return packed, Rotation(cos, sin), SlotPlaces(slots, starts)
+    return Given(packed, Rotation(cos, sin), places)
 
 
-def empty(shape: HeadShape) -> KeyValues:
-    size = (SLOTS, shape.keys, LENGTH + 1, shape.size)
+def empty(shape: HeadShape, places: SlotPlaces, block: int = 4) -> KeyValues:
+    size = (int(places.tables.max()) + 1, shape.keys, block, shape.size)
     return KeyValues(torch.zeros(size), torch.zeros(size))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 def test_it_is_what_transformers_computes(shape: HeadShape, *, has_norms: bool) -> None:
-    packed, rotation, places = make(shape, 3, 4)
-    heads = packed.clone().view(3, 4, -1, shape.size)
+    packed, rotation, places = make(shape)
+    heads = packed.clone().view(1, len(packed), -1, shape.size)
     query, key, value = heads.split([shape.queries, shape.keys, shape.keys], 2)
     norms = None
     if has_norms:
@@ -68,28 +83,32 @@ def test_it_is_what_transformers_computes(shape: HeadShape, *, has_norms: bool) 
             torch.nn.init.uniform_(norm.weight)
         query, key = stock[0](query), stock[1](key)
         norms = HeadNorms(stock[0].weight.detach(), stock[1].weight.detach(), 1e-6)
-    positions = (places.starts.unsqueeze(1) + torch.arange(4)).clamp_max(LENGTH - 1)
-    cos, sin = (part[positions] for part in rotation)
+    slots, positions = places.tokens
+    cos, sin = (part[positions.clamp_max(LENGTH - 1)].unsqueeze(0) for part in rotation)
     query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
-    buffers = empty(shape)
+    buffers = empty(shape, places)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)
-    torch.testing.assert_close(found, query.transpose(1, 2), rtol=1e-5, atol=1e-6)
-    for row, slot in enumerate((2, 0)):
-        start = int(places.starts[row])
-        kept = min(4, LENGTH - start)  # the rest goes to the sink
-        for states, buffer in ((key, buffers.keys), (value, buffers.values)):
-            stored = buffer[slot, :, start : start + kept].transpose(0, 1)
-            torch.testing.assert_close(stored, states[row, :kept], rtol=1e-5, atol=1e-6)
-    assert all(not buffer[1].any() and not buffer[3].any() for buffer in buffers)
+    torch.testing.assert_close(found, query[0], rtol=1e-5, atol=1e-6)
+    kept = torch.zeros_like(kept_positions(places, 4))
+    for at, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
+        if slot >= 0 and position < LENGTH:  # the rest goes to the sink
+            block = places.tables[slot, position // 4]
+            kept[block, position % 4] = True
+            for states, buffer in ((key, buffers.keys), (value, buffers.values)):
+                stored = buffer[block, :, position % 4]
+                torch.testing.assert_close(stored, states[0, at], rtol=1e-5, atol=1e-6)
+    kept |= ~kept_positions(places, 4)
+    assert kept.sum() == 2 + 3 + 2 + NUM_SLOTS
+    assert all(not buffer.transpose(1, 2)[~kept].any() for buffer in buffers)
 
 
 def test_bfloat16_is_rounded_once() -> None:
     shape = SHAPES[0]
-    packed, rotation, places = make(shape, 2, 3)
+    packed, rotation, places = make(shape)
     packed = packed.to(torch.bfloat16)
     wide = packed.float()
-    expected = rotate_and_store(wide, rotation, shape, None, empty(shape), places)
-    found = rotate_and_store(packed, rotation, shape, None, empty(shape), places)
+    expected = rotate_and_store(wide, rotation, shape, None, empty(shape, places), places)
+    found = rotate_and_store(packed, rotation, shape, None, empty(shape, places), places)
     assert torch.equal(found, expected.to(torch.bfloat16))
 
 

@@ -1,178 +1,156 @@
-"""Attention over slots against scaled_dot_product_attention, row by row, over drawn batches."""
+"""Attention over slots against scaled_dot_product_attention, row by row, over drawn lines."""
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
-
-NUM_SLOTS = 6
-
-
-class Case(NamedTuple):
-    """One call: shapes, and where each row goes."""
-
-    num_kv_heads: int
-    group: int
-    num_tokens: int
-    width: int
-    max_length: int
-    window: int | None
-    slots: list[int]
-    starts: list[int]
+from guided_spec.ops.slot_attention import KeyValues, slot_attention, store_keys_values
+from tests.slot_lines import Case, Data, Span, Unused, cases, kept_positions, make
 
 
-class Data(NamedTuple):
-    """The tensors of a call."""
-
-    query: Tensor
-    new: KeyValues
-    buffers: KeyValues
-    places: SlotPlaces
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    max_length = draw(st.integers(1, 20))
-    order = draw(st.permutations(range(NUM_SLOTS)))
-    size = draw(st.integers(1, 3))
-    unused = draw(st.lists(st.booleans(), min_size=size, max_size=size))
-    slots = [-1 if skip else slot for skip, slot in zip(unused, order, strict=False)]
-    return Case(
-        num_kv_heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 4)),
-        num_tokens=draw(st.integers(1, 5)),
-        width=draw(st.sampled_from([1, 8, 16])),
-        max_length=max_length,
-        window=draw(st.none() | st.integers(1, 8)),
-        slots=slots,
-        starts=draw(st.lists(st.integers(0, max_length), min_size=size, max_size=size)),
-    )
+def written_by_hand(case: Case, data: Data) -> KeyValues:
+    """The blocks with every new token that fits its slot, one after another."""
+    buffers = data.clone().buffers
+    at = 0
+    for slot, start, count in case.spans:
+        for position in range(start, start + count):
+            if slot >= 0 and position < case.max_length:
+                block = data.places.tables[slot, position // case.block]
+                for buffer, states in zip(buffers, data.new, strict=True):
+                    buffer[block, :, position % case.block] = states[at]
+            at += 1
+    return buffers
 
 
-def make(case: Case) -> Data:
-    """Random tensors; NaN where the buffers hold nothing, strides as a model's projections have."""
-    torch.manual_seed(0)
-    batch, tokens, heads, width = len(case.slots), case.num_tokens, case.num_kv_heads, case.width
-    query = torch.randn(batch, tokens, heads * case.group, width).transpose(1, 2)
-    key = torch.randn(batch, tokens, heads, width).transpose(1, 2)
-    value = torch.randn(batch, heads, tokens, width)
-    shape = (NUM_SLOTS, heads, case.max_length + 1, width)
-    buffers = KeyValues(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
-    for slot, start in zip(case.slots, case.starts, strict=True):
-        if slot >= 0:
-            for buffer in buffers:
-                buffer[slot, :, :start] = torch.randn(heads, start, width)
-    places = SlotPlaces(torch.tensor(case.slots), torch.tensor(case.starts))
-    return Data(query, KeyValues(key, value), buffers, places)
+def text_of(case: Case, data: Data, buffer: Tensor, slot: int, seen: range) -> Tensor:
+    """[Hkv, L, D]: these positions of a slot, gathered one by one."""
+    table = data.places.tables[slot]
+    found = [buffer[table[at // case.block], :, at % case.block] for at in seen]
+    return torch.stack(found, 1)
 
 
-def by_hand(case: Case, data: Data, row: int) -> Tensor:
-    """[Hq, T, D] of one used row: its text put together, and torch's own attention over it."""
-    slot, start = case.slots[row], case.starts[row]
-    keys, values = (
-        torch.cat([old[slot, :, :start], new[row]], 1)[:, : case.max_length]
-        for old, new in zip(data.buffers, data.new, strict=True)
-    )
-    outputs = []
-    for token in range(case.num_tokens):
-        position = start + token
-        low = 0 if case.window is None else max(position - case.window + 1, 0)
-        seen = slice(low, position + 1)
-        query = data.query[row, :, token : token + 1]
-        if keys[:, seen].shape[1] == 0:
-            outputs.append(torch.zeros_like(query))
-            continue
-        outputs.append(
-            scaled_dot_product_attention(
-                query[None], keys[None, :, seen], values[None, :, seen], scale=0.3, enable_gqa=True
-            )[0]
-        )
-    return torch.cat(outputs, 1)
+def by_hand(case: Case, data: Data) -> Tensor:
+    """[N, Hq, D]: torch's own attention over what each token sees; zeros where that is nothing."""
+    buffers = written_by_hand(case, data)
+    outputs = torch.zeros(data.query.shape)
+    at = 0
+    for slot, start, count in case.spans:
+        for position in range(start, start + count):
+            low = 0 if case.window is None else max(position - case.window + 1, 0)
+            seen = range(low, min(position + 1, case.max_length))
+            if slot >= 0 and seen:
+                keys, values = (text_of(case, data, buffer, slot, seen) for buffer in buffers)
+                outputs[at] = scaled_dot_product_attention(
+                    data.query[at, :, None], keys, values, scale=0.3, enable_gqa=True
+                )[:, 0]
+            at += 1
+    return outputs
 
 
-def clone(buffers: KeyValues) -> KeyValues:
-    return KeyValues(buffers.keys.clone(), buffers.values.clone())
+def is_used(data: Data) -> Tensor:
+    return data.places.tokens[0] >= 0
 
 
-@settings(max_examples=40)
+def attend(case: Case, data: Data) -> Tensor:
+    return slot_attention(*data, scale=0.3, window=case.window)
+
+
+@settings(max_examples=60)
 @given(cases())
 def test_every_row_is_attention_over_its_own_text(case: Case) -> None:
     data = make(case)
-    written = clone(data.buffers)
-    found = slot_attention(
-        data.query, data.new, written, data.places, scale=0.3, window=case.window
-    )
-    assert found.shape == (len(case.slots), case.num_tokens, data.query.shape[1], case.width)
+    expected, used = by_hand(case, data), is_used(data)
+    found = attend(case, data)
+    assert found.shape == data.query.shape
     assert found.is_contiguous()
-    for row, slot in enumerate(case.slots):
-        heads_first = found[row].transpose(0, 1)
-        expected = torch.zeros_like(heads_first) if slot < 0 else by_hand(case, data, row)
-        torch.testing.assert_close(heads_first, expected)
+    torch.testing.assert_close(found[used], expected[used])
 
 
+@settings(max_examples=60)
 @given(cases())
 def test_only_the_new_tokens_are_written(case: Case) -> None:
     data = make(case)
-    written = clone(data.buffers)
-    slot_attention(data.query, data.new, written, data.places, scale=0.3, window=case.window)
-    expected = clone(data.buffers)
-    for row, (slot, start) in enumerate(zip(case.slots, case.starts, strict=True)):
-        if slot >= 0:
-            end = min(start + case.num_tokens, case.max_length)
-            for buffer, states in zip(expected, data.new, strict=True):
-                buffer[slot, :, start:end] = states[row, :, : end - start]
-    for got, wanted in zip(written, expected, strict=True):
-        real = slice(0, case.max_length)  # the sink may hold anything
-        torch.testing.assert_close(got[:, :, real], wanted[:, :, real], equal_nan=True)
+    expected, kept = written_by_hand(case, data), kept_positions(data.places, case.block)
+    attended, stored = data.clone(), data.clone()
+    found = attend(case, attended)
+    store_keys_values(stored.new, stored.buffers, stored.places)
+    for buffers in (attended.buffers, stored.buffers):
+        for got, wanted in zip(buffers, expected, strict=True):
+            got, wanted = got.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+            torch.testing.assert_close(got, wanted, equal_nan=True, atol=0, rtol=0)
+    # What is there already is read all the same.
+    again = slot_attention(
+        data.query, None, stored.buffers, data.places, scale=0.3, window=case.window
+    )
+    assert torch.equal(again, found)
 
 
 def test_the_sink_takes_what_does_not_fit() -> None:
-    case = Case(1, 1, 3, 4, max_length=5, window=None, slots=[2], starts=[4])
+    case = Case(1, 1, 4, max_length=5, block=2, spans=[Span(2, 4, 3)])
     data = make(case)
-    slot_attention(data.query, data.new, data.buffers, data.places, scale=0.3)
-    assert torch.equal(data.buffers.keys[2, :, 4], data.new.keys[0, :, 0])
-    sink = data.buffers.keys[2, 0, 5]
-    assert any(torch.equal(sink, data.new.keys[0, 0, token]) for token in (1, 2))
+    attend(case, data)
+    first, last = (data.places.tables[2, at] for at in (4 // 2, 5 // 2))
+    assert torch.equal(data.buffers.keys[first, :, 0], data.new.keys[0])
+    sink = data.buffers.keys[last, 0, 1]
+    assert any(torch.equal(sink, data.new.keys[token, 0]) for token in (1, 2))
+
+
+def test_pieces_of_a_text_are_the_text() -> None:
+    """However it is cut, and whatever order the pieces stand in."""
+    whole = Case(2, 2, 8, max_length=30, block=4, spans=[Span(1, 3, 17)])
+    data = make(whole)
+    expected = attend(whole, data.clone())
+    order = [12, 13, 14, 15, 16, *range(12)]
+    moved = make(whole._replace(spans=[Span(1, 15, 5), Span(1, 3, 10), Span(1, 13, 2)]))
+    new = KeyValues(*(states[order] for states in data.new))
+    found = attend(whole, Data(data.query[order], new, data.buffers, moved.places))
+    torch.testing.assert_close(found, expected[order])
+
+
+def test_width_and_view_change_nothing() -> None:
+    case = Case(2, 2, 8, max_length=30, block=4, spans=[Span(1, 3, 4), Span(0, 20, 4)])
+    data = make(case)
+    expected = attend(case, data.clone())
+    told = data._replace(places=data.places._replace(width=4, view=24))
+    assert torch.equal(attend(case, told), expected)
+
+
+def test_a_line_without_tokens() -> None:
+    case = Case(2, 2, 8, max_length=9, block=4, spans=[])
+    assert attend(case, make(case)).shape == (0, 4, 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_summed_in_full(dtype: torch.dtype) -> None:
-    data = make(Case(2, 2, 3, 16, max_length=40, window=None, slots=[1, 0], starts=[37, 5]))
-    query, key, value, keys, values = (
-        states.to(dtype) for states in (data.query, *data.new, *data.buffers)
-    )
-    new, buffers = KeyValues(key, value), KeyValues(keys, values)
-    found = slot_attention(query, new, clone(buffers), data.places, scale=0.3)
+    case = Case(2, 2, 16, max_length=40, block=8, spans=[Span(1, 37, 3), Span(0, 5, 3)])
+    data = make(case).to(dtype)
+    found = attend(case, data.clone())
     assert found.dtype == dtype
-    exact = KeyValues(keys.float(), values.float())
-    new = KeyValues(key.float(), value.float())
-    expected = slot_attention(query.float(), new, exact, data.places, scale=0.3)
+    expected = attend(case, data.to(torch.float32))
     assert torch.equal(found, expected.to(dtype))
 
 
 def test_the_operator_keeps_its_contract() -> None:
-    case = Case(2, 2, 3, 16, max_length=9, window=4, slots=[1, -1], starts=[5, 0])
-    data = make(case)
+    spans = [Span(1, 5, 3), Span(-1, 0, 1), Span(3, 0, 2)]
+    data = make(Case(2, 2, 16, max_length=9, block=4, spans=spans, unused=Unused(2, 1)))
+    tokens, rows, tables, max_length, *_ = data.places
     buffers = [torch.nan_to_num(buffer) for buffer in data.buffers]
-    arguments = (data.query, *data.new, *buffers, data.places.slots, data.places.starts)
-    torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, (*arguments, 0.3, 4, 9))
+    arguments = (data.query, *data.new, *buffers, tokens, rows, tables, max_length, 0.3, 4, 3, 9)
+    torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, arguments)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
-    case = Case(2, 2, 3, 4, max_length=9, window=None, slots=[1], starts=[5])
-    query, new, buffers, places = make(case)
+    query, new, buffers, places = make(Case(2, 2, 4, max_length=9, block=4, spans=[Span(1, 5, 3)]))
     with pytest.raises(ConfigError, match="query"):
         slot_attention(query[:, :3], new, buffers, places, scale=1.0)
-    short = KeyValues(new.keys, new.values[:, :, :2])
+    with pytest.raises(ConfigError, match="query"):
+        slot_attention(query.unsqueeze(0), new, buffers, places, scale=1.0)
+    short = KeyValues(new.keys, new.values[:2])
     with pytest.raises(ConfigError, match="new"):
         slot_attention(query, short, buffers, places, scale=1.0)
     cut = KeyValues(buffers.keys[:, :, 1:], buffers.values[:, :, 1:])

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.causal_lm import CausalLM, SlotInputs, SlotOutput
+from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
@@ -68,27 +69,48 @@ def test_a_prompt_in_pieces_beside_other_rows(name: str, width: int) -> None:
     alone, along = (CausalLM(model, num_slots=3, max_length=40, kernels="packed") for _ in range(2))
     for lm in (alone, along):
         lm.forward(SlotInputs(torch.tensor([running]), [2], [0], [7]), logits="none")
+    starts = list(range(0, len(prompt), width))
+    counts = [min(width, len(prompt) - start) for start in starts]
+    rows = Rows([2, *[0] * len(starts)], [7, *starts], [width, *counts])
+    found = along.forward_line(torch.tensor([*behind, *prompt]), rows, layers)
     drafts = SlotInputs(torch.tensor([behind]), [2], [7], [width])
-    pieces = [prompt[at : at + width] for at in range(0, len(prompt), width)]
-    counts = [len(piece) for piece in pieces]
-    rows = torch.tensor([[*piece, *[5] * (width - len(piece))] for piece in pieces])
-    together = SlotInputs(
-        torch.cat([drafts.token_ids, rows]),
-        [2, *[0] * len(pieces)],
-        [7, *range(0, len(prompt), width)],
-        [width, *counts],
-    )
-    found = along.forward(together, hidden_layers=layers, num_scored=1)
-    read = alone.forward(SlotInputs(torch.tensor([prompt]), [0], [0], [19]), hidden_layers=layers)
     expected = alone.forward(drafts, hidden_layers=layers)
-    assert found.logits is not None
+    assert expected.logits is not None
+    torch.testing.assert_close(along.logits(found.states[:width]), expected.logits[0])
+    read = alone.forward(SlotInputs(torch.tensor([prompt]), [0], [0], [19]), hidden_layers=layers)
     assert found.hidden_states is not None
-    torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(found.hidden_states[:1], expected.hidden_states)
-    states = found.hidden_states[1:].flatten(0, 1)[None, :19]
-    torch.testing.assert_close(states, read.hidden_states)
+    assert expected.hidden_states is not None
+    assert read.hidden_states is not None
+    states = torch.cat([expected.hidden_states[0], read.hidden_states[0]])
+    torch.testing.assert_close(found.hidden_states, states)
     last = SlotInputs(torch.tensor([[9]]), [0], [19], [1])  # and it goes on from there
     torch.testing.assert_close(along.forward(last).logits, alone.forward(last).logits)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_a_line_is_longer_than_any_graph(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forwards that are padded to a graph's size, and forwards that are not, give the same."""
+    found = []
+    prompts = prompts_of([9, 1, 13], VOCAB, 1)
+    tokens = torch.tensor([token for prompt in prompts for token in prompt])
+    for largest in (packed_lm.LARGEST_GRAPH, 0):
+        monkeypatch.setattr(packed_lm, "LARGEST_GRAPH", largest)
+        lm = CausalLM(make(name), num_slots=4, max_length=40, kernels="packed")
+        output = lm.forward_line(tokens, Rows([2, 0, 3], [0, 0, 0], [9, 1, 13]), (0, -1))
+        assert output.hidden_states is not None
+        assert output.states.shape == (23, 32)
+        found.append((output.states, output.hidden_states))
+    for short, long in zip(*found, strict=True):
+        torch.testing.assert_close(short, long)
+
+
+def test_a_line_that_no_blocks_are_left_for() -> None:
+    lm = CausalLM(make("llama"), num_slots=2, max_length=70, kernels="packed", num_blocks=2)
+    lm.forward_line(torch.arange(40) % VOCAB, Rows([1], [0], [40]))
+    with pytest.raises(ModelError, match="slot 0: no blocks are free for 1 positions"):
+        lm.forward_line(torch.tensor([3]), Rows([0], [0], [1]))
+    lm.release([1])
+    lm.forward_line(torch.tensor([3]), Rows([0], [0], [1]))
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -11,6 +11,7 @@ from torch import Tensor
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
@@ -59,13 +60,18 @@ def pair(tmp_path: Path) -> Pair:
     return Pair(tmp_path)
 
 
-def test_what_is_confirmed_was_read(pair: Pair) -> None:
+def padded(tokens: list[list[int]]) -> Tensor:
+    return torch.tensor([[*row, *[-1] * (WIDTH - len(row))] for row in tokens])
+
+
+# How many tokens a row has at most: as many as the rows are wide, or fewer, and those that count.
+@pytest.mark.parametrize("most", [[WIDTH] * 3, [3, 4, 2], COUNTS])
+def test_what_is_confirmed_was_read(pair: Pair, most: list[int]) -> None:
     for _ in range(2):
         tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
         pair.stock.read(SLOTS, tokens, [row[:n] for row, n in zip(states, COUNTS, strict=True)])
         pair.packed.walk(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
-        padded = torch.tensor([[*row, *[-1] * (WIDTH - len(row))] for row in tokens])
-        pair.packed.read_ahead(SLOTS, padded, states, torch.tensor(COUNTS) - 1)
+        pair.packed.read_ahead(SLOTS, padded(tokens), states, torch.tensor(COUNTS) - 1, most)
         for slot, count in zip(SLOTS, COUNTS, strict=True):
             pair.packed.confirm(slot, count)
         assert [pair.packed.length(s) for s in SLOTS] == [pair.stock.length(s) for s in SLOTS]
@@ -75,7 +81,8 @@ def test_what_is_confirmed_was_read(pair: Pair) -> None:
 
 def test_what_is_not_confirmed_leaves_no_trace(pair: Pair) -> None:
     wrong = torch.tensor([pair.tokens(WIDTH) for _ in SLOTS])
-    pair.packed.read_ahead(SLOTS, wrong, pair.states(3, WIDTH), torch.tensor([3, 3, 3]))
+    last = torch.tensor([3, 3, 3])
+    pair.packed.read_ahead(SLOTS, wrong, pair.states(3, WIDTH), last, [WIDTH] * 3)
     tokens = [pair.tokens(count) for count in COUNTS]
     states = [pair.states(count) for count in COUNTS]
     for head in (pair.stock, pair.packed):
@@ -85,8 +92,8 @@ def test_what_is_not_confirmed_leaves_no_trace(pair: Pair) -> None:
 
 def test_one_of_several_is_confirmed(pair: Pair) -> None:
     tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
-    padded = torch.tensor([[*row, *[-1] * (WIDTH - len(row))] for row in tokens])
-    pair.packed.read_ahead(SLOTS, padded, states, torch.tensor(COUNTS) - 1)
+    last = torch.tensor(COUNTS) - 1
+    pair.packed.read_ahead(SLOTS, padded(tokens), states, last, [WIDTH] * 3)
     pair.packed.confirm(0, 4)
     pair.stock.read([0], [tokens[1]], [states[1]])
     others, more = [pair.tokens(2), pair.tokens(3)], [pair.states(2), pair.states(3)]
@@ -95,10 +102,14 @@ def test_one_of_several_is_confirmed(pair: Pair) -> None:
     pair.check()
 
 
-def test_no_further_than_a_slot_reaches(pair: Pair) -> None:
-    assert pair.packed.can_read_ahead(SLOTS, 64)
-    assert not pair.packed.can_read_ahead(SLOTS, 65)  # no graph is so wide
+def test_no_further_than_a_slot_and_a_graph_reach(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert pair.packed.can_read_ahead(SLOTS, [4, 93, 4])
+    assert not pair.packed.can_read_ahead(SLOTS, [4, 94, 4])  # 7 of 100 are there
     pair.packed.read([0], [pair.tokens(90)], [pair.states(90)])  # 97 of 100
-    assert pair.packed.can_read_ahead(SLOTS, 3)
-    assert not pair.packed.can_read_ahead(SLOTS, 4)
-    assert pair.packed.can_read_ahead([2, 3], 4)
+    assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
+    assert not pair.packed.can_read_ahead(SLOTS, [4, 4, 4])
+    monkeypatch.setattr(slot_head, "LARGEST_GRAPH", 11)
+    assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
+    assert not pair.packed.can_read_ahead(SLOTS, [5, 3, 4])

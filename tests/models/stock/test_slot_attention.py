@@ -12,10 +12,12 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.stock.decoder import SLOT_ATTENTION, attending, using_slot_attention
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import KeyValues
 from tests.models.tiny import build
+from tests.slot_lines import Span, Unused, make_tables, places_of
 
-MAX_LENGTH, NUM_SLOTS = 24, 5
+MAX_LENGTH, NUM_SLOTS, BLOCK = 24, 5, 5
+TABLES = make_tables(NUM_SLOTS, MAX_LENGTH, BLOCK)
 SLOTS = [3, -1, 0, 4]
 MODELS = ["llama", "llama3_rope", "qwen3", "qwen3_moe", "mistral", "gemma3"]
 # Tokens fed to each row at each step: prompts of different lengths, then a few, then one.
@@ -23,51 +25,49 @@ STEPS = ([9, 0, 2, 5], [4, 0, 4, 4], [1, 0, 1, 1], [3, 0, 6, 2], [1, 0, 1, 1])
 
 
 def make_buffers(model: PreTrainedModel) -> list[KeyValues]:
-    """Buffers that hold NaN where nothing was written."""
+    """Blocks that hold NaN where nothing was written."""
     config: Any = model.config
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (NUM_SLOTS, config.num_key_value_heads, MAX_LENGTH + 1, width)
+    shape = (int(TABLES.max()) + 1, config.num_key_value_heads, BLOCK, width)
     return [
         KeyValues(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
         for _ in range(config.num_hidden_layers)
     ]
 
 
-def feed(texts: Tensor, starts: Sequence[int], num_tokens: int) -> dict[str, Tensor]:
-    """The model's arguments for the tokens of each text from ``starts`` on."""
-    positions = torch.tensor(starts).unsqueeze(1) + torch.arange(num_tokens)
-    token_ids = texts.gather(1, positions.clamp_max(texts.shape[1] - 1))
-    return {"input_ids": token_ids, "position_ids": positions}
+def feed(model: Any, texts: Tensor, spans: Sequence[Span], buffers: list[KeyValues]) -> Tensor:
+    """[N, V]: the logits of a line of each text's tokens, and of two unused ones behind them."""
+    places = places_of(spans, TABLES, MAX_LENGTH, Unused(2, 1))
+    slots, positions = places.tokens
+    rows = torch.tensor([SLOTS.index(slot) for slot in slots.tolist()])
+    line = texts[rows, positions.clamp_max(texts.shape[1] - 1)].unsqueeze(0)
+    with attending(buffers, places):
+        found = model(input_ids=line, position_ids=positions.unsqueeze(0), use_cache=False)
+    logits: Tensor = found.logits[0]
+    return logits
 
 
 def make_texts(model: PreTrainedModel) -> Tensor:
     return torch.randint(1, model.config.vocab_size, (len(SLOTS), MAX_LENGTH))
 
 
-def check_growth(model: Any, call: Any, steps: Sequence[Sequence[int]]) -> None:
+@pytest.mark.parametrize("name", MODELS)
+@torch.inference_mode()
+def test_a_text_that_grows(name: str) -> None:
+    model: Any = build(name)
+    implementation = model.config._attn_implementation
     texts, buffers = make_texts(model), make_buffers(model)
     expected = model(input_ids=texts, use_cache=False).logits
     starts = [0] * len(SLOTS)
     with using_slot_attention(model.config):
-        for counts in steps:
-            places = SlotPlaces(torch.tensor(SLOTS), torch.tensor(starts))
-            with attending(buffers, places):
-                arguments = feed(texts, starts, max(counts))
-                found = call(**arguments, use_cache=False).logits
-            for row, count in enumerate(counts):
-                span = slice(starts[row], starts[row] + count)
-                torch.testing.assert_close(
-                    found[row, :count], expected[row, span], atol=2e-5, rtol=1e-4
-                )
+        for counts in STEPS:
+            spans = [Span(*row) for row in zip(SLOTS, starts, counts, strict=True)]
+            found = feed(model, texts, spans, buffers)
+            wanted = [expected[row, s.start : s.start + s.length] for row, s in enumerate(spans)]
+            torch.testing.assert_close(
+                found[: sum(counts)], torch.cat(wanted), atol=2e-5, rtol=1e-4
+            )
             starts = [start + count for start, count in zip(starts, counts, strict=True)]
-
-
-@pytest.mark.parametrize("name", MODELS)
-@torch.inference_mode()
-def test_a_text_that_grows(name: str) -> None:
-    model = build(name)
-    implementation = model.config._attn_implementation
-    check_growth(model, model, STEPS)
     assert model.config._attn_implementation == implementation
 
 
@@ -75,15 +75,13 @@ def test_a_text_that_grows(name: str) -> None:
 def test_rejected_tokens_leave_no_trace() -> None:
     model: Any = build("llama")
     texts, buffers = make_texts(model), make_buffers(model)
-    expected = model(input_ids=texts, use_cache=False).logits
+    used = [row for row, slot in enumerate(SLOTS) if slot >= 0]
+    expected = model(input_ids=texts, use_cache=False).logits[used, 6:9]
+    wrong = texts.roll(6, 1)
     with using_slot_attention(model.config):
-        for start, ids in ((0, texts[:, :6]), (6, texts[:, :5]), (6, texts[:, 6:9])):
-            starts = torch.full((len(SLOTS),), start)
-            positions = starts.unsqueeze(1) + torch.arange(ids.shape[1])
-            with attending(buffers, SlotPlaces(torch.tensor(SLOTS), starts)):
-                found = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    used = torch.tensor(SLOTS) >= 0
-    torch.testing.assert_close(found[used], expected[used, 6:9], atol=2e-5, rtol=1e-4)
+        for start, count, ids in ((0, 6, texts), (6, 5, wrong), (6, 3, texts)):
+            found = feed(model, ids, [Span(SLOTS[row], start, count) for row in used], buffers)
+    torch.testing.assert_close(found[:-2].view_as(expected), expected, atol=2e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +92,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
 def test_unsupported_attention_is_refused_by_name(name: str, feature: str) -> None:
     model: Any = build(name)
     before = model.config._attn_implementation
-    places = SlotPlaces(torch.tensor([0]), torch.tensor([0]))
+    places = places_of([Span(0, 0, 2)], TABLES, MAX_LENGTH)
     with (
         pytest.raises(ModelError, match=feature),
         using_slot_attention(model.config),
@@ -108,7 +106,7 @@ def test_unsupported_attention_is_refused_by_name(name: str, feature: str) -> No
 def test_what_would_be_wrong_in_silence_is_refused() -> None:
     model: Any = build("mistral")
     call = {"input_ids": torch.ones(1, 2).long(), "use_cache": False}
-    places = SlotPlaces(torch.tensor([0]), torch.tensor([0]))
+    places = places_of([Span(0, 0, 2)], TABLES, MAX_LENGTH)
     buffers = make_buffers(model)
     with using_slot_attention(model.config):
         with pytest.raises(ModelError, match="inside attending"):
