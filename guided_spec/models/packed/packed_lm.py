@@ -127,7 +127,7 @@ class PackedLM:
         size, num_rows = self._graph_size(total, batch)
         places = torch.from_numpy(rows.places(size, num_rows))
         inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
-        widest = max(rows.counts) if size > LARGEST_GRAPH else min(self._width, size)
+        widest = max(rows.counts) if size > LARGEST_GRAPH else self._row_width(size)
         body = partial(self._compute, num_rows, widest, layers)
         if self._graphs is None or size > LARGEST_GRAPH:
             return LineOutput(*body(self._upload(inputs)))
@@ -175,9 +175,13 @@ class PackedLM:
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(unused.places(size, num_rows)),
             }
-            body = partial(self._compute, num_rows, min(self._width, size), layers)
+            body = partial(self._compute, num_rows, self._row_width(size), layers)
             self._graphs.prepare((size, num_rows, layers), inputs, body)
             yield
+
+    def _row_width(self, size: int) -> int:
+        """About how many tokens a row has among ``size``; where there are more, some are prompts."""
+        return min(max(self._width, size // self._num_slots), size)
 
     def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
         """Tokens and rows of the graph for so many; the same where there is none for them."""
