@@ -50,6 +50,8 @@ class EngineConfig:
         as CUDA graphs, whose results differ from the stock modules' by rounding; "packed" does so
         on any device, and raises ModelError where that form fails its trial; "stock" leaves
         everything to the stock modules.
+    capture: whether CUDA graphs are captured and kernels compiled when the engine is made, so that
+        no step does so later; False leaves that to the steps that first need them.
     draft_length: "fixed" drafts ``num_draft_tokens`` at every step, "adaptive" up to as many, by
         what was accepted and what steps took.
 
@@ -70,6 +72,7 @@ class EngineConfig:
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
     draft_length: DraftLengthMode = "fixed"
+    capture: bool = True
 
     def __post_init__(self) -> None:
         _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)

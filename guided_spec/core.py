@@ -5,7 +5,7 @@ What a proposer may use when it is built.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -28,6 +28,7 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParam
 
 __all__ = [
     "Batches",
+    "Captures",
     "DecodeBatch",
     "DraftInFlight",
     "FinishedDraft",
@@ -48,10 +49,12 @@ class TargetOutput(NamedTuple):
     logits: [B, K + 1, V]: row i follows the last committed token and i draft tokens.
     hidden_states: [B, K + 1, len(aux_hidden_layers) * H], in the order of the layers; None when the
         proposer asked for none.
+    counts: [B] how many of the K + 1 tokens each row was read for; None for all.
     """
 
     logits: Tensor
     hidden_states: Tensor | None = None
+    counts: Sequence[int] | None = None
 
 
 @dataclass(slots=True)
@@ -241,8 +244,22 @@ class DraftInFlight(Protocol):
         ...
 
     @property
+    def most(self) -> tuple[int, ...]:
+        """[B], known to the host: no row of the draft is longer, finished or not. The draft is as
+        wide as the largest, or wider."""
+        ...
+
+    @property
     def is_walked(self) -> bool:
         """Whether the host knows the tokens already, and has walked them through the grammars."""
+        ...
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether the device makes the draft meanwhile, so that ``finish`` waits for all of it.
+
+        A chain of proposers then goes on in the next step.
+        """
         ...
 
     def finish(self) -> Draft:
@@ -252,12 +269,10 @@ class DraftInFlight(Protocol):
         """
         ...
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         """Launch what the next ``begin`` goes on from; nothing waits for the device.
 
-        hidden_states: of the verify forward, see ``TargetOutput``. packed: int64 [B, K + 2] on its
+        output: of the verify forward. packed: int64 [B, K + 2] on its
         way to the host, ``num_accepted`` and the ``token_ids`` of ``accepted``. None: nothing.
         """
         ...
@@ -267,17 +282,23 @@ class FinishedDraft(NamedTuple):
     """A draft that the host knows: nothing of it is in flight, and nothing is carried on."""
 
     draft: Draft
+    most: tuple[int, ...]
 
     @property
     def is_walked(self) -> bool:
         """It is."""
         return True
 
+    @property
+    def is_underway(self) -> bool:
+        """It is not."""
+        return False
+
     def finish(self) -> Draft:
         """The draft."""
         return self.draft
 
-    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
         """Nothing."""
 
 
@@ -307,6 +328,15 @@ class Proposer(Protocol):
         ...
 
 
+@runtime_checkable
+class Captures(Protocol):
+    """A proposer that captures CUDA graphs before the first step."""
+
+    def capture(self) -> Iterator[None]:
+        """Capture them, one at each ``next``."""
+        ...
+
+
 class SimpleProposer(Protocol):
     """A proposer that has nothing to overlap: ``from_propose`` makes it a ``Proposer``."""
 
@@ -330,7 +360,10 @@ class _FromPropose:
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         del carry
-        return FinishedDraft(lookahead.follow(self._proposer.propose(batch, lookahead)))
+        before = lookahead.lengths
+        draft = lookahead.follow(self._proposer.propose(batch, lookahead))
+        lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
+        return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
 
     def release(self, slots: Sequence[int]) -> None:
         self._proposer.release(slots)
@@ -344,11 +377,12 @@ def from_propose(proposer: Proposer | SimpleProposer) -> Proposer:
 class TargetModel(Protocol):
     """The model whose distribution the output has."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
 
-        ``draft.num_tokens`` are the most tokens that the rows may hold; what turns out to be beyond
-        a row's end is never looked at.
+        most: [B] tokens that the rows of the draft may hold, which ``draft.num_tokens`` says on the
+        device. Rows need not be read beyond; what turns out to be beyond a row's end is never
+        looked at.
         """
         ...
 
@@ -379,6 +413,8 @@ class ProposerContext:
     draft: the draft model or head the user named: a folder, a hub id, a model, or None.
     blocks: the tables by which the target keeps keys and values, for heads that keep theirs beside
         them, a ``guided_spec.models.packed.blocks.Blocks``; None where it has none.
+    window: in which CUDA graphs may be captured, a
+        ``guided_spec.models.packed.graph_pool.CaptureWindow``; None never closes.
     """
 
     vocabulary: Vocabulary
@@ -393,3 +429,4 @@ class ProposerContext:
     argument: str = ""
     draft: Any = None
     blocks: Any = None
+    window: Any = None

@@ -76,7 +76,7 @@ def speculative_step(
         if flight.is_walked and not (isinstance(target, GraphTarget) and target.launches_at_once):
             lookahead.start()
     with named_range("verify"):
-        output = target.verify(batch, flight.draft)
+        output = target.verify(batch, flight.draft, flight.most)
     # From here on the host works beside the forward.
     draft = flight.finish()
     num_drafted = Download(draft.num_tokens)  # now: later it would wait for the proposer too
@@ -88,7 +88,7 @@ def speculative_step(
         scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
         logprobs = gather_logprobs(scores, accepted.token_ids, batch.logprobs)
     packed = pack(accepted)  # before what is carried on, which it would wait for
-    carried = flight.carry(accepted, output.hidden_states, packed)
+    carried = flight.carry(accepted, output, packed)
     return Step(accepted, draft, lookahead, num_drafted, packed, carried, logprobs)
 
 

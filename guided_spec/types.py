@@ -211,11 +211,7 @@ class SamplingParams:
         if self.complete and self.grammar is None:
             raise ConfigError("complete", self.complete, "needs a grammar; pass None without one")
         self._read_token_rules()
-        if self.cache_salt is not None and not isinstance(self.cache_salt, str):
-            raise ConfigError("cache_salt", self.cache_salt, "must be a str, or None")
-        if self.draft_policy is not None and self.draft_policy not in DRAFT_POLICIES:
-            fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
-            raise ConfigError("draft_policy", self.draft_policy, fix)
+        _require_cache_and_policy(self.cache_salt, self.draft_policy)
         _require_logprobs(self.logprobs, self.logprobs_mode)
 
     @classmethod
@@ -278,6 +274,14 @@ def _require_range(name: str, value: object, *, low: float, high: float) -> None
         raise ConfigError(name, value, "must be a number")
     if not low <= value <= high:  # also refuses NaN
         raise ConfigError(name, value, f"must be between {low:g} and {high:g}")
+
+
+def _require_cache_and_policy(salt: object, policy: object) -> None:
+    if salt is not None and not isinstance(salt, str):
+        raise ConfigError("cache_salt", salt, "must be a str, or None")
+    if policy is not None and policy not in DRAFT_POLICIES:
+        fix = f"must be one of {', '.join(DRAFT_POLICIES)}, or None"
+        raise ConfigError("draft_policy", policy, fix)
 
 
 def _require_logprobs(logprobs: object, mode: object) -> None:

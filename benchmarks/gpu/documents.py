@@ -106,6 +106,7 @@ def _measure(
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
     options |= {"kv_memory_bytes": kv_budget(subject.model), "prefill_tokens": PREFILL_TOKENS}
+    options |= {"prefix_cache": False}  # the rehearsal reads the same prompts
     options |= plan.options
     try:
         llm = LLM(subject.model, name, depth, draft=subject.eagle3, **options)

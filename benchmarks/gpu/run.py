@@ -31,6 +31,7 @@ __all__ = [
     "GpuPlan",
     "Section",
     "document_table",
+    "folders",
     "plugin_table",
     "run_gpu",
     "step_table",
@@ -180,11 +181,11 @@ def run_gpu(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[Section]:
         yield Section("kernels", dict(texts), dict(texts))
     if set(plan.sections) == {"kernels"}:
         return
-    with _folders(plan, report) as folders:
+    with folders(plan, report) as paths:
         if set(plan.sections) <= {"kernels", "plugins"}:
-            yield from _measure_plugins(load_outline(*folders), plan, report)
+            yield from _measure_plugins(load_outline(*paths), plan, report)
             return
-        subject = load_subject(*folders, device=plan.device, dtype=plan.dtype)
+        subject = load_subject(*paths, device=plan.device, dtype=plan.dtype)
         yield from _measure_here(subject, plan, report)
         runs: list[DocumentRun] = []
         if "peers" in plan.sections:
@@ -233,7 +234,7 @@ def _records(rows: Sequence[Any]) -> dict[str, Any]:
 
 
 @contextmanager
-def _folders(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[tuple[str, str | None]]:
+def folders(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[tuple[str, str | None]]:
     """The target's folder and the head's; written first if the plan names none."""
     if plan.model is not None:
         yield plan.model, plan.eagle3

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import Batches, DecodeBatch, Proposer
+from guided_spec.core import Batches, Captures, DecodeBatch, Proposer
 from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
@@ -26,6 +26,7 @@ from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
@@ -167,11 +168,18 @@ class Engine:
     """Continuous batching over fixed KV slots: requests enter and leave at any step.
 
     model: the target, with one slot for each request that may run at once.
-    proposer: see ``guided_spec.proposers``.
+    proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
     """
 
-    def __init__(self, model: CausalLM, proposer: Proposer, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        model: CausalLM,
+        proposer: Proposer,
+        config: EngineConfig,
+        window: CaptureWindow | None = None,
+    ) -> None:
         self._model = model
+        self._window = window or CaptureWindow()
         self._config = config
         self._proposer = proposer
         self._draft_length = build_draft_length(config)
@@ -215,6 +223,16 @@ class Engine:
         if self._keys_vary:
             request.text.noise_key = noise_key(request.text.noise_key, [self._num_added])
         self._scheduler.add(request)
+
+    def capture(self) -> Iterator[None]:
+        """Capture the CUDA graphs of steps of any size, one at each ``next``."""
+        yield from self._model.capture(self._proposer.aux_hidden_layers)
+        if isinstance(self._proposer, Captures):
+            yield from self._proposer.capture()
+
+    def close_captures(self) -> None:
+        """From here on, no step captures a graph."""
+        self._window.is_open = False
 
     def cancel_all(self) -> None:
         """End every request; the engine may go on with new ones."""

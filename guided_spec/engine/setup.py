@@ -23,6 +23,7 @@ from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
+from guided_spec.engine.warm_up import warm_up
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
@@ -31,6 +32,7 @@ from guided_spec.models.causal_lm import CausalLM, PackedForm, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.proposers import build_proposer
 
 __all__ = [
@@ -130,7 +132,7 @@ def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False)
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
-def _load_target(model: Any, config: EngineConfig) -> CausalLM:
+def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots."""
     plan = plan_slots(model, config, shares_blocks=True)
     form = PackedForm.of(model, config.kernels, plan.max_model_len)
@@ -144,6 +146,7 @@ def _load_target(model: Any, config: EngineConfig) -> CausalLM:
         form=form,
         num_blocks=plan.num_blocks,
         width=config.num_draft_tokens + 1,
+        window=window,
     )
 
 
@@ -272,7 +275,8 @@ class Setup:
             draft = _bundled_draft(proposer)
         tokenizer = _tokenizer(model, options)
         config = options.config
-        target = _load_target(loaded, config)
+        window = CaptureWindow()
+        target = _load_target(loaded, config, window)
         max_model_len = target.max_length
         stop_ids = end_of_text_ids(loaded, tokenizer)
         vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
@@ -289,8 +293,13 @@ class Setup:
             dtype=target.dtype,
             draft=draft,
             blocks=target.blocks,
+            window=window,
         )
         name = resolve_auto(proposer, context)
+        grammars = RequestGrammars.build(config, vocabulary, tokenizer)
+        engine = Engine(target, build_proposer(name, context), config, window)
+        if config.capture and target.device.type == "cuda":
+            warm_up(engine, vocabulary, grammars)
         return cls(
             model=loaded,
             tokenizer=tokenizer,
@@ -300,8 +309,8 @@ class Setup:
             vocabulary=vocabulary,
             spell=spell,
             encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
-            grammars=RequestGrammars.build(config, vocabulary, tokenizer),
-            engine=Engine(target, build_proposer(name, context), config),
+            grammars=grammars,
+            engine=engine,
         )
 
 

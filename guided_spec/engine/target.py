@@ -125,23 +125,22 @@ class SlotTarget:
         self._model.copy_slot(source, [slot], length)
         self._states.copy(source, slot)
 
-    def verify(
-        self, batch: DecodeBatch, draft: Draft, most: Sequence[int] | None = None
-    ) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
         """One forward over the last committed token and the draft of every request.
 
-        most: [B] draft tokens that each row may hold; None is as many as the draft has columns.
+        most: [B] draft tokens that each row may hold.
         """
         last = host_integers([context[-1] for context in batch.contexts]).unsqueeze(1)
         # Not by ``device=``, which waits for the copy, and so for all that runs.
         token_ids = torch.cat([last.to(batch.device, non_blocking=True), draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
-        width, longest = token_ids.shape[1], self._model.max_length
-        wanted = [width] * len(batch) if most is None else [1 + count for count in most]
-        # Padding past a shorter draft is fed like a token: it lands where nothing valid is, and is
-        # overwritten before it can be seen. That spares a download of the drafts' lengths.
-        pairs = zip(wanted, starts, strict=True)
-        rows = Rows(batch.slots, starts, [min(want, longest - start) for want, start in pairs])
+        longest = self._model.max_length
+        # What is behind the end of a shorter draft is fed like a token: it lands where nothing
+        # valid is, and is overwritten before it can be seen. That spares a download of its length.
+        pairs = zip(most, starts, strict=True)
+        rows = Rows(
+            batch.slots, starts, [min(1 + count, longest - start) for count, start in pairs]
+        )
         if self._model.is_packed:
             output = self._verify_line(token_ids, rows)
         else:
@@ -169,15 +168,15 @@ class SlotTarget:
         prompts, self._along = self._along, ()
         batch, width = token_ids.shape
         total = sum(rows.counts)
-        index = np.concatenate([rows.index(width), rows.padded(width).flatten()])
-        index = torch.from_numpy(index).to(self._model.device, non_blocking=True)
+        wanted = np.concatenate([rows.places_in(width), rows.padded(width).flatten()])
+        index = torch.from_numpy(wanted).to(self._model.device, non_blocking=True)
         line, places = index.split([total, batch * width])
         output = self._read_line(token_ids.flatten()[line], rows, prompts)
         logits, hidden = self._model.logits(output.states[:total]), output.hidden_states
         if total < batch * width:
             logits = logits[places]
         states = None if hidden is None else hidden[places].view(batch, width, -1)
-        return TargetOutput(logits.view(batch, width, -1), states)
+        return TargetOutput(logits.view(batch, width, -1), states, rows.counts)
 
     def _read_line(
         self, token_ids: Tensor, rows: Rows, prompts: Sequence[PromptPiece]

@@ -41,9 +41,9 @@ class Walk:
     request: its index in the batch. fork: None for a free text, and until it is needed.
     drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
     has_ended: the draft's last token ended the text, or nothing could follow it from the start.
-    is_open: nothing has ended the draft. is_paused: the turn is another proposer's; is_held: the
-    request's tokens are walked later. refused: the illegal token that ended the draft. starved:
-    positions at which the drafter knew none of the legal tokens.
+    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
+    drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
+    draft. starved: positions at which the drafter knew none of the legal tokens.
     """
 
     __slots__ = (
@@ -51,25 +51,24 @@ class Walk:
         "filled",
         "fork",
         "has_ended",
-        "is_held",
         "is_open",
         "is_paused",
         "limit",
         "refused",
         "request",
         "starved",
+        "until",
     )
 
     def __init__(self, request: int, fork: Fork | None, limit: int) -> None:
         self.request = request
         self.fork = fork
-        self.limit = limit
+        self.limit = self.until = limit
         self.drafted: list[int] = []
         self.filled = 0
         self.has_ended = fork is not None and fork.matcher.is_terminated()
         self.is_open = limit > 0 and not self.has_ended
         self.is_paused = False
-        self.is_held = False
         self.refused: int | None = None
         self.starved = 0
 
@@ -84,7 +83,7 @@ class Walk:
     @property
     def is_drafting(self) -> bool:
         """Whether a token may be appended now."""
-        return self.is_open and not self.is_paused and not self.is_held
+        return self.is_open and not self.is_paused and len(self.drafted) < self.until
 
     def append(self, token_id: int) -> bool:
         """Append a token; False, and no change, where the fork refuses it."""
@@ -269,7 +268,7 @@ class Lookahead:
         self._asleep: Sequence[Constraint | None] | None = constraints  # None: forks were taken
         self._filling: Future[None] | None = None  # on another thread
         self._is_constrained = any(constraint is not None for constraint in constraints)
-        self._pauses: Callable[[Walk], bool] | None = None
+        self._pause: Pause | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
         self.fill_seconds = 0.0
 
@@ -300,15 +299,15 @@ class Lookahead:
     def is_open(self) -> list[bool]:
         """[B]: whether more tokens may be drafted for the request.
 
-        False from its limit on, after an end-of-text token and after an illegal token, and while it
-        is paused or held.
+        False from its limit on, after an end-of-text token and after an illegal token, and inside
+        of ``until`` and ``pausing`` from where its turn ends.
         """
         return [walk.is_drafting for walk in self._walks]
 
     def has_room(self, count: int) -> bool:
         """Whether any open request may draft ``count`` tokens more, 1 or above."""
         return any(
-            walk.is_drafting and walk.limit - len(walk.drafted) >= count for walk in self._walks
+            walk.is_drafting and walk.until - len(walk.drafted) >= count for walk in self._walks
         )
 
     @property
@@ -321,53 +320,68 @@ class Lookahead:
         """[B]: positions at which the drafter's own vocabulary had no legal token."""
         return [walk.starved for walk in self._walks]
 
-    @contextmanager
-    def pausing(self, pause: Pause, ends: Sequence[int] | None = None) -> Iterator[None]:
-        """Inside, a turn ends behind a token where ``pause(request)`` says so, or at ``ends`` [B].
+    @property
+    def lengths(self) -> list[int]:
+        """[B]: tokens of the draft so far, the illegal one among them."""
+        return [len(walk.drafted) + (walk.refused is not None) for walk in self._walks]
 
-        So another proposer takes over in a draft. ends: draft tokens.
+    @contextmanager
+    def until(self, ends: Sequence[int]) -> Iterator[None]:
+        """Inside, a request counts as closed from ``ends`` [B] draft tokens on.
+
+        So one proposer's turn ends, and what is walked later waits.
         """
-        ends = [walk.limit for walk in self._walks] if ends is None else ends
-        self._pauses = lambda walk: len(walk.drafted) >= ends[walk.request] or pause(walk.request)
+        before = [walk.until for walk in self._walks]
         for walk, end in zip(self._walks, ends, strict=True):
-            walk.is_paused = len(walk.drafted) >= end
+            walk.until = min(end, walk.until)
         try:
             yield
         finally:
-            self._pauses = None
-            for walk in self._walks:
-                walk.is_paused = False
+            for walk, end in zip(self._walks, before, strict=True):
+                walk.until = end
 
     @contextmanager
-    def holding(self, held: Sequence[bool]) -> Iterator[None]:
-        """Inside, the requests of ``held`` [B] count as closed: their drafts are walked later."""
-        for walk, is_held in zip(self._walks, held, strict=True):
-            walk.is_held = is_held
+    def pausing(self, pause: Pause | None) -> Iterator[None]:
+        """Inside, a request's turn ends behind a token where ``pause(request)`` says so.
+
+        So another proposer takes over in a draft. None: no turn ends so.
+        """
+        before, self._pause = self._pause, pause
         try:
             yield
         finally:
-            for walk in self._walks:
-                walk.is_held = False
+            self._pause = before
+            if before is None:
+                for walk in self._walks:
+                    walk.is_paused = False
 
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
-        None when no request is constrained. Rows of free, closed and held requests forbid nothing.
+        None when no request is constrained. Rows of free and closed requests forbid nothing.
         """
-        return self._rows.at_depths(self._next_depths()) if self._is_constrained else None
+        if not self._is_constrained:
+            return None
+        return self._rows.at_depths(self._next_depths(self._walks))
 
-    def next_rows(self, count: int) -> NDArray[np.int64]:
+    def next_rows(self, count: int, depth: int) -> NDArray[np.int64]:
         """Where the rows of ``next_mask`` lie on the host, int64 [count]: addresses.
 
-        count: B or more; those behind the batch's own forbid nothing. The rows stay as they are
-        until the step after the next one.
+        count: B or more; those behind the batch's own forbid nothing. depth: so do those of
+        requests whose drafts hold another number of tokens. The rows stay as they are until the
+        step after the next one.
         """
-        return self._rows.addresses(self._next_depths(), count)
+        walks = [walk for walk in self._walks if len(walk.drafted) == depth]
+        return self._rows.addresses(self._next_depths(walks), count)
 
-    def _next_depths(self) -> list[int | None]:
-        """Fill what comes next; returns where those rows are."""
-        self._fill([walk for walk in self._walks if walk.is_drafting])
-        return [len(walk.drafted) if walk.is_drafting else None for walk in self._walks]
+    def _next_depths(self, walks: Sequence[Walk]) -> list[int | None]:
+        """Fill what comes next in these walks; returns where those rows are, None for others."""
+        drafting = [walk for walk in walks if walk.is_drafting]
+        self._fill(drafting)
+        depths: list[int | None] = [None] * len(self._walks)
+        for walk in drafting:
+            depths[walk.request] = len(walk.drafted)
+        return depths
 
     def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
         """Append one drafted token, int64 [B], to every open request; one download.
@@ -379,11 +393,19 @@ class Lookahead:
         rows = [token_ids] if starved is None else [token_ids, starved.to(token_ids.dtype)]
         self.accept_ids(*torch.stack(rows).tolist())
 
-    def accept_ids(self, token_ids: Sequence[int], starved: Sequence[int] | None = None) -> None:
-        """``accept`` of what the host has already; starved: [B] 0 or 1."""
+    def accept_ids(
+        self,
+        token_ids: Sequence[int],
+        starved: Sequence[int] | None = None,
+        depth: int | None = None,
+    ) -> None:
+        """``accept`` of what the host has already; starved: [B] 0 or 1.
+
+        depth: requests whose drafts hold another number of tokens are left alone; None: nobody is.
+        """
         self._wake()
         for walk in self._walks:
-            if walk.is_drafting:
+            if walk.is_drafting and depth in (None, len(walk.drafted)):
                 if starved is not None:
                     walk.starved += starved[walk.request]
                 self._accept(walk, token_ids[walk.request])
@@ -442,8 +464,13 @@ class Lookahead:
         walk = self._walks[request]
         if walk.fork is None or not walk.is_open:
             return None
-        self._fill([walk])
+        if walk.num_missing:
+            self._fill([walk])
         return self._rows.words(request, len(walk.drafted))
+
+    def fill_next(self) -> None:
+        """Fill what ``peek`` reads of every open request, which costs less than one by one."""
+        self._next_depths(self._walks)
 
     def follow(self, draft: Draft) -> Draft:
         """The draft to verify: walked now and cut to the requests' room, where nobody did so.
@@ -501,8 +528,8 @@ class Lookahead:
             walk.refuse(token_id)
 
     def _check_pause(self, walk: Walk) -> None:
-        if self._pauses is not None:
-            walk.is_paused = walk.is_open and self._pauses(walk)
+        if self._pause is not None and walk.is_drafting:
+            walk.is_paused = self._pause(walk.request)
 
     def _wake(self) -> None:
         constraints, self._asleep = self._asleep, None

@@ -15,7 +15,7 @@ from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import Blocks, WholeSlots
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.models.packed.graph_pool import GraphPool
+from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.kv_cache import SavedState
@@ -104,6 +104,7 @@ class CausalLM:
     num_slots: texts at a time. max_length: tokens of a text.
     form: its packed form for this ``max_length``, found before; None for none.
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
+    window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
     kernels: "auto" runs a llama-like model on one CUDA device in packed form and as CUDA graphs
         (its projections become views of packed ones, its results change by rounding only);
@@ -127,6 +128,7 @@ class CausalLM:
         form: PackedForm | Literal["find"] | None = "find",
         num_blocks: int | None = None,
         width: int = 1,
+        window: CaptureWindow | None = None,
     ) -> None:
         self.model = model
         self.config: Any = model.config
@@ -147,7 +149,7 @@ class CausalLM:
             return
         self.blocks = Blocks(num_slots, max_length, self.device, num_blocks)
         memory = [self.blocks.allocate(*layer) for layer in found.layers]
-        graphs = GraphPool(self.device)
+        graphs = GraphPool(self.device, window)
         self._packed = PackedLM(found.decoder, memory, self.blocks, width=width, graphs=graphs)
 
     @property
@@ -201,13 +203,13 @@ class CausalLM:
         return self._packed.logits(states)
 
     @torch.inference_mode()
-    def capture(self, hidden_layers: tuple[int, ...], largest: int) -> Iterator[int]:
-        """Capture the CUDA graphs of forwards of up to ``largest`` tokens, one at each ``next``.
+    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+        """Capture the CUDA graphs of forwards, one at each ``next``.
 
-        hidden_layers: that the forwards will be asked for. Yields how many are left to do.
+        hidden_layers: that the forwards will be asked for.
         """
         if self._packed is not None and self.device.type == "cuda":
-            yield from self._packed.capture(hidden_layers, largest)
+            yield from self._packed.capture(hidden_layers)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int]) -> None:

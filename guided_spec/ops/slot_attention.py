@@ -196,16 +196,15 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     for slot, start, end in rows.T.tolist():
         if end > first and slot >= 0:
             length = min(start + end - first, max_length)
-            kept = (_read(buffer, tables[slot], length) for buffer in (keys, values))
-            attended[first:end] = _attend_row(query[first:end], *kept, start, scale, window)
+            kept = KeyValues(*(_read(buffer, tables[slot], length) for buffer in (keys, values)))
+            attended[first:end] = _attend_row(query[first:end], kept, start, scale, window)
         first = max(end, first)
     return attended
 
 
-def _attend_row(
-    query: Tensor, keys: Tensor, values: Tensor, start: int, scale: float, window: int
-) -> Tensor:
+def _attend_row(query: Tensor, kept: KeyValues, start: int, scale: float, window: int) -> Tensor:
     """[T, Hq, D] of one row: T queries from position ``start`` on over [Hkv, L, D] kept ones."""
+    keys, values = kept
     positions = start + torch.arange(len(query), device=query.device).unsqueeze(1)
     stored = torch.arange(keys.shape[1], device=query.device)
     visible = stored <= positions  # [T, L]

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from torch import Tensor
-
-from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
+from guided_spec.core import (
+    Captures,
+    DecodeBatch,
+    DraftInFlight,
+    Proposer,
+    ProposerContext,
+    TargetOutput,
+)
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import Download
@@ -33,40 +38,123 @@ class _Carried(tuple[object | None, ...]):
     """What each member carries on."""
 
 
+class _Part(NamedTuple):
+    """Drafts behind one another, as one; most: see ``DraftInFlight``."""
+
+    draft: Draft
+    most: tuple[int, ...]
+
+    def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
+        """``draft`` behind this one, without the columns that no request uses."""
+        both = tuple(map(sum, zip(self.most, most, strict=True)))
+        return _Part(concatenate(self.draft, draft).cut(max(both)), both)
+
+
+class _Flying(NamedTuple):
+    """A member's draft that is under way, and ends the chain's.
+
+    ends: [B] tokens that the whole drafts hold at most.
+    """
+
+    flight: DraftInFlight
+    ends: Sequence[int]
+
+
 class _Turns:
-    """One member's turns in a step: what it carries is for the first, and comes from the last."""
+    """The turns that the members take in one step.
 
-    def __init__(self, proposer: Proposer, carry: object | None) -> None:
-        self.proposer = proposer
-        self.last: DraftInFlight | None = None
-        self._carry = carry
+    walked: what is drafted, and known to the host. flying: what comes behind it, if anything does.
+    last: [members] the last flight of each, None before its first turn.
+    """
 
-    def draft(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-        """The member's next tokens, walked."""
-        carry, self._carry = self._carry, None
-        self.last = self.proposer.begin(batch, lookahead, carry)
-        return self.last.finish()
+    def __init__(
+        self,
+        members: Sequence[Proposer],
+        batch: DecodeBatch,
+        lookahead: Lookahead,
+        carried: _Carried,
+    ) -> None:
+        self.walked = _Part(no_draft(batch), (0,) * len(batch))
+        self.flying: _Flying | None = None
+        self.last: list[DraftInFlight | None] = [None] * len(members)
+        self._members, self._batch, self._lookahead = members, batch, lookahead
+        self._carried = carried
+
+    def lead(self, ends: Sequence[int]) -> None:
+        """The first member drafts, up to ``ends`` [B] tokens of the draft."""
+        starts = self._lookahead.lengths
+        with self._lookahead.until(ends):
+            self._walk(self._begin(0, self._batch), starts)
+
+    def fill(self, member: int, left: Sequence[int]) -> list[int]:
+        """Another one drafts ``left`` [B] tokens at most, and the first behind it.
+
+        Returns what is left then. Nothing is drafted behind a draft that is under way.
+        """
+        batch, lookahead = self._batch, self._lookahead
+        if self.flying is not None:
+            if self.last[member] is None:
+                # Hidden states come once: it has to get them even if its turn never comes.
+                self._begin(member, replace(batch, num_draft_tokens=0))
+            return list(left)
+        starts = lookahead.lengths
+        ends = [start + room for start, room in zip(starts, left, strict=True)]
+        lead = self._members[0]
+        leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else None
+        with lookahead.until(ends), lookahead.pausing(leads):
+            limits = tuple(map(min, batch.limits, ends))
+            flight = self._begin(member, replace(batch, limits=limits))
+            if flight.is_underway:
+                self.flying = _Flying(flight, ends)
+                return list(left)
+            self._walk(flight, starts)
+        gained = [now - start for now, start in zip(lookahead.lengths, starts, strict=True)]
+        if any(gained):
+            self.lead([batch.mask_rows.depths * (count > 0) for count in gained])
+        return [room - count for room, count in zip(left, gained, strict=True)]
+
+    def _begin(self, member: int, batch: DecodeBatch) -> DraftInFlight:
+        # What is carried is for the first turn.
+        carry = self._carried[member] if self.last[member] is None else None
+        flight = self._members[member].begin(batch, self._lookahead, carry)
+        self.last[member] = flight
+        return flight
+
+    def _walk(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
+        """The draft of ``flight`` goes behind ``starts`` [B] tokens."""
+        draft = flight.finish()
+        lengths = zip(self._lookahead.lengths, starts, strict=True)
+        self.walked = self.walked.join(draft, tuple(now - start for now, start in lengths))
 
 
 class _ChainDraft(NamedTuple):
-    """The draft of a chain, which the host has walked; see ``DraftInFlight``."""
+    """The draft of a chain; see ``DraftInFlight``."""
 
     draft: Draft
-    turns: Sequence[_Turns]
+    most: tuple[int, ...]
+    turns: _Turns
+    lookahead: Lookahead
 
     @property
     def is_walked(self) -> bool:
-        return True
+        return self.turns.flying is None
+
+    @property
+    def is_underway(self) -> bool:
+        return self.turns.flying is not None
 
     def finish(self) -> Draft:
-        return self.draft
+        flying = self.turns.flying
+        if flying is None:
+            return self.draft
+        with self.lookahead.until(flying.ends):
+            last = flying.flight.finish()
+        return self.turns.walked.join(last, flying.flight.most).draft
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         return _Carried(
-            None if turns.last is None else turns.last.carry(accepted, hidden_states, packed)
-            for turns in self.turns
+            None if last is None else last.carry(accepted, output, packed)
+            for last in self.turns.last
         )
 
 
@@ -74,7 +162,9 @@ class Chain:
     """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
-    from there, and what its own words force comes behind them.
+    from there, and what its own words force comes behind them. A draft that is under way, as that
+    of ``chain:grammar_forced+eagle3`` on a GPU, ends the chain's: what it forces comes first in the
+    next step.
     """
 
     def __init__(self, context: ProposerContext) -> None:
@@ -96,75 +186,33 @@ class Chain:
     ) -> DraftInFlight:
         """The members in turn, each from where the draft stands, until none has more to say.
 
-        The members behind the first draft K tokens of each request between them at most. They stop
-        where the first one leads again, and go on behind it. What one request drafts never decides
-        how much another does: both may draw with the same noise.
+        The members behind the first draft K tokens of each request between them at most. What one
+        request drafts never decides how much another does: both may draw with the same noise.
         """
         carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
-        turns = [_Turns(*pair) for pair in zip(self._members, carried, strict=True)]
-        lead, *fillers = turns
-        for filler in fillers:
-            if filler.proposer.aux_hidden_layers:
-                # Hidden states come once: it has to get them even if its turn never comes.
-                filler.draft(replace(batch, num_draft_tokens=0), lookahead)
-        draft = lead.draft(batch, lookahead)
-        left = [batch.num_draft_tokens] * len(batch)
-        while any(_rooms(lookahead, left)):
+        turns = _Turns(self._members, batch, lookahead, carried)
+        turns.lead([batch.mask_rows.depths] * len(batch))
+        left, is_on = [batch.num_draft_tokens] * len(batch), True
+        while is_on:
             before = left
-            for filler in fillers:
-                starts = _lengths(lookahead)
-                draft = _join(draft, self._fill(filler, batch, lookahead, left), batch, lookahead)
-                rows = zip(left, starts, _lengths(lookahead), strict=True)
-                left = [room - (end - start) for room, start, end in rows]
+            for member in range(1, len(self._members)):
+                left = turns.fill(member, left)
             # Who got nothing is done, however long others go on.
-            gained = [now < was for now, was in zip(left, before, strict=True)]
-            left = [room if is_on else 0 for room, is_on in zip(left, gained, strict=True)]
-            ends = [batch.mask_rows.depths * is_on for is_on in gained]
-            with lookahead.pausing(_never, ends):
-                if any(lookahead.is_open):
-                    draft = _join(draft, lead.draft(batch, lookahead), batch, lookahead)
-        return _ChainDraft(draft, turns)
+            left = [now * (now < was) for now, was in zip(left, before, strict=True)]
+            rooms = zip(left, lookahead.is_open, strict=True)
+            is_on = turns.flying is None and any(room and is_open for room, is_open in rooms)
+        whole = turns.walked
+        if turns.flying is not None:
+            whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)
+        return _ChainDraft(*whole, turns, lookahead)
 
-    def _fill(
-        self, filler: _Turns, batch: DecodeBatch, lookahead: Lookahead, left: Sequence[int]
-    ) -> Draft:
-        """``left[request]`` tokens of each request at most."""
-        lead, most = self._members[0], max(_rooms(lookahead, left))
-        if most == 0:
-            return no_draft(batch)
-        ends = [start + room for start, room in zip(_lengths(lookahead), left, strict=True)]
-        limits = tuple(map(min, batch.limits, ends))
-        batch = replace(batch, num_draft_tokens=most, limits=limits)
-        leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else _never
-        with lookahead.pausing(leads, ends):
-            return filler.draft(batch, lookahead)
+    def capture(self) -> Iterator[None]:
+        """See ``Captures``."""
+        for member in self._members:
+            if isinstance(member, Captures):
+                yield from member.capture()
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""
         for member in self._members:
             member.release(slots)
-
-
-def _never(request: int) -> bool:
-    del request
-    return False
-
-
-def _lengths(lookahead: Lookahead) -> list[int]:
-    return [len(drafted) for drafted in lookahead.drafted]
-
-
-def _rooms(lookahead: Lookahead, left: Sequence[int]) -> list[int]:
-    """[B] what is left to the requests that may go on."""
-    return [room * is_open for room, is_open in zip(left, lookahead.is_open, strict=True)]
-
-
-def _join(first: Draft, second: Draft, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
-    """Both drafts, without the columns that no request uses.
-
-    Ragged ones leave some: more, maybe, than there are mask rows. One column stays for an illegal
-    token, which is not among ``drafted``.
-    """
-    joined = concatenate(first, second)
-    longest = max(_lengths(lookahead)) + 1
-    return joined.cut(min(joined.token_ids.shape[1], longest, batch.mask_rows.depths - 1))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket, pad_rows
+from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
@@ -50,8 +50,12 @@ class GraphSampling:
 
 def sampling_key(sampling: Sampling, noise: DraftNoise | None) -> tuple[Hashable, ...]:
     """What a graph depends on besides the tensors that it reads."""
-    flags = (sampling.all_greedy, sampling.any_top_k, sampling.any_top_p, sampling.any_min_p)
-    return (*flags, noise and noise[2:])
+    return (sampling.all_greedy, is_filtered(sampling), noise and noise[2:])
+
+
+def is_filtered(sampling: Sampling) -> bool:
+    """Whether any row has a filter. A graph then looks for all of them: so there are few graphs."""
+    return sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
 
 
 def read_sampling(
@@ -66,7 +70,8 @@ def read_sampling(
     parameters: Any = {name: inputs[name] for name in PARAMETERS}
     positions = inputs["positions"] + depth
     own = noise._replace(seeds=inputs["seeds"], positions=positions)
-    return replace(sampling, **parameters), own
+    flags = dict.fromkeys(("any_top_k", "any_top_p", "any_min_p"), is_filtered(sampling))
+    return replace(sampling, **parameters, **flags), own
 
 
 # Logits of a graph at most. More of them keep the device busy for longer than the launches take,
@@ -128,10 +133,14 @@ class DraftChooser:
 
     @classmethod
     def on(
-        cls, device: torch.device, target_ids: Tensor | None, sources: GraphPool | None = None
+        cls,
+        device: torch.device,
+        target_ids: Tensor | None,
+        sources: GraphPool | None = None,
+        window: CaptureWindow | None = None,
     ) -> DraftChooser:
-        """With graphs where the device is a CUDA device."""
-        graphs = GraphPool(device) if device.type == "cuda" else None
+        """With graphs where the device is a CUDA device, captured in ``window``."""
+        graphs = GraphPool(device, window) if device.type == "cuda" else None
         return cls(target_ids, graphs, sources)
 
     def choose(

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
@@ -30,7 +30,7 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.drafting import host_draft, used_policies
-from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
+from guided_spec.proposers.masked_walk import Given, MaskedDraft, MaskedTurn, MaskedWalk, Room
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = [
@@ -135,6 +135,7 @@ class _Unwalked(NamedTuple):
     """A loop's draft on its way to the host; see ``DraftInFlight``."""
 
     draft: Draft
+    most: tuple[int, ...]
     loop: DraftLoop
     later: Download | None
 
@@ -142,11 +143,27 @@ class _Unwalked(NamedTuple):
     def is_walked(self) -> bool:
         return False
 
+    @property
+    def is_underway(self) -> bool:
+        return self.loop.is_underway
+
     def finish(self) -> Draft:
         return self.loop.walk_as(self.draft, self.later)
 
-    def carry(self, accepted: Accepted, hidden_states: Tensor | None, packed: Download) -> None:
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
         """A model of its own has nothing to read before it is told the tokens."""
+
+
+class _Masked(NamedTuple):
+    """A draft under masks; see ``MaskedTurn``."""
+
+    room: Room
+    given: Given | None
+
+    def own(self, drawn: Tensor) -> Tensor:
+        """[B, K, ...] of what is in the room: what each request drew itself."""
+        own = drawn if self.given is None else self.given.behind(drawn)
+        return own.transpose(0, 1).contiguous()
 
 
 class DraftLoop:
@@ -154,6 +171,7 @@ class DraftLoop:
 
     ``run``, ``take`` or ``take_masked`` once, then ``finish`` or ``in_flight`` once. The arguments
     are those of ``draft_autoregressively``.
+    rows: the requests that draft, if they are open; None: all.
     chooser: kept by the drafter from step to step, made with the target ids of ``vocabulary``; None
         launches every choice by itself.
     """
@@ -165,6 +183,7 @@ class DraftLoop:
         policy: DraftPolicy,
         vocabulary: DraftVocabulary | None,
         chooser: DraftChooser | None = None,
+        rows: Sequence[int] | None = None,
     ) -> None:
         target_ids = None if vocabulary is None else vocabulary.target_ids
         self._chooser = chooser or DraftChooser(target_ids)
@@ -176,30 +195,34 @@ class DraftLoop:
             for one, constraint in zip(masked, batch.constraints, strict=True)
         )
         self._starts = [len(drafted) for drafted in lookahead.drafted]
-        self._was_open = lookahead.is_open
+        self._ends = _ends(batch, lookahead, range(len(batch)) if rows is None else rows)
         self._is_later = [not (is_waiting and one) for one in masked]
+        # Of those that are walked as they draft: the others' turn comes later.
+        self._waiting_ends = [
+            start if later else end
+            for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
+        ]
         self._rooms = [
-            limit - start if is_open and later else 0
-            for limit, start, is_open, later in zip(
-                batch.limits, self._starts, self._was_open, self._is_later, strict=True
-            )
+            end - start if later else 0
+            for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
         ]
         self._sampling = batch.sampling
-        self._noise = None if self._sampling.all_greedy else self._keys()
         self._places: list[_Place] = []
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
+        self._masked: _Masked | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
 
     def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         """Draw token after token; the last may still be on its way to the host."""
         logits = first_logits
-        with self._lookahead.holding(self._is_later):
+        noise = None if self._sampling.all_greedy else self._keys(self._starts)
+        with self._lookahead.until(self._waiting_ends):
             for depth in range(self._batch.num_draft_tokens):
                 self._settle()
                 if not self._goes_on(depth):
                     break
-                self._draw(logits, depth)
+                self._draw(logits, depth, noise)
                 if depth + 1 == self._batch.num_draft_tokens or not self._may_go_on(depth + 1):
                     break
                 logits = forward(self._places[-1].readable)
@@ -208,15 +231,17 @@ class DraftLoop:
         """Every request's best tokens, int64 [B, K] target ids."""
         self._places += [_Place(tokens, tokens, None, None) for tokens in best.unbind(1)]
 
-    def take_masked(self, walk: MaskedWalk, slots: Sequence[int]) -> None:
-        """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``."""
-        drawing = (self._sampling, self._noise)
-        self._running = walk.begin(slots, self._batch, self._lookahead, *drawing)
+    def take_masked(self, walk: MaskedWalk, slots: Sequence[int], given: Given | None) -> None:
+        """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
+
+        given: what the drafts hold already; None where those that go on hold nothing.
+        """
+        noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
+        turn = MaskedTurn(self._lookahead, self._ends, given)
+        self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
+        self._masked = _Masked(self._running.room, given)
         # The device works on while whoever reads the draft launches what comes behind it.
-        self._running.walk(self._lookahead, 1)
-        for depth in range(self._batch.num_draft_tokens):
-            ids, probs, rescued = self._running.room.at(depth)
-            self._places.append(_Place(ids, ids, probs, rescued))
+        self._running.walk(1)
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -226,11 +251,18 @@ class DraftLoop:
 
     def in_flight(self) -> DraftInFlight:
         """The draft as the target may read it at once."""
-        if not self._places:
-            return FinishedDraft(self.finish())
-        ids = torch.stack([place.readable for place in self._places], 1)
-        most = torch.full_like(ids[:, 0], ids.shape[1])
-        return _Unwalked(Draft(ids, most), self, self._download())
+        if self._masked is None and not self._places:
+            return FinishedDraft(self.finish(), (0,) * len(self._batch))
+        ids = self._ids()
+        pairs = zip(self._starts, self._ends, strict=True)
+        most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
+        lengths = host_integers(most).to(ids.device, non_blocking=True)
+        return _Unwalked(Draft(ids, lengths), most, self, self._download())
+
+    @property
+    def is_underway(self) -> bool:
+        """Whether the host has not waited for any of the tokens while they were drawn."""
+        return self._masked is not None or all(self._is_later)
 
     def walk_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
@@ -246,11 +278,11 @@ class DraftLoop:
         """``_goes_on`` as far as it can be told before ``_settle``."""
         return self._lookahead.has_room(2) or depth < max(self._rooms)
 
-    def _draw(self, logits: Tensor, depth: int) -> None:
+    def _draw(self, logits: Tensor, depth: int, noise: DraftNoise | None) -> None:
         """One token for each request from logits [B, D]; ``_settle`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
-        chosen = self._chooser.choose(depth, logits, mask, self._sampling, self._noise)
+        chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise)
         place = _Place(chosen.tokens, chosen.readable, chosen.probs, chosen.rescued)
         self._places.append(place)
         self._adjustments.append(chosen.tokens)
@@ -260,7 +292,7 @@ class DraftLoop:
     def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
         if self._running is not None:
-            self._running.walk(self._lookahead)
+            self._running.walk()
             self._running = None
         if self._drawn is not None:
             tokens, starved = self._drawn.wait().tolist()
@@ -275,7 +307,7 @@ class DraftLoop:
 
     def _walk(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
-        with self._lookahead.holding(self._is_later):
+        with self._lookahead.until(self._waiting_ends):
             self._settle()
         if later is not None:
             self._lookahead.extend(self._own(later.wait().tolist()))
@@ -283,15 +315,15 @@ class DraftLoop:
         rows = []
         for request, start in enumerate(self._starts):
             row = drafted[request][start:]
-            found = refused[request] if self._was_open[request] else None
+            found = refused[request] if self._ends[request] > start else None
             # Dropping an illegal token that was sampled would bias the text: the verifier has to
             # refuse it.
             rows.append(row if found is None else [*row, found])
         return rows
 
-    def _keys(self) -> DraftNoise:
-        """Which noise the first token is drawn with."""
-        pairs = zip(self._batch.contexts, self._starts, strict=True)
+    def _keys(self, starts: Sequence[int]) -> DraftNoise:
+        """Which noise the token is drawn with that follows ``starts`` [B] draft tokens."""
+        pairs = zip(self._batch.contexts, starts, strict=True)
         positions = [len(context) + start for context, start in pairs]
         return self._batch.draft_keys(
             torch.tensor(positions).to(self._batch.device, non_blocking=True)
@@ -300,21 +332,40 @@ class DraftLoop:
     def _own(self, rows: list[list[int]]) -> list[list[int]]:
         """[B] lists: the tokens of the requests that are walked now, as far as there are any."""
         return [
-            list(takewhile(lambda token: token >= 0, row)) if room else []
+            list(takewhile(lambda token: token >= 0, row[:room]))
             for row, room in zip(rows, self._rooms, strict=True)
         ]
 
+    def _ids(self) -> Tensor:
+        """int64 [B, K]: what was drawn, 0 where there is none; K may be less."""
+        if self._masked is not None:
+            return self._masked.own(self._masked.room.ids)
+        return torch.stack([place.readable for place in self._places], 1)
+
     def _with_probs(self, draft: Draft) -> Draft:
         """The draft and what its tokens were drawn from; as it is where all are certain."""
-        if self._sampling.all_greedy or not self._places:
+        if self._sampling.all_greedy or (self._masked is None and not self._places):
             return draft
-        drawn_from = [place.probs for place in self._places if place.probs is not None]
         columns = is_certain = None
         if self._vocabulary is not None:
             columns = self._vocabulary.columns
-            rescued = [place.rescued for place in self._places if place.rescued is not None]
-            is_certain = torch.stack(rescued, 1) >= 0
-        whole = draft._replace(
-            probs=torch.stack(drawn_from, 1), columns=columns, is_certain=is_certain
-        )
+            is_certain = self._stack(lambda drawn: drawn.rescued) >= 0
+        probs = self._stack(lambda drawn: drawn.probs)
+        whole = draft._replace(probs=probs, columns=columns, is_certain=is_certain)
         return whole.cut(draft.token_ids.shape[1])
+
+    def _stack(self, part: Callable[[_Place | Room], Tensor | None]) -> Tensor:
+        """[B, K, ...]: one part of all that was drawn."""
+        sources = self._places if self._masked is None else [self._masked.room]
+        found = [kept for kept in map(part, sources) if kept is not None]
+        return torch.stack(found, 1) if self._masked is None else self._masked.own(found[0])
+
+
+def _ends(batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> list[int]:
+    """[B]: tokens that the drafts hold at most once the requests of ``rows`` have drafted."""
+    ends, is_open = [len(drafted) for drafted in lookahead.drafted], lookahead.is_open
+    for row in rows:
+        if is_open[row]:
+            limit = min(batch.limits[row], batch.mask_rows.depths - 1)
+            ends[row] = min(ends[row] + batch.num_draft_tokens, limit)
+    return ends

@@ -69,13 +69,13 @@ class DraftModel:
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
-        loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser)
         drafts, is_open = lookahead.drafted, lookahead.is_open
         rows = [
             row
             for row, context in enumerate(batch.contexts)
             if is_open[row] and self._fits(batch, len(context) + len(drafts[row]))
         ]
+        loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
         if not rows:
             return loop
         drafted = [list(drafts[row]) for row in rows]

@@ -60,6 +60,8 @@ def shared_prompts(batch: DecodeBatch) -> list[list[int]]:
 def concatenate(first: Draft, second: Draft) -> Draft:
     """Each request's tokens of ``first``, then those of ``second``; no sync."""
     batch, left = first.token_ids.shape
+    if left == 0:
+        return second
     width = left + second.token_ids.shape[1]
     device = first.token_ids.device
     columns = torch.arange(width, device=device)

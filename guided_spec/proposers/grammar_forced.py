@@ -21,7 +21,6 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import row_allows
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.proposers.drafting import host_draft
 
@@ -47,12 +46,18 @@ class GrammarForced:
     ) -> DraftInFlight:
         """The forced tokens after each request's draft so far; none for free requests."""
         del carry
-        drafts = [self._draft(batch, lookahead, request) for request in range(len(batch))]
-        return FinishedDraft(host_draft(batch, lookahead.extend_forced(drafts)))
+        lookahead.fill_next()
+        rows = zip(lookahead.drafted, lookahead.is_open, strict=True)
+        drafts = [
+            self._draft(batch, lookahead, request, drafted) if is_open else []
+            for request, (drafted, is_open) in enumerate(rows)
+        ]
+        legal = lookahead.extend_forced(drafts)
+        return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
 
     def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether anything is forced after the request's draft so far."""
-        return bool(self._draft(batch, lookahead, request))
+        return bool(self._draft(batch, lookahead, request, lookahead.drafted[request]))
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the whitespace style of the ended requests."""
@@ -60,20 +65,27 @@ class GrammarForced:
             self._styles.pop(slot, None)
             self._known.pop(slot, None)
 
-    def _draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> list[int]:
+    def _draft(
+        self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]
+    ) -> list[int]:
+        """What is forced behind ``drafted``, which is the request's draft so far."""
+        if batch.constraints[request] is None:
+            return []
         room = self._limit - len(lookahead.forced[request])
         if room <= 0:
             return []
-        slot, drafted = batch.slots[request], lookahead.drafted[request]
+        slot = batch.slots[request]
         key = (len(batch.contexts[request]), len(drafted))
         known = self._known.get(slot)
         if known is None or known.key != key:
-            forced = self._find(batch, lookahead, request)
+            forced = self._find(batch, lookahead, request, drafted)
             known = _Known(key, [*self._tokens.split(forced.text), *forced.stop])
             self._known[slot] = known
         return known.tokens[:room]
 
-    def _find(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> Forced:
+    def _find(
+        self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]
+    ) -> Forced:
         fork, constraint = lookahead.fork_of(request), batch.constraints[request]
         row = lookahead.peek(request)
         if fork is None or constraint is None or row is None:
@@ -82,12 +94,12 @@ class GrammarForced:
         if style is None or style.constraint is not constraint:
             style = _Style(constraint)
             self._styles[batch.slots[request]] = style
-        forced = style.find(self._search, lookahead.drafted[request])
+        forced = style.find(self._search, drafted)
         return self._search.find(without_budget(fork.matcher), row) if forced is None else forced
 
 
 class _Known(NamedTuple):
-    """What was found for a request at one point: ``leads`` asks, ``propose`` asks again."""
+    """What was found for a request at one point: ``leads`` asks, ``begin`` asks again."""
 
     key: tuple[int, int]
     tokens: list[int]
@@ -101,14 +113,22 @@ class Forced(NamedTuple):
 
 
 class ForcedSearch:
-    """Finds forced text by looking at which single bytes a matcher's mask admits."""
+    """Finds forced text by looking at which single bytes a matcher's mask admits.
+
+    A mask costs a microsecond, and so does each call into numpy: the words of a mask that matter
+    become one integer of Python's.
+    """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         ids = vocabulary.single_byte_ids
-        self._bytes = np.flatnonzero(ids >= 0)
-        self._ids = ids[self._bytes]
-        self._words, self._bits = self._ids >> 5, (self._ids & 31).astype(np.int32)
+        single = {int(ids[byte]): byte for byte in np.flatnonzero(ids >= 0)}
         self._stops = vocabulary.stop_token_ids
+        self._words = _words([*single, *self._stops])
+        places = _places(self._words)
+        self._bytes = {places[token]: (token, byte) for token, byte in single.items()}
+        self._single_bits = sum(1 << place for place in self._bytes)
+        self._stop_bits = sum(1 << places[token] for token in self._stops)
+        self._places = places
         self._row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
 
     def find(self, matcher: GrammarMatcher, row: NDArray[np.int32] | None = None) -> Forced:
@@ -118,24 +138,48 @@ class ForcedSearch:
         """
         found = bytearray()
         stop: tuple[int, ...] = ()
+        if row is None:
+            row = self._fill(matcher)
         while len(found) < LONGEST_TEXT:
-            row = self._fill(matcher) if row is None else row
-            stops = [token for token in self._stops if row_allows(row, token)]
-            if stops:
-                stop = tuple(stops) if np.bitwise_count(row.view(np.uint32)).sum() == 1 else ()
+            admitted = int.from_bytes(row[self._words].tobytes(), "little")
+            if admitted & self._stop_bits:
+                stop = self._only_stop(row, admitted)
                 break
-            legal = np.flatnonzero((row[self._words] >> self._bits) & 1)
-            if len(legal) != 1 or not matcher.accept_token(int(self._ids[legal[0]])):
+            single = admitted & self._single_bits
+            if single == 0 or single & (single - 1):  # none, or several
                 break
-            found.append(int(self._bytes[legal[0]]))
-            row = None
+            token, byte = self._bytes[single.bit_length() - 1]
+            if not matcher.accept_token(token):
+                break
+            found.append(byte)
+            row = self._fill(matcher)
         matcher.rollback(len(found))
         return Forced(bytes(found), stop)
+
+    def _only_stop(self, row: NDArray[np.int32], admitted: int) -> tuple[int, ...]:
+        """The stop token where the row admits nothing else."""
+        if np.bitwise_count(row.view(np.uint32)).sum() > 1:
+            return ()
+        return tuple(token for token in self._stops if admitted >> self._places[token] & 1)
 
     def _fill(self, matcher: GrammarMatcher) -> NDArray[np.int32]:
         matcher.fill_next_token_bitmask(self._row, 0)
         row: NDArray[np.int32] = self._row[0]
         return row
+
+
+def _words(token_ids: Sequence[int]) -> NDArray[np.int64]:
+    """The words of a mask row that hold these tokens, ascending."""
+    return np.unique(np.array(token_ids, dtype=np.int64) >> 5)
+
+
+def _places(words: NDArray[np.int64]) -> dict[int, int]:
+    """Where the bit of each token of these words stands, once they are one integer."""
+    return {
+        32 * word + bit: 32 * at + bit
+        for at, word in enumerate(words.tolist())
+        for bit in range(32)
+    }
 
 
 class _Style:

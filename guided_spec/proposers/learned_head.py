@@ -7,14 +7,21 @@ The learned draft heads by name: which checkpoint each is read from.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, ProposerContext
+from guided_spec.core import (
+    DecodeBatch,
+    DraftInFlight,
+    FinishedDraft,
+    ProposerContext,
+    TargetOutput,
+)
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftHead
@@ -33,7 +40,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_walk import MaskedWalk
+from guided_spec.proposers.masked_walk import Given, MaskedWalk
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = [
@@ -109,18 +116,22 @@ class HeadDraft(NamedTuple):
         return self.inner.draft
 
     @property
+    def most(self) -> tuple[int, ...]:
+        return self.inner.most
+
+    @property
     def is_walked(self) -> bool:
         return self.inner.is_walked
+
+    @property
+    def is_underway(self) -> bool:
+        return self.inner.is_underway
 
     def finish(self) -> Draft:
         return self.inner.finish()
 
-    def carry(
-        self, accepted: Accepted, hidden_states: Tensor | None, packed: Download
-    ) -> object | None:
-        if hidden_states is None:
-            return None
-        return self.head.read_ahead(self.batch, accepted, hidden_states, packed)
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
+        return self.head.read_ahead(self.batch, accepted, output, packed)
 
 
 class _Piece(NamedTuple):
@@ -158,7 +169,7 @@ class LearnedHead:
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
-        self._chooser = DraftChooser.on(context.device, target_ids, sources)
+        self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedWalk | None = None
         if self._packed is not None and can_share(context.device):
             self._masked = MaskedWalk(self._packed, target_ids, context)
@@ -171,23 +182,30 @@ class LearnedHead:
         self._confirm(batch, carry)
         self._read(batch)
         if batch.num_draft_tokens == 0:  # the next step may be another without a draft
-            return FinishedDraft(no_draft(batch))
+            return FinishedDraft(no_draft(batch), (0,) * len(batch))
         return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
 
     def read_ahead(
-        self, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor, packed: Download
+        self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
     ) -> object | None:
         """The head reads the accepted tokens while the host commits them; for ``begin``."""
         head, lengths = self._packed, [len(context) for context in batch.contexts]
-        if head is None or min(lengths) < 2:
+        if head is None or output.hidden_states is None or min(lengths) < 2:
             return None
         known = [head.length(slot) + 1 for slot in batch.slots]
-        counts = [accepted.token_ids.shape[1]] * len(batch)
+        counts = output.counts or [accepted.token_ids.shape[1]] * len(batch)
         if known != lengths or not head.can_read_ahead(batch.slots, counts):
             return None
-        given = (accepted.token_ids, hidden_states, accepted.num_accepted)
+        given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
         head.read_ahead(batch.slots, *given, counts)
         return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
+
+    def capture(self) -> Iterator[None]:
+        """See ``Captures``."""
+        if self._packed is not None and self._longest:
+            yield from self._packed.capture(self._longest)
+        if self._masked is not None and self._longest:
+            yield from self._masked.capture()
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
@@ -197,20 +215,19 @@ class LearnedHead:
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
-        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser)
-        drafted, is_open = lookahead.drafted, lookahead.is_open
-        able = [
+        is_open = lookahead.is_open
+        rows = [
             row
-            for row, slot in enumerate(batch.slots)
-            if self._may_draft(batch, slot, batch.contexts[row], drafted[row])
+            for row in range(len(batch))
+            if is_open[row] and self._may_draft(batch, lookahead, row)
         ]
-        rows = [row for row in able if is_open[row]]
-        if not rows:
+        if self._packed is not None:
+            most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
+            batch = replace(batch, limits=tuple(most))
+        loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
+        drafted = lookahead.drafted
+        if not rows or self._draft_at_once(loop, batch, drafted, rows):
             return loop
-        if len(able) == len(batch):
-            walked = [row if one else () for row, one in zip(drafted, is_open, strict=True)]
-            if self._draft_at_once(loop, batch, walked):
-                return loop
         slots = [batch.slots[row] for row in rows]
         self._follow(slots, [drafted[row] for row in rows], batch.device)
         index = None  # nothing has to be picked or spread
@@ -232,33 +249,51 @@ class LearnedHead:
         return loop
 
     def _draft_at_once(
-        self, loop: DraftLoop, batch: DecodeBatch, drafted: Sequence[Sequence[int]]
+        self,
+        loop: DraftLoop,
+        batch: DecodeBatch,
+        drafted: Sequence[Sequence[int]],
+        rows: Sequence[int],
     ) -> bool:
-        """Draft by one graph, if it can be; closed requests draft too, and nobody looks.
+        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks.
 
-        drafted: [B] what the drafts hold, nothing for those that are closed.
+        drafted: [B] what the drafts hold.
         """
-        head, slots = self._packed, batch.slots
+        head, slots, count = self._packed, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
-        is_masked = self._masked is not None and drafts_masked(batch, self._policy)
-        if not is_masked and not drafts_best(batch, self._policy):
+        is_best = drafts_best(batch, self._policy)
+        is_masked = self._masked is not None and drafts_masked(batch, self._policy) and not is_best
+        if not is_masked and not is_best:
             return False
-        self._follow(slots, drafted, batch.device)
+        head.rewind(slots)
+        if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it
+            return False
+        given = None
+        if any(drafted[row] for row in rows):
+            read = [drafted[row] if row in rows else () for row in range(len(batch))]
+            given = Given.of(read, count, batch.device)
         if self._masked is not None and is_masked:
-            loop.take_masked(self._masked, slots)
+            loop.take_masked(self._masked, slots, given)
+        elif given is None:
+            loop.take(head.walk_greedily(slots, count))
         else:
-            loop.take(head.walk_greedily(slots, batch.num_draft_tokens))
+            loop.take(given.behind(head.walk_greedily(slots, count, given.token_ids).T).T)
         return True
 
-    def _may_draft(
-        self, batch: DecodeBatch, slot: int, context: Sequence[int], drafted: Sequence[int]
-    ) -> bool:
-        """Whether the slot has been read, and has room for the longest draft behind its text."""
+    def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
+        """Whether the slot has been read, and has room for the longest draft behind its text.
+
+        Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
+        longer one costs all requests a step of the head. What is behind it comes in the next step,
+        from the target's own hidden states.
+        """
+        drafted, slot = len(lookahead.drafted[row]), batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
-        length = len(context) + len(drafted) + longest
-        has_room = length <= self._head.max_length and batch.num_draft_tokens > 0
-        return has_room and self._head.length(slot) > 0
+        if self._packed is not None and drafted >= batch.num_draft_tokens:
+            return False
+        has_room = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
+        return has_room and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
 
     def _confirm(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
@@ -356,7 +391,8 @@ def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _R
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
             where: Any = {"device": context.device, "dtype": context.dtype}
-            packed = PackedSlotHead(served, room, blocks=context.blocks, **where)
+            where |= {"blocks": context.blocks, "window": context.window}
+            packed = PackedSlotHead(served, room, **where)
             return _Runner(packed, packed)
     return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype), None)
 

@@ -6,8 +6,8 @@ The host fills a mask when it has seen the token before it, and launches nothing
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -15,16 +15,48 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.packed.graph_pool import Inputs, bucket, pad_rows
+from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
-from guided_spec.ops.sampling.noise import DraftNoise
+from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
+from guided_spec.types import SamplingParams
 
-__all__ = ["MaskedDraft", "MaskedWalk", "Room"]
+__all__ = ["Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
+
+KINDS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=1.0, top_p=0.9),
+)
+
+
+class Given(NamedTuple):
+    """What the drafts hold before a head goes on.
+
+    token_ids: int64 [B, K] on the host, -1 behind each row's end. counts: int64 [B] on the head's
+    device.
+    """
+
+    token_ids: Tensor
+    counts: Tensor
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Given:
+        """rows: [B] tokens, fewer than ``width`` each."""
+        padded = [[*row, *[-1] * (width - len(row))] for row in rows]
+        counts = host_integers([len(row) for row in rows]).to(device, non_blocking=True)
+        return cls(torch.tensor(padded), counts)
+
+    def behind(self, drawn: Tensor) -> Tensor:
+        """Of ``drawn`` [K, B, ...] in the same shape: what follows each row's tokens, then any."""
+        steps = torch.arange(len(drawn), device=drawn.device).unsqueeze(1)
+        places = (self.counts + steps).clamp_max(len(drawn) - 1)
+        return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
 
 
 class Room(NamedTuple):
@@ -40,15 +72,48 @@ class Room(NamedTuple):
 
     def cut(self, depths: int, rows: int) -> Room:
         """The first positions of the first rows."""
-        return self._of((slice(depths), slice(rows)))
+        return self._map(lambda kept: kept[:depths, :rows])
 
     def at(self, depth: int) -> Room:
         """The same of one position, without the dimension K."""
-        return self._of(depth)
+        return self._map(lambda kept: kept[depth])
 
-    def _of(self, index: int | tuple[slice, ...]) -> Room:
-        probs = None if self.probs is None else self.probs[index]
-        return Room(self.ids[index], probs, None if self.rescued is None else self.rescued[index])
+    def behind(self, given: Given) -> Room:
+        """The positions behind what each row was given."""
+        return self._map(given.behind)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Room:
+        probs = None if self.probs is None else change(self.probs)
+        rescued = None if self.rescued is None else change(self.rescued)
+        return Room(change(self.ids), probs, rescued)
+
+
+class MaskedTurn(NamedTuple):
+    """A head's part of a step.
+
+    ends: [B] tokens that each draft holds behind it at most. given: None where no draft holds any
+    before it. A request that drafts nothing is given nothing.
+
+    No turn ends before: the graph is launched.
+    """
+
+    lookahead: Lookahead
+    ends: Sequence[int]
+    given: Given | None
+
+    def first(self) -> int:
+        """The first position at which any request draws."""
+        if self.given is None:
+            return 0
+        with self.at_work() as lookahead:
+            rows = zip(lookahead.drafted, lookahead.is_open, strict=True)
+            return min((len(drafted) for drafted, is_open in rows if is_open), default=0)
+
+    @contextmanager
+    def at_work(self) -> Iterator[Lookahead]:
+        """Inside, the requests are open where they are this turn's."""
+        with self.lookahead.pausing(None), self.lookahead.until(self.ends):
+            yield self.lookahead
 
 
 class MaskedDraft:
@@ -57,30 +122,41 @@ class MaskedDraft:
     room: where it comes to lie. size: rows of its graph.
     """
 
-    def __init__(self, mailbox: Mailbox, room: Room, size: int) -> None:
+    def __init__(self, mailbox: Mailbox, turn: MaskedTurn, room: Room, size: int) -> None:
         self.room = room
-        self._mailbox, self._size = mailbox, size
-        self._depth = 0  # the next position to walk
+        self._mailbox, self._turn, self._size = mailbox, turn, size
+        self._depth = turn.first()  # the next position to walk
         self._depths = len(room.ids)
 
-    def walk(self, lookahead: Lookahead, count: int | None = None) -> None:
+    def begin(self) -> None:
+        """Fill the first mask. Positions before it are of given tokens only."""
+        with self._turn.at_work() as lookahead:
+            for depth in range(self._depth + 1):
+                self._post(lookahead, depth)
+
+    def walk(self, count: int | None = None) -> None:
         """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each."""
         end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
-            while self._depth < end:
-                self._walk_one(lookahead)
+            with self._turn.at_work() as lookahead:
+                while self._depth < end:
+                    self._walk_one(lookahead)
         except BaseException:
             self._end()
             raise
 
     def _walk_one(self, lookahead: Lookahead) -> None:
         drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
-        lookahead.accept_ids(drawn.token_ids, drawn.starved)
+        # A draft that holds more is still being read there.
+        lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
         if self._depth < self._depths and lookahead.has_room(1):
-            self._mailbox.post(self._depth, lookahead.next_rows(self._size))
+            self._post(lookahead, self._depth)
         else:  # nobody drafts any more
             self._end()
+
+    def _post(self, lookahead: Lookahead, depth: int) -> None:
+        self._mailbox.post(depth, lookahead.next_rows(self._size, depth))
 
     def _end(self) -> None:
         self._depth = self._depths
@@ -105,9 +181,15 @@ class MaskedWalk:
     ) -> None:
         self._head, self._target_ids, self._device = head, target_ids, context.device
         self._words = num_mask_words(context.vocabulary.vocab_size)
-        depths, rows = context.config.num_draft_tokens, bucket(context.num_slots)
+        depths, rows = (
+            context.config.num_draft_tokens,
+            bucket(context.num_slots, ROW_SIZES),
+        )
         self._mailbox = Mailbox(depths, rows, self._words, context.device)
-        self._shape = depths, rows
+        self._shape, self._count = (depths, rows), context.config.num_draft_tokens
+        self._vocab_size = context.vocabulary.vocab_size
+        is_coupled = context.config.verifier == "coupled"
+        self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
         self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
         self.held = GraphSampling()
 
@@ -115,23 +197,41 @@ class MaskedWalk:
         self,
         slots: Sequence[int],
         batch: DecodeBatch,
-        lookahead: Lookahead,
+        turn: MaskedTurn,
         sampling: Sampling,
         noise: DraftNoise | None,
     ) -> MaskedDraft:
         """Launch a draft of ``batch.num_draft_tokens`` for all requests, which stand in ``slots``.
 
-        sampling: of the draft. noise: of its first tokens; None where every request is greedy.
+        sampling: of the draft. noise: of the tokens behind the contexts; None where every request
+        is greedy.
         """
-        size, count = bucket(len(slots)), batch.num_draft_tokens
+        size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
+        token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self._mailbox.begin()
-        answer_later(lambda: self._mailbox.post(0, lookahead.next_rows(size)))
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
-        self._head.walk_by(_Picker(self, ticket, len(slots), room, sampling, noise), slots, count)
+        draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
+        answer_later(draft.begin)
+        picker = _Picker(self, ticket, len(slots), room, sampling, noise)
+        self._head.walk_by(picker, slots, count, token_ids)
         before_waiting()
-        draft = MaskedDraft(self._mailbox, room.cut(count, len(slots)), size)
-        answer_later(partial(draft.walk, lookahead))
+        answer_later(draft.walk)
         return draft
+
+    def capture(self) -> Iterator[None]:
+        """Capture the graphs of drafts: greedy, sampled, and with filters."""
+        for size in self._head.row_sizes:
+            for params in KINDS:
+                sampling = Sampling.stack([params] * size, [0] * size, self._device)
+                noise = None
+                if not sampling.all_greedy:
+                    zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
+                    noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
+                room = self._room(self._vocab_size, is_sampled=noise is not None)
+                picker = _Picker(self, 0, size, room.cut(self._count, size), sampling, noise)
+                for given in (0, self._count):
+                    self._head.capture_by(picker, self._count, given, size)
+                    yield
 
     def draw(
         self,

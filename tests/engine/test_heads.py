@@ -211,8 +211,16 @@ class Watched(NamedTuple):
         return self.inner.draft
 
     @property
+    def most(self) -> tuple[int, ...]:
+        return self.inner.most
+
+    @property
     def is_walked(self) -> bool:
         return self.inner.is_walked
+
+    @property
+    def is_underway(self) -> bool:
+        return self.inner.is_underway
 
     def finish(self) -> Draft:
         draft, batch = self.inner.finish(), self.batch

@@ -29,7 +29,7 @@ class Fields:
         self._rows = [tables().mask_rows[nodes]]  # of every depth; all ones behind a draft's end
         self._refused = torch.full((size,), -1)
         self._is_open = limits > 0
-        self._held: Sequence[bool] = ()
+        self._is_held = False
 
     @property
     def drafted(self) -> list[list[int]]:
@@ -39,20 +39,19 @@ class Fields:
 
     @property
     def is_open(self) -> list[bool]:
-        return [False] if any(self._held) else self._is_open.tolist()
+        return [False] if self._is_held else self._is_open.tolist()
 
     def has_room(self, count: int) -> bool:
         assert count == 1
         return any(self.is_open)
 
     @contextmanager
-    def holding(self, held: Sequence[bool]) -> Iterator[None]:
-        assert all(held) or not any(held), "one policy for all rows"
-        self._held = held[:1]
+    def until(self, ends: Sequence[int]) -> Iterator[None]:
+        self._is_held = not any(ends)  # one policy for all rows
         try:
             yield
         finally:
-            self._held = ()
+            self._is_held = False
 
     def next_mask(self) -> Tensor:
         return torch.where(self._is_open.unsqueeze(1), self._rows[-1], -1)
@@ -102,7 +101,7 @@ class WideLoop(DraftLoop):
 
     def finish(self) -> Draft:
         fields: Any = self._lookahead
-        with fields.holding(self._is_later):
+        with fields.until(self._waiting_ends):
             self._settle()
         if any(self._rooms):
             for place in self._places:

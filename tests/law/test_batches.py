@@ -138,7 +138,8 @@ def one_budget(
         if left == before:
             break
         draft = concatenate(draft, lead.begin(batch, lookahead).finish())
-    return FinishedDraft(draft.cut(max(map(len, lookahead.drafted)) + 1))
+    draft = draft.cut(max(map(len, lookahead.drafted)) + 1)
+    return FinishedDraft(draft, tuple(draft.num_tokens.tolist()))
 
 
 def test_one_budget_for_the_batch(monkeypatch: Patch) -> None:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from guided_spec import proposers
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
 from guided_spec.errors import ConfigError
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.step import commit, speculative_step
-from guided_spec.types import Draft
+from guided_spec.types import Accepted, Draft
 from tests.toys import ToyCompiled, ToyTarget, text_rule, toy_batch, toy_context
 
 
@@ -36,7 +38,54 @@ class Fixed:
         self.released.extend(slots)
 
 
-def chain(monkeypatch: pytest.MonkeyPatch, **members: Fixed) -> Proposer:
+class Flight(NamedTuple):
+    """Of what ``Launched`` drafts: ``finish`` walks it."""
+
+    draft: Draft
+    most: tuple[int, ...]
+    lookahead: Lookahead
+
+    @property
+    def is_walked(self) -> bool:
+        return False
+
+    @property
+    def is_underway(self) -> bool:
+        return True
+
+    def finish(self) -> Draft:
+        legal = self.lookahead.extend(self.draft.token_ids.tolist())
+        return self.draft._replace(num_tokens=torch.tensor([len(row) for row in legal]))
+
+    def carry(self, *_: Any) -> str:
+        return "carried"
+
+
+class Launched:
+    """Drafts two tokens of each request, which nobody knows before they are finished."""
+
+    aux_hidden_layers = (1,)
+
+    def __init__(self) -> None:
+        self.begun: list[tuple[int, object | None]] = []
+
+    def begin(
+        self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
+    ) -> DraftInFlight:
+        self.begun.append((batch.num_draft_tokens, carry))
+        count = min(2, batch.num_draft_tokens)
+        starts = [len(drafted) for drafted in lookahead.drafted]
+        most = tuple(
+            min(count, limit - start) for limit, start in zip(batch.limits, starts, strict=True)
+        )
+        ids = torch.full((len(batch), count), 3)
+        return Flight(Draft(ids, torch.tensor(most)), most, lookahead)
+
+    def release(self, slots: Sequence[int]) -> None:
+        """Nothing is kept."""
+
+
+def chain(monkeypatch: pytest.MonkeyPatch, **members: Any) -> Proposer:
     for name, member in members.items():
         monkeypatch.setitem(proposers.PROPOSERS, name, lambda _, member=member: member)
     return build_proposer("chain:" + "+".join(members), toy_context())
@@ -119,3 +168,42 @@ def test_an_illegal_token_at_the_end_is_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert draft.token_ids.tolist() == [[0, 9]]
     assert draft.num_tokens.tolist() == [2]
     assert lookahead.drafted == [[0]]
+
+
+def test_a_draft_under_way_ends_the_chains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is joined before anybody knows it; who comes behind it gets its hidden states only."""
+    one, two, three = Fixed([[1, 1], [], [1]]), Launched(), Launched()
+    built = chain(monkeypatch, one=one, two=two, three=three)
+    only_threes = text_rule([b"ddd", b"ddda"])
+    constraints = [None, Constraint(ToyCompiled(only_threes)), None]
+    batch = toy_batch([[0]] * 3, constraints, k=2, limits=[3, 8, 8])
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    flight = built.begin(batch, lookahead)
+    assert (flight.is_walked, flight.is_underway) == (False, True)
+    assert flight.most == (3, 2, 3)
+    assert flight.draft.token_ids.tolist() == [[1, 1, 3], [3, 3, 0], [1, 3, 3]]
+    assert lookahead.drafted == [[1, 1], [], [1]]
+    draft = flight.finish()
+    assert draft.token_ids.tolist() == flight.draft.token_ids.tolist()
+    assert draft.num_tokens.tolist() == [3, 2, 3]
+    assert lookahead.drafted == [[1, 1, 3], [3, 3], [1, 3, 3]]
+    assert (two.begun, three.begun) == ([(2, None)], [(0, None)])
+    carried = flight.carry(
+        Accepted(draft.token_ids, draft.num_tokens), None, Download(torch.ones(1))
+    )
+    again = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    built.begin(batch, again, carried)
+    assert (two.begun[1:], three.begun[1:]) == ([(2, "carried")], [(0, "carried")])
+
+
+def test_what_is_left_for_a_draft_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """K tokens for all members behind the first, each request by itself."""
+    one, two, three = Fixed([[1], [1], []]), Fixed([[2], [2, 2], []]), Launched()
+    built = chain(monkeypatch, one=one, two=two, three=three)
+    batch = toy_batch([[0]] * 3, [None] * 3, k=2, limits=[8] * 3)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    flight = built.begin(batch, lookahead)
+    assert lookahead.drafted == [[1, 2, 1], [1, 2, 2, 1], []]
+    assert flight.most == (4, 4, 2)
+    assert flight.finish().num_tokens.tolist() == [4, 4, 2]
+    assert lookahead.drafted == [[1, 2, 1, 3], [1, 2, 2, 1], [3, 3]]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -26,17 +26,21 @@ from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.proposers.masked_walk import MaskedDraft
+from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
+from guided_spec.step import speculative_step
 from guided_spec.types import Draft, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
-from tests.loops import toy_features
+from tests.loops import target_probs, toy_features
 from tests.tiny_llm import VOCAB_SIZE as LLM_VOCAB_SIZE
 from tests.tiny_llm import make_llm
 from tests.toys import (
+    TEXTS,
     VOCAB_SIZE,
     Rule,
     ToyCompiled,
+    ToyTarget,
+    chi_square_p_value,
     hashed_rule,
     text_rule,
     toy_batch,
@@ -96,31 +100,36 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
 
 @pytest.fixture(autouse=True)
 def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever has walked a draft finds all of it, as what a device does behind it would."""
-    walk = MaskedDraft.walk
+    """Whoever has walked a draft finds all of it, as what a device does behind it would.
 
-    def walk_and_wait(self: MaskedDraft, lookahead: Lookahead, count: int | None = None) -> None:
-        walk(self, lookahead, count)
+    A CPU reads at once what it is given: so a draft in flight is walked, although nobody is told.
+    """
+    walk, in_flight = MaskedDraft.walk, DraftLoop.in_flight
+
+    def walk_and_wait(self: MaskedDraft, count: int | None = None) -> None:
+        walk(self, count)
         if count is None:
             Device.join()
 
-    def finish(self: DraftLoop) -> DraftInFlight:
-        """A CPU reads at once what it is given, and would find nothing yet."""
-        return FinishedDraft(self.finish())
+    def settled(self: DraftLoop) -> DraftInFlight:
+        if self._running is not None:
+            self._settle()
+        return in_flight(self)
 
     monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
-    monkeypatch.setattr(DraftLoop, "in_flight", finish)
+    monkeypatch.setattr(DraftLoop, "in_flight", settled)
 
 
-def build(headed: HeadedTarget, *, is_waiting: bool) -> LearnedHead:
+def build(headed: HeadedTarget, *, is_waiting: bool, spec: str = "eagle3:mask") -> Any:
     config = EngineConfig(kernels="packed", num_draft_tokens=K)
     context = toy_context(target=headed.target, draft=headed.draft, config=config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: is_waiting)
-        found: Any = build_proposer("eagle3:mask", context)
+        found: Any = build_proposer(spec, context)
     if is_waiting:
-        found._head.graphs = Device()
-    return found  # type: ignore[no-any-return]
+        head = found if spec.startswith("eagle3") else found._members[-1]
+        head._head.graphs = Device()
+    return found
 
 
 def make_batch(
@@ -134,22 +143,67 @@ def make_batch(
 
 
 def draft(
-    headed: HeadedTarget, temperatures: Sequence[float], limits: Sequence[int], *, is_waiting: bool
+    headed: HeadedTarget,
+    temperatures: Sequence[float],
+    limits: Sequence[int],
+    given: Sequence[int] = (0, 0, 0),
+    *,
+    is_waiting: bool,
 ) -> Drafted:
+    """given: legal tokens that the drafts hold before."""
     proposer = build(headed, is_waiting=is_waiting)
     batch = make_batch(proposer, temperatures, limits)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    found = proposer.begin(batch, lookahead).finish()
+    every = tuple(range(VOCAB_SIZE))
+    lookahead.extend_best([[every] * length for length in given])
+    flight = proposer.begin(batch, lookahead)
+    found = flight.finish()
+    assert flight.is_underway == is_waiting or not found.token_ids.shape[1]
+    lengths = found.num_tokens.tolist()
+    assert all(length <= most for length, most in zip(lengths, flight.most, strict=True))
     return Drafted(found, lookahead.drafted, lookahead.starved)
 
 
-@pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
+TEMPERATURES = pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
+
+
+@TEMPERATURES
 @pytest.mark.parametrize("limits", [(3, 3, 3), (1, 3, 2), (0, 2, 0)])
 def test_the_same_draft(
     headed: HeadedTarget, temperatures: Sequence[float], limits: Sequence[int]
 ) -> None:
-    found = draft(headed, temperatures, limits, is_waiting=True)
-    expected = draft(headed, temperatures, limits, is_waiting=False)
+    compare(headed, temperatures, limits, (0, 0, 0))
+
+
+@TEMPERATURES
+@pytest.mark.parametrize("limits", [(12, 12, 12), (4, 6, 5), (2, 12, 3)])
+@pytest.mark.parametrize(
+    "given", [(2, 0, 0), (0, 0, 3), (K, 1, 2), (K + 1, K - 1, 0), (8, 0, 9), (6, 5, 7)]
+)
+def test_the_same_draft_behind_what_is_given(
+    headed: HeadedTarget,
+    temperatures: Sequence[float],
+    limits: Sequence[int],
+    given: Sequence[int],
+) -> None:
+    """Rows are given less and more than the graph reads, up to their limits and texts' ends."""
+    found = compare(headed, temperatures, limits, given)
+    for row, (length, limit) in enumerate(zip(given, limits, strict=True)):
+        if length >= min(K, limit):
+            assert found.draft.num_tokens[row] == 0
+        elif RULES[row] is None:
+            assert found.draft.num_tokens[row] == min(K, limit) - length
+
+
+def compare(
+    headed: HeadedTarget,
+    temperatures: Sequence[float],
+    limits: Sequence[int],
+    given: Sequence[int],
+) -> Drafted:
+    """The draft of a graph that waits, which is that of the loop."""
+    found = draft(headed, temperatures, limits, given, is_waiting=True)
+    expected = draft(headed, temperatures, limits, given, is_waiting=False)
     assert found.drafted == expected.drafted
     assert found.starved == expected.starved
     lengths = expected.draft.num_tokens
@@ -160,6 +214,67 @@ def test_the_same_draft(
         if expected.draft.probs is not None:
             one, other = (dense_probs(each.draft, VOCAB_SIZE) for each in (found, expected))
             torch.testing.assert_close(one[row, :length], other[row, :length])
+    return found
+
+
+@pytest.mark.parametrize("given", [(0, 0, 0), (1, 0, 4), (3, 2, 5)])
+def test_the_same_best_tokens_behind_what_is_given(
+    headed: HeadedTarget, given: Sequence[int]
+) -> None:
+    """Drafts without masks are one graph too: they are those of the stock head, one by one."""
+    drafts = []
+    for kernels in ("packed", "stock"):
+        config = EngineConfig(kernels=kernels, num_draft_tokens=K)
+        context = toy_context(target=headed.target, draft=headed.draft, config=config)
+        proposer: Any = build_proposer("eagle3:validate", context)
+        batch = make_batch(proposer, (0.0,) * 3, (12, 12, 12))
+        lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+        every = tuple(range(VOCAB_SIZE))
+        lookahead.extend_best([[every] * length for length in given])
+        found = proposer.begin(batch, lookahead).finish()
+        rows = zip(found.token_ids.tolist(), found.num_tokens.tolist(), strict=True)
+        drafts.append([tokens[:length] for tokens, length in rows])
+    for packed, stock, length in zip(*drafts, given, strict=True):
+        assert packed == stock[: max(0, K - length)]
+
+
+ROWS = 32
+PREFIX = b'{"a'  # forced
+
+
+def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
+    """The next token has the target's law, whatever the head drew behind what is forced."""
+    rule = text_rule([PREFIX + bytes([one, other]) for one in b"abcd" for other in b'01"'])
+    target, prompt = ToyTarget(3, scale=1.0), [4, 1]
+    config = EngineConfig(kernels="packed", num_draft_tokens=2 * K)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(learned_head, "can_share", lambda _: True)
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
+        context = toy_context(
+            target=headed.target, draft=headed.draft, config=config, num_slots=ROWS
+        )
+        proposer = build_proposer("chain:grammar_forced+eagle3:mask", context)
+    counts = torch.zeros(VOCAB_SIZE)
+    accepted = 0
+    for start in range(0, 40 * ROWS, ROWS):
+        batch = toy_batch(
+            [prompt] * ROWS,
+            [Constraint(ToyCompiled(rule)) for _ in range(ROWS)],
+            k=2 * K,
+            limits=[8] * ROWS,
+            params=[SamplingParams(temperature=1.0)] * ROWS,
+            seeds=range(start, start + ROWS),
+        )
+        batch.features = [toy_features(proposer, prompt, 0)] * ROWS
+        step = speculative_step(target, proposer, batch)
+        proposer.release(range(ROWS))
+        accepted += int((step.accepted.num_accepted - len(PREFIX)).sum())
+        assert min(map(len, step.lookahead.forced)) >= len(PREFIX)
+        counts += step.accepted.token_ids[:, len(PREFIX)].bincount(minlength=VOCAB_SIZE)
+    assert accepted > 5 * ROWS
+    output = [TEXTS.index(bytes([byte])) for byte in PREFIX]
+    exact = target_probs(target, rule, prompt, output)
+    assert chi_square_p_value(counts, exact) > 1e-4
 
 
 def test_a_walk_that_fails_lets_the_device_go(
@@ -198,15 +313,41 @@ def test_the_same_texts_by_the_same_drafts(
         assert new.stats.accepted == old.stats.accepted
 
 
+@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_chain_in_flight_changes_no_text(
+    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, verifier: str
+) -> None:
+    """Some requests are given forced text, and a free one stands beside them."""
+    monkeypatch.setattr(learned_head, "can_share", lambda _: True)
+    given: list[bool] = []
+    begin = MaskedWalk.begin
+
+    def watched(*arguments: Any) -> MaskedDraft:
+        given.append(arguments[3].given is not None)
+        return begin(*arguments)
+
+    monkeypatch.setattr(MaskedWalk, "begin", watched)
+    chain = "chain:grammar_forced+eagle3:mask"
+    found = generate(headed_llm, chain, temperature, verifier=verifier)
+    assert [output.error for output in found] == [None] * len(PROMPTS)
+    assert set(given) == {True, False}
+    assert sum(len(output.stats.drafted) > 0 for output in found) == len(PROMPTS)
+    if temperature == 0 or verifier == "coupled":
+        plain = generate(headed_llm, "none", temperature, verifier=verifier)
+        assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+
+
+@pytest.mark.parametrize("spec", ["eagle3:mask", "chain:grammar_forced+eagle3:mask"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_device_that_waits_in_vain_changes_no_text(
-    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
+    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, spec: str
 ) -> None:
     """It draws from masks of other positions, or none. Coupled texts are those without drafts."""
     monkeypatch.setattr(mailbox, "PATIENCE", 0)
     monkeypatch.setattr(learned_head, "can_share", lambda _: True)
     plain = generate(headed_llm, "none", temperature, verifier="coupled")
-    drafted = generate(headed_llm, "eagle3:mask", temperature, verifier="coupled")
+    drafted = generate(headed_llm, spec, temperature, verifier="coupled")
     assert [output.error for output in drafted] == [None] * len(PROMPTS)
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     starts = sum(len(output.stats.drafted) > 0 for output in drafted)
@@ -223,7 +364,7 @@ def generate(
     ]
     options |= {"kernels": "packed", "max_batch_size": 3}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_slot_head, "GraphPool", lambda _: Device())
+        patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
         with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             return llm.generate(PROMPTS, params)
 

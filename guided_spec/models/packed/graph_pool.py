@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -23,6 +24,9 @@ from guided_spec.ops.mailbox import before_waiting, is_awaited
 
 __all__ = [
     "NOTHING",
+    "ROW_SIZES",
+    "SIZES",
+    "CaptureWindow",
     "GraphPool",
     "Inputs",
     "bucket",
@@ -41,6 +45,9 @@ SIZES = (
     *(160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024),
 )
 
+# Of drafts, which have a graph for each kind and length: fewer. A padded row costs a head little.
+ROW_SIZES = (*(1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024),)
+
 Inputs = Mapping[str, Tensor]
 NOTHING: Inputs = MappingProxyType({})
 
@@ -48,6 +55,13 @@ NOTHING: Inputs = MappingProxyType({})
 def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     """The smallest of the sizes that ``count`` fits in; ``count`` itself beyond them."""
     return next((size for size in sizes if size >= count), count)
+
+
+@dataclass(slots=True)
+class CaptureWindow:
+    """Whether the graph pools of an engine may still capture; shared by all of them."""
+
+    is_open: bool = True
 
 
 class Captured(NamedTuple):
@@ -64,11 +78,13 @@ class Captured(NamedTuple):
 class GraphPool:
     """The graphs of one model; they share their memory, so only one runs at a time.
 
-    device: where the functions run.
+    device: where the functions run. window: once it is closed, functions without a graph run launch
+    by launch; None never closes.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, window: CaptureWindow | None = None) -> None:
         self._device = device
+        self._window = window or CaptureWindow()
         self._is_cuda = device.type == "cuda"
         self._captured: dict[Hashable, Captured] = {}
         self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
@@ -148,7 +164,7 @@ class GraphPool:
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()
         }
-        if not self._is_cuda:
+        if not (self._is_cuda and self._window.is_open):
             return Captured(None, static, None)
         given = {**static, **fixed}
         stream = torch.cuda.Stream(self._device)

@@ -26,7 +26,7 @@ from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows"]
 
-LARGEST_GRAPH = 1024  # tokens of a forward; more take longer than their launches
+LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
 
 
 class Rows(NamedTuple):
@@ -40,9 +40,10 @@ class Rows(NamedTuple):
     starts: Sequence[int]
     counts: Sequence[int]
 
-    def index(self, width: int) -> NDArray[np.int64]:
+    def places_in(self, width: int) -> NDArray[np.int64]:
         """Where the tokens stand in rows of ``width``, [N]."""
-        return self._spread(np.arange(len(self.counts)) * width) + self.steps()
+        found: NDArray[np.int64] = self._spread(np.arange(len(self.counts)) * width) + self.steps()
+        return found
 
     def steps(self) -> NDArray[np.int64]:
         """Which of its row each token is, [N]."""
@@ -74,7 +75,8 @@ class Rows(NamedTuple):
         return places
 
     def _spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        return np.repeat(values, self.counts)
+        spread: NDArray[np.int64] = np.repeat(values, self.counts)
+        return spread
 
 
 class LineOutput(NamedTuple):
@@ -125,12 +127,13 @@ class PackedLM:
         size, num_rows = self._graph_size(total, batch)
         places = torch.from_numpy(rows.places(size, num_rows))
         inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
-        widest = max(rows.counts) if size > LARGEST_GRAPH else min(self._width, size)
+        widest = max(rows.counts) if size > LARGEST_GRAPH else self._row_width(size)
         body = partial(self._compute, num_rows, widest, layers)
         if self._graphs is None or size > LARGEST_GRAPH:
             return LineOutput(*body(self._upload(inputs)))
         found = self._graphs.run((size, num_rows, layers), inputs, body)
-        return LineOutput(*(None if part is None else part[:total] for part in found))
+        states, hidden = found
+        return LineOutput(states[:total], None if hidden is None else hidden[:total])
 
     def forward(
         self,
@@ -142,7 +145,7 @@ class PackedLM:
         """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
         batch, width = token_ids.shape
         rows = Rows(rows.slots, rows.starts, [min(count, width) for count in rows.counts])
-        index = torch.from_numpy(rows.index(width)).to(token_ids.device, non_blocking=True)
+        index = torch.from_numpy(rows.places_in(width)).to(token_ids.device, non_blocking=True)
         found = self.forward_line(token_ids.flatten()[index], rows, layers)
         spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
         (states, hidden), scores = found, None
@@ -158,24 +161,27 @@ class PackedLM:
         """``LineOutput.states`` [..., H] to logits [..., V]."""
         return self._decoder.logits(states)
 
-    def capture(self, layers: tuple[int, ...], largest: int) -> Iterator[int]:
-        """Capture the graphs of forwards of up to ``largest`` tokens; yields how many are left.
+    def capture(self, layers: tuple[int, ...]) -> Iterator[None]:
+        """Capture the graphs of forwards of any size that has one, one at each ``next``.
 
         The largest come first: the others then find their memory.
         """
         if self._graphs is None:
             return
-        sizes = [size for size in SIZES if size <= min(bucket(largest), LARGEST_GRAPH)]
-        for left, size in sorted(enumerate(sizes), reverse=True):
+        for size in reversed(SIZES):
             num_rows = min(size, self._num_slots)
             unused = Rows([-1] * num_rows, [0] * num_rows, [0] * num_rows)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(unused.places(size, num_rows)),
             }
-            body = partial(self._compute, num_rows, min(self._width, size), layers)
+            body = partial(self._compute, num_rows, self._row_width(size), layers)
             self._graphs.prepare((size, num_rows, layers), inputs, body)
-            yield left
+            yield
+
+    def _row_width(self, size: int) -> int:
+        """About how many tokens a row has among ``size``; where there are more, some are prompts."""
+        return min(max(self._width, size // self._num_slots), size)
 
     def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
         """Tokens and rows of the graph for so many; the same where there is none for them."""

@@ -7,7 +7,7 @@ How the tokens of a draft are picked inside of the graph that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -23,6 +23,9 @@ from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
+    ROW_SIZES,
+    SIZES,
+    CaptureWindow,
     GraphPool,
     Inputs,
     bucket,
@@ -143,11 +146,22 @@ class Scored(NamedTuple):
     logits: Tensor
 
 
+class _Rows(NamedTuple):
+    """The rows of a draft.
+
+    places: as of ``pack_places``. given: see ``PackedSlotHead.walk_greedily``.
+    """
+
+    places: Sequence[Sequence[int]]
+    given: Tensor | None
+
+
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
     room: how much it can hold. blocks: the target's, by whose tables the head keeps its own keys
     and values: who takes a prefix of another text takes both. None: tables of its own.
+    window: in which CUDA graphs are captured; None never closes.
     """
 
     @torch.inference_mode()
@@ -159,6 +173,7 @@ class PackedSlotHead:
         device: torch.device,
         dtype: torch.dtype,
         blocks: Blocks | None = None,
+        window: CaptureWindow | None = None,
     ) -> None:
         self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
@@ -170,7 +185,7 @@ class PackedSlotHead:
             self.blocks.allocate(heads, size, like, lag=1)  # a position is read with its successor
             for _ in range(packed.head.config.num_hidden_layers)
         )
-        self.graphs = GraphPool(device)
+        self.graphs = GraphPool(device, window)
         self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
         width = packed.head.hidden_size
         # The last row is for the unused places of a graph, whose slot is -1.
@@ -269,7 +284,7 @@ class PackedSlotHead:
         """
         rows = Rows(slots, [self._lengths[slot] for slot in slots], counts)
         begins = np.cumsum(counts) - np.array(counts)
-        placed = np.concatenate([rows.index(token_ids.shape[1]), begins])
+        placed = np.concatenate([rows.places_in(token_ids.shape[1]), begins])
         index = torch.from_numpy(placed).to(self._device, non_blocking=True)
         index, first = index.split([len(index) - len(counts), len(counts)])
         fed = token_ids.clamp_min(0).flatten()[index], states.flatten(0, 1)[index]
@@ -284,7 +299,7 @@ class PackedSlotHead:
     @torch.inference_mode()
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
-        size = bucket(len(slots))
+        size = bucket(len(slots), ROW_SIZES)
         inputs = {"token_ids": pad_rows(token_ids, size)}
         is_scored = self._scored is not None and self._scored[0] == tuple(slots)
         if not is_scored or not self._has_walked:
@@ -296,22 +311,30 @@ class PackedSlotHead:
             self._depths[slot] += 1
 
     @torch.inference_mode()
-    def walk_greedily(self, slots: Sequence[int], count: int) -> Tensor:
+    def walk_greedily(
+        self, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> Tensor:
         """int64 [R, count] target ids, each the best behind the ones before: one graph for all.
+
+        given: int64 [R, G], G at most ``count``: tokens that each row begins with, -1 behind them.
+            What the result holds in their places is any.
 
         All but the last are appended. On CUDA the next such draft overwrites the result.
         """
         body = partial(self._draft_best, count)
-        best: Tensor = self._run_draft("best", count, (slots, self._ends(slots)), body)
+        rows = _Rows((slots, self._ends(slots)), given)
+        best: Tensor = self._run_draft("best", count, rows, body)
         return best[: len(slots)]
 
     @torch.inference_mode()
-    def walk_by(self, picker: Picker, slots: Sequence[int], count: int) -> None:
+    def walk_by(
+        self, picker: Picker, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> None:
         """Draft ``count`` tokens that ``picker`` picks: one graph for all.
 
-        All but the last are appended.
+        given: as of ``walk_greedily``. All but the last are appended.
         """
-        rows = (slots, self._ends(slots), [picker.ticket] * len(slots))
+        rows = _Rows((slots, self._ends(slots), [picker.ticket] * len(slots)), given)
         body = partial(self._draft_by, picker, count)
         self._run_draft(picker.key, count, rows, body, picker.inputs)
 
@@ -321,6 +344,62 @@ class PackedSlotHead:
         if self._scored is not None and self._scored[0] == tuple(slots):
             return self._scored[1].logits
         return self._packed.logits(self._hidden[self._index(slots)])
+
+    @torch.inference_mode()
+    def capture(self, count: int) -> Iterator[None]:
+        """Capture the graphs of reading, of single steps, and of greedy drafts of ``count``."""
+        fc, head = self._packed.head.fc, self._packed.head
+        width = head.hidden_size if fc is None else fc.in_features
+        for size in reversed(SIZES):
+            num_rows = min(size, self._room.num_slots)
+            inputs = {
+                "token_ids": torch.zeros(size, dtype=torch.int64),
+                "states": self._hidden.new_zeros(size, width),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, num_rows)),
+                "last": torch.zeros(num_rows, dtype=torch.int64),
+            }
+            self.graphs.prepare(("read", size), inputs, partial(self._read, num_rows))
+            yield
+        for size in self.row_sizes:
+            places = pack_places([[], []], size)
+            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
+            fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
+            self.graphs.prepare(("walk", size), fed, self._walk)
+            yield
+            body = partial(self._draft_best, count)
+            for given in (0, count):
+                self._capture_draft(("best", count), given, (2, size), body)
+                yield
+
+    @torch.inference_mode()
+    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
+        """Capture the graph of ``walk_by`` for ``size`` rows, ``given`` tokens among ``count``."""
+        body = partial(self._draft_by, picker, count)
+        self._capture_draft((picker.key, count), given, (3, size), body, picker.inputs)
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """Sizes of the batches that drafts are captured for, the largest first."""
+        most = bucket(self._room.num_slots, ROW_SIZES)
+        return [size for size in reversed(ROW_SIZES) if size <= most]
+
+    def _capture_draft(
+        self,
+        kind: tuple[Hashable, int],
+        given: int,
+        places: tuple[int, int],
+        body: Callable[[Inputs], tuple[Any, Scored]],
+        others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
+    ) -> None:
+        """places: how many lines they have, and their size."""
+        lines, size = places
+        key = (*kind, *([given] if given else []), size)
+        logits = self._packed.logits(self._hidden[:1])
+        inputs = {**others(key, size), "logits": logits.new_zeros(size, logits.shape[1])}
+        if given:
+            inputs["given"] = torch.full((size, given), -1)
+        inputs["places"] = pack_places([[] for _ in range(lines)], size)
+        self.graphs.prepare(key, inputs, body)
 
     def _ends(self, slots: Sequence[int]) -> list[int]:
         """Where the next token of each slot's draft goes."""
@@ -406,21 +485,25 @@ class PackedSlotHead:
         self,
         name: Hashable,
         count: int,
-        rows: Sequence[Sequence[int]],
+        rows: _Rows,
         body: Callable[[Inputs], tuple[Any, Scored]],
         others: Callable[[Hashable, int], Inputs] = lambda *_: NOTHING,
     ) -> Any:
-        """rows: of the places, slots first. Returns the first of what ``body`` does."""
-        slots, size = rows[0], bucket(len(rows[0]))
+        """Returns the first of what ``body`` does."""
+        slots, size = rows.places[0], bucket(len(rows.places[0]), ROW_SIZES)
+        given = {} if rows.given is None else {"given": pad_rows(rows.given, size)}
+        widths = tuple(one.shape[1] for one in given.values())
         # What the last forward left; computed here where it is of other slots, so that a graph of
         # each size serves both.
         scores = pad_rows(self.logits(slots), size)
-        inputs = {**others(key := (name, count, size), size), "logits": scores}
+        key = (name, count, *widths, size)
+        inputs = {**others(key, size), **given, "logits": scores}
         if key not in self.graphs:
             # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
-            still = pack_places([[] for _ in rows], size)
+            still = pack_places([[] for _ in rows.places], size)
             self.graphs.prepare(key, {**inputs, "places": still}, body)
-        found, last = self.graphs.run(key, {**inputs, "places": pack_places(rows, size)}, body)
+        inputs["places"] = pack_places(rows.places, size)
+        found, last = self.graphs.run(key, inputs, body)
         self._keep(slots, last)
         for slot in slots:
             self._depths[slot] += count - 1
@@ -445,8 +528,11 @@ class PackedSlotHead:
         """pick: a depth and its logits [R, D] to the tokens there, int64 [R] target ids."""
         slots, starts = inputs["places"][:2].unbind(0)
         hidden, logits = self._hidden[slots], inputs["logits"]
+        given = inputs.get("given", slots.new_empty(len(slots), 0))
         for depth in range(count):
             token_ids = pick(depth, logits)
+            if depth < given.shape[1]:
+                token_ids = torch.where(given[:, depth] < 0, token_ids, given[:, depth])
             if depth < count - 1:
                 hidden = self._step(token_ids, hidden, slots, starts + depth)
                 logits = self._packed.logits(hidden)

@@ -301,6 +301,36 @@ def test_a_greedy_walk_is_one_step_after_another(
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
 
 
+def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
+    """Each row reads what it is given, and goes on from there."""
+    target = build("llama")
+    write_eagle3(tmp_path, target)
+    found = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    slots, random_ = [2, 0, 3], torch.Generator().manual_seed(0)
+    one_by_one, packed = stock_and_packed(found)
+    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in (3, 7, 1)]
+    states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
+    for head in (one_by_one, packed):
+        head.read(slots, tokens, states)
+    counts, given = (2, 0, 3), torch.randint(VOCAB, (3, 3), generator=random_)
+    for row, count in zip(given, counts, strict=True):
+        row[count:] = -1
+    walk = packed.walk_greedily(slots, 5, given)
+    for depth in range(5):
+        best = one_by_one.logits(slots).argmax(-1)
+        best = best if found.vocabulary is None else found.vocabulary.to_target(best)
+        for row, count in enumerate(counts):
+            if depth < count:
+                best[row] = given[row, depth]
+            else:
+                assert walk[row, depth] == best[row]
+        if depth < 4:
+            one_by_one.walk(slots, best)
+    assert one_by_one.depth(0) == packed.depth(0) == 4
+    torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
+    assert not torch.equal(packed.walk_greedily(slots, 5), walk)  # nothing of it is left
+
+
 def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
     """What chains of proposers do: subsets walk on, drafts are taken back to a mark."""
     target = build("llama")
