@@ -156,6 +156,14 @@ class _Rows(NamedTuple):
     given: Tensor | None
 
 
+def _full_tables(room: SlotRoom, device: torch.device) -> Blocks:
+    """Tables of a head alone: every slot keeps blocks for all its positions."""
+    blocks = Blocks(room.num_slots, room.max_length, device)
+    for slot in range(room.num_slots):
+        blocks.grow(slot, room.max_length)
+    return blocks
+
+
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
@@ -177,8 +185,7 @@ class PackedSlotHead:
     ) -> None:
         self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
-        self._owns_blocks = blocks is None
-        self.blocks = blocks or Blocks(room.num_slots, room.max_length, device)
+        self.blocks = blocks or _full_tables(room, device)
         heads, size = packed.kv_shape
         like = torch.empty(0, device=device, dtype=dtype)
         self._memory = tuple(
@@ -207,8 +214,6 @@ class PackedSlotHead:
         """Empty the slots."""
         for slot in slots:
             self._lengths[slot] = self._depths[slot] = self._marks[slot] = 0
-        if self._owns_blocks:
-            self.blocks.release(slots)
 
     def adopt(self, slot: int) -> None:
         """Where nothing was read into the slot: it holds what its blocks hold of another text."""
@@ -300,6 +305,7 @@ class PackedSlotHead:
     def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         size = bucket(len(slots), ROW_SIZES)
+        self.blocks.upload()  # the slots may have grown since anything was read
         inputs = {"token_ids": pad_rows(token_ids, size)}
         is_scored = self._scored is not None and self._scored[0] == tuple(slots)
         if not is_scored or not self._has_walked:
@@ -491,6 +497,7 @@ class PackedSlotHead:
     ) -> Any:
         """Returns the first of what ``body`` does."""
         slots, size = rows.places[0], bucket(len(rows.places[0]), ROW_SIZES)
+        self.blocks.upload()  # the slots may have grown since anything was read
         given = {} if rows.given is None else {"given": pad_rows(rows.given, size)}
         widths = tuple(one.shape[1] for one in given.values())
         # What the last forward left; computed here where it is of other slots, so that a graph of

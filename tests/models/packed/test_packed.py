@@ -17,6 +17,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
 from guided_spec.models.packed import packed_lm
+from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
@@ -359,3 +360,37 @@ def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
     )
     packed.release([0])
     assert (packed.length(0), packed.length(2)) == (0, 3)
+
+
+@pytest.mark.parametrize("is_shared", [True, False], ids=["the target's tables", "its own"])
+@pytest.mark.parametrize("length", [BLOCK - 2, BLOCK - 1, 2 * BLOCK - 3])
+def test_a_draft_goes_on_in_a_block_that_is_new(
+    length: int, tmp_path: Path, *, is_shared: bool
+) -> None:
+    """Nothing was read into it, and no forward of the target came between."""
+    target = build("llama")
+    write_eagle3(tmp_path, target)
+    head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
+    room, slots, random_ = SlotRoom(4, 100), [2, 0, 3], torch.Generator().manual_seed(0)
+    form = PackedEagle3.of(head, room.max_length)
+    assert form is not None
+    blocks = Blocks(4, 100, CPU) if is_shared else None
+    stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
+    packed = PackedSlotHead(form, room, device=CPU, dtype=torch.float32, blocks=blocks)
+    counts = [length, 3, length]
+    tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in counts]
+    states = [torch.randn(n, 3 * 32, generator=random_) for n in counts]
+    for one in (stock, packed):
+        one.read(slots, tokens, states)
+    if blocks is not None:  # as the engine does before a step
+        assert all(blocks.grow(slot, length + 8) for slot in slots)
+    packed.mark(slots)
+    walk = packed.walk_greedily(slots, 5)
+    packed.rewind(slots)
+    for depth in range(5):
+        torch.testing.assert_close(packed.logits(slots), stock.logits(slots), rtol=1e-4, atol=1e-4)
+        best = stock.logits(slots).argmax(-1)
+        best = best if head.vocabulary is None else head.vocabulary.to_target(best)
+        assert torch.equal(walk[:, depth], best)
+        for one in (stock, packed):
+            one.walk(slots, best)
