@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight
+from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.target import TakenStates
@@ -157,12 +157,12 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def read_another(
-    head: LearnedHead, batch: DecodeBatch, accepted: Accepted, hidden_states: Tensor, _: Download
+    head: LearnedHead, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, _: Download
 ) -> object | None:
     """``LearnedHead.read_ahead`` of tokens that will not be committed."""
     others = accepted._replace(token_ids=(accepted.token_ids + 1) % VOCAB_SIZE)
     read = torch.cat([others.num_accepted.unsqueeze(1), others.token_ids], 1)
-    return READ_AHEAD(head, batch, others, hidden_states, Download(read))
+    return READ_AHEAD(head, batch, others, output, Download(read))
 
 
 READ_AHEAD = LearnedHead.read_ahead

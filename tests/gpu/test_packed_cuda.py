@@ -12,11 +12,13 @@ import torch
 from guided_spec import LLM, SamplingParams
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.workload import load_workload
-from guided_spec.models import causal_lm as packed_lm
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.packed import packed_lm
+from guided_spec.models.packed.graph_pool import SIZES
+from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -56,19 +58,49 @@ def test_short_prompts_are_graphs(monkeypatch: pytest.MonkeyPatch, batch: int, w
     )
     source = torch.Generator().manual_seed(0)
     ids = torch.randint(VOCAB, (batch, width), generator=source)
-    inputs = SlotInputs(ids, list(range(batch)), [0] * batch, [width - row for row in range(batch)])
+    counts = [width - row for row in range(batch)]
+    inputs = SlotInputs(ids, list(range(batch)), [0] * batch, counts)
     assert lm._packed is not None
+    assert lm._packed._graphs is not None
     before, found = len(lm._packed._graphs), []
-    for largest in (packed_lm.LARGEST_PROMPTS, 0):
-        monkeypatch.setattr(packed_lm, "LARGEST_PROMPTS", largest)
+    for largest in (packed_lm.LARGEST_GRAPH, 0):
+        monkeypatch.setattr(packed_lm, "LARGEST_GRAPH", largest)
         output = lm.forward(inputs, logits="last", hidden_layers=(1,))
         lm.commit([0] * batch)
         found.append([None if part is None else part.clone() for part in output])
-    assert len(lm._packed._graphs) - before == (batch * width <= 640)
+        is_graph = len(lm._packed._graphs) - before
+        assert is_graph == (sum(counts) <= LARGEST_GRAPH)  # and none more without
     for graph, eager in zip(*found, strict=True):
         for row in range(batch):  # what is behind a row's end is any
             one, other = (part[row, : width - row] for part in (graph, eager))
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_forwards_of_one_size_share_a_graph() -> None:
+    """Whatever their tokens are: drafts of any lengths, pieces of prompts; captured beforehand."""
+    lm = CausalLM(
+        cast(Any, build("llama", vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA),
+        num_slots=4,
+        max_length=100,
+    )
+    stock = CausalLM(lm.model, num_slots=4, max_length=100, kernels="stock")
+    assert lm._packed is not None
+    assert lm._packed._graphs is not None
+    assert len(list(lm.capture((1,)))) == len(SIZES)
+    captured, source = len(lm._packed._graphs), torch.Generator().manual_seed(0)
+    lengths = [0] * 4
+    for counts in ([9, 0, 5, 1], [1, 6, 6, 2], [4, 4, 4, 4], [1, 1, 1, 1], [0, 16, 0, 0]):
+        ids = torch.randint(VOCAB, (4, max(counts)), generator=source)
+        inputs = SlotInputs(ids, [0, 1, 2, 3], list(lengths), counts)
+        outputs = [one.forward(inputs, hidden_layers=(1,)) for one in (lm, stock)]
+        for found, expected in zip(*outputs, strict=True):
+            for row, count in enumerate(counts):
+                one, other = found[row, :count], expected[row, :count]
+                torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
+        for one in (lm, stock):
+            one.commit(counts)
+        lengths = [length + count for length, count in zip(lengths, counts, strict=True)]
+    assert len(lm._packed._graphs) == captured
 
 
 @torch.inference_mode()
@@ -121,3 +153,21 @@ def test_the_bundled_model_writes_the_same(proposer: str) -> None:
             outputs = llm.generate([item.prompt for item in items], params)
         texts.append([output.text for output in outputs])
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("proposer", ["none", "eagle3"])
+def test_prompts_again_and_too_few_blocks(proposer: str) -> None:
+    """What is taken from the prefix cache, and what had to go for others, writes the same texts."""
+    items = load_workload(Path(bundled_asset("heldout.jsonl")), 12)
+    params = [SamplingParams(max_tokens=120, grammar=item.grammar) for item in items]
+    draft = bundled_asset("eagle3") if proposer == "eagle3" else None
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_model_len": 512}
+    texts, cached = [], []
+    for memory in (None, 2**22):
+        with LLM(proposer=proposer, draft=draft, kv_memory_bytes=memory, **options) as llm:
+            for _ in range(2):
+                outputs = llm.generate([item.prompt for item in items], params)
+                texts.append([output.text for output in outputs])
+                cached.append(sum(output.stats.cached_tokens for output in outputs))
+    assert texts == [texts[0]] * 4
+    assert cached[1] > cached[0]

@@ -2,123 +2,126 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import pytest
 import torch
-from torch import Tensor
 
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
+from guided_spec.ops.slot_attention import slot_attention
+from tests.slot_lines import Case, Span, Unused, kept_positions, make, places_of
 
 pytestmark = pytest.mark.gpu
 
 CUDA = torch.device("cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
-LENGTH = 200
+LENGTH, BLOCK = 200, 32
 
 
-class Data(NamedTuple):
-    """The tensors of one call; the last of three or more rows is unused."""
-
-    query: Tensor
-    new: KeyValues
-    buffers: KeyValues
-    places: SlotPlaces
-
-
-def make(batch: int, heads: tuple[int, int], tokens: int, width: int, dtype: torch.dtype) -> Data:
-    torch.manual_seed(0)
-    query_heads, kv_heads = heads
-    query = torch.randn(batch, tokens, query_heads, width).to(dtype).transpose(1, 2)
-    key = torch.randn(batch, tokens, kv_heads, width).to(dtype).transpose(1, 2)
-    value = torch.randn(batch, kv_heads, tokens, width).to(dtype)
-    keys, values = torch.randn(2, batch + 1, kv_heads, LENGTH + 1, width).to(dtype)
-    slots = torch.randperm(batch + 1)[:batch]
-    starts = torch.randint(0, LENGTH, (batch,))
+def case(
+    batch: int, heads: tuple[int, int], tokens: int, width: int, window: int | None = None
+) -> Case:
+    """Rows of about ``tokens``; with two or more, the last slot's text is cut into two rows."""
+    source = torch.Generator().manual_seed(batch)
+    starts = torch.randint(0, LENGTH, (batch,), generator=source).tolist()
     starts[0] = max(LENGTH - tokens // 2, 0)  # some of its tokens go to the sink
+    order = torch.randperm(batch, generator=source).tolist()
+    spans = [
+        Span(slot, start, tokens - slot % 2) for slot, start in zip(order, starts, strict=True)
+    ]
     if batch > 1:
-        starts[1] = 0
-    if batch > 2:
-        slots[-1] = -1
-    return Data(query, KeyValues(key, value), KeyValues(keys, values), SlotPlaces(slots, starts))
-
-
-def on_cuda(data: Data) -> Data:
-    """A copy on the device; the order of strides stays."""
-    query, new, buffers, places = data
-    return Data(
-        query.cuda(),
-        KeyValues(*(states.cuda() for states in new)),
-        KeyValues(*(states.clone().cuda() for states in buffers)),
-        SlotPlaces(places.slots.cuda(), places.starts.cuda(), places.view),
+        slot, _, length = spans[-1]
+        spans[-1:] = [Span(slot, 0, length), Span(-1, 0, 2), Span(slot, length, tokens)]
+    query_heads, kv_heads = heads
+    return Case(
+        kv_heads, query_heads // kv_heads, width, LENGTH, BLOCK, spans, Unused(3, 2), window
     )
 
 
-def compare(data: Data, window: int | None = None) -> None:
-    device = on_cuda(data)
-    found = slot_attention(*device, scale=0.1, window=window)
-    expected = slot_attention(*data, scale=0.1, window=window)
-    tolerance = TOLERANCE[expected.dtype]
-    torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+def compare(
+    given: Case, dtype: torch.dtype, width: int | None = None, view: int | None = None
+) -> None:
+    data = make(given, num_slots=len(given.spans) + 1).to(dtype)
+    data = data._replace(places=data.places._replace(width=width, view=view))
+    device = data.to(CUDA)
+    found = slot_attention(*device, scale=0.1, window=given.window)
+    expected = slot_attention(*data, scale=0.1, window=given.window)
+    used = data.places.tokens[0] >= 0
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found.cpu()[used], expected[used], atol=tolerance, rtol=tolerance)
+    kept = kept_positions(data.places, given.block)
     for got, wanted in zip(device.buffers, data.buffers, strict=True):
-        assert torch.equal(got[:, :, :LENGTH].cpu(), wanted[:, :, :LENGTH])
+        got, wanted = got.cpu().transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
+        torch.testing.assert_close(got, wanted, atol=0, rtol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("tokens", [1, 6])
 @pytest.mark.parametrize("batch", [1, 7, 64])
 def test_batches(batch: int, tokens: int, dtype: torch.dtype) -> None:
-    compare(make(batch, (32, 8), tokens, 128, dtype))
+    compare(case(batch, (32, 8), tokens, 128), dtype)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("width", [8, 16, 32, 48, 64, 80, 96, 192, 256])
 def test_sizes_of_a_head(width: int, dtype: torch.dtype) -> None:
-    compare(make(3, (4, 2), 5, width, dtype))
+    compare(case(3, (4, 2), 5, width), dtype)
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (8, 8), (8, 1), (6, 2), (20, 4), (64, 1)])
 def test_groups_of_heads(heads: tuple[int, int]) -> None:
-    compare(make(3, heads, 3, 64, torch.bfloat16))
+    compare(case(3, heads, 3, 64), torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_windows(window: int, dtype: torch.dtype) -> None:
-    compare(make(7, (8, 2), 6, 64, dtype), window)
+    compare(case(7, (8, 2), 6, 64, window), dtype)
+
+
+@pytest.mark.parametrize("block", [1, 16, 40, 100, LENGTH, LENGTH + 1])
+def test_blocks_of_any_size(block: int) -> None:
+    compare(case(7, (8, 2), 6, 64)._replace(block=block), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("window", [None, 50])
 def test_prompts(window: int | None, dtype: torch.dtype) -> None:
     for batch, tokens in ((1, 300), (3, 150)):
-        compare(make(batch, (8, 2), tokens, 128, dtype), window)
+        compare(case(batch, (8, 2), tokens, 128, window), dtype)
 
 
-def test_the_view_changes_no_result() -> None:
-    data = make(2, (8, 2), 4, 64, torch.float32)
-    for view in (1, 64, 1000):
-        places = data.places._replace(view=view)
-        compare(data._replace(places=places, buffers=KeyValues(*map(torch.clone, data.buffers))))
+@pytest.mark.parametrize(("width", "view"), [(None, 1), (4, 64), (1, 1000)])
+def test_width_and_view_change_no_result(width: int | None, view: int) -> None:
+    compare(case(2, (8, 2), 4, 64), torch.float32, width, view)
 
 
 def test_a_captured_graph_follows_the_places() -> None:
-    data = make(4, (8, 2), 3, 64, torch.float32)
-    device = on_cuda(data)
+    """Other rows of as many tokens, and other tables."""
+    given = case(2, (8, 2), 3, 64)
+    data = make(given).to(torch.float32)
+    for buffer in data.buffers:  # of slots that hold nothing yet, too
+        buffer.nan_to_num_(0.5)
+    device = data.to(CUDA)
     slot_attention(*device, scale=0.1)  # compiles, which may not happen during a capture
-    for got, wanted in zip(device.buffers, data.buffers, strict=True):
-        got.copy_(wanted)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         found = slot_attention(*device, scale=0.1)
-    for slots, starts in (([4, -1, 0, 1], [0, 0, 9, 150]), ([2, 3, -1, 0], [199, 31, 5, 12])):
-        places = SlotPlaces(torch.tensor(slots), torch.tensor(starts))
-        device.places.slots.copy_(places.slots)
-        device.places.starts.copy_(places.starts)
+    count, num_rows = data.places.tokens.shape[1], data.places.rows.shape[1]
+    for spans in (
+        [Span(3, 9, 2), Span(-1, 0, 1), Span(0, 150, 4)],
+        [Span(1, 199, 1), Span(2, 31, 5)],
+        [Span(slot, 12 * slot, 1) for slot in range(4)],
+    ):
+        for got, wanted in zip(device.buffers, data.buffers, strict=True):
+            got.copy_(wanted)
+        tables = data.places.tables.flip(1) if len(spans) == 2 else data.places.tables
+        unused = Unused(count - sum(span.length for span in spans), num_rows - len(spans))
+        places = places_of(spans, tables, LENGTH, unused)
+        for one, other in zip(device.places[:3], places[:3], strict=True):
+            one.copy_(other)
         graph.replay()
-        expected = slot_attention(*data._replace(places=places), scale=0.1)
-        torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-5)
+        expected = slot_attention(*data.clone()._replace(places=places), scale=0.1)
+        used = places.tokens[0] >= 0
+        torch.testing.assert_close(found.cpu()[used], expected[used], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
