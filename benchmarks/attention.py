@@ -1,9 +1,10 @@
 """What attention over slots costs: ``python -m benchmarks.attention --device cuda``.
 
-Times one layer's attention of a verified draft, apart from the model: the operator over slots,
-which also writes the new keys and values, and torch's own attention with a mask over the same
-buffers. Each case goes through many layers' buffers, so that none of them is still in a cache; on
-CUDA all of them are one graph. The bytes are those of the keys and values that the rows hold.
+Times one layer's attention of verified drafts, apart from the model: the operator over the blocks
+of slots, which also writes the new keys and values, and torch's own attention with a mask over as
+much memory, where each text lies in one piece. Each case goes through many layers' buffers, so that
+none of them is still in a cache; on CUDA all of them are one graph. The bytes are those of the keys
+and values that the rows hold.
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.device_time import graph_seconds
+from benchmarks.lines import num_blocks, places_of
 from guided_spec.cli.console import stdout
 from guided_spec.models.attention import shape_free_kernels
+from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
 __all__ = ["main"]
@@ -41,7 +44,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    """One batch: query [B, Hq, T, D], its new tokens, each layer's buffers and their places."""
+    """One batch: query [N, Hq, D], its new tokens, each layer's blocks and their places."""
 
     query: Tensor
     new: KeyValues
@@ -64,7 +67,7 @@ def main(
     for batch in (size for size in BATCHES if size <= max_batch):
         for tokens in TOKENS:
             case = _case(shape, batch, tokens, torch.device(device))
-            for name, attend in (("slots", _over_slots), ("torch", _masked(case))):
+            for name, attend in (("blocks", _over_blocks(case)), ("torch", _masked(case))):
                 seconds = _time(case, attend) / len(case.layers)
                 speed = case.num_bytes / seconds / 1e9
                 table.add_row(str(batch), str(tokens), name, f"{seconds * 1e6:.1f}", f"{speed:.0f}")
@@ -75,49 +78,56 @@ def _case(shape: Shape, batch: int, tokens: int, device: torch.device) -> Case:
     def states(*sizes: int) -> Tensor:
         return torch.randn(*sizes, shape.head_dim, dtype=torch.bfloat16, device=device)
 
-    starts = shape.context - torch.arange(batch, device=device) % min(SPREAD, shape.context)
-    held = (batch, shape.kv_heads, shape.context + tokens + 1)
-    layer_bytes = 4 * batch * shape.kv_heads * held[2] * shape.head_dim
+    max_length = shape.context + tokens
+    held = (num_blocks(batch, max_length), shape.kv_heads, BLOCK)
+    layer_bytes = 4 * held[0] * shape.kv_heads * BLOCK * shape.head_dim
     num_layers = min(max(COLD_BYTES // layer_bytes, 2), MAX_LAYERS) if device.type == "cuda" else 1
     layers = [KeyValues(states(*held), states(*held)) for _ in range(num_layers)]
     # As a model's projections lie: all heads of a token together.
-    query = states(batch, tokens, shape.heads).transpose(1, 2)
-    key = states(batch, tokens, shape.kv_heads).transpose(1, 2)
-    value = states(batch, tokens, shape.kv_heads).transpose(1, 2)
-    places = SlotPlaces(torch.arange(batch, device=device), starts)
-    seen = int((starts + tokens).sum())
-    num_bytes = 4 * seen * shape.kv_heads * shape.head_dim
+    query = states(batch * tokens, shape.heads)
+    key, value = (states(batch * tokens, shape.kv_heads) for _ in range(2))
+    starts = [shape.context - row % min(SPREAD, shape.context) for row in range(batch)]
+    places = places_of(starts, tokens, max_length, device)
+    num_bytes = 4 * (sum(starts) + batch * tokens) * shape.kv_heads * shape.head_dim
     return Case(query, KeyValues(key, value), layers, places, num_bytes)
 
 
-def _over_slots(case: Case, buffers: KeyValues) -> Tensor:
-    return slot_attention(case.query, case.new, buffers, case.places, scale=0.1)
+Attend = Callable[[KeyValues], Tensor]  # over one layer's buffers
 
 
-def _masked(case: Case) -> Callable[[Case, KeyValues], Tensor]:
-    """torch's attention over the slots as they lie, with a mask made beforehand."""
-    device, tokens = case.query.device, case.query.shape[2]
-    view = case.layers[0].keys.shape[2] - 1
-    positions = case.places.starts.unsqueeze(1) + torch.arange(tokens, device=device)
-    mask = torch.arange(view, device=device) <= positions[:, None, :, None]
+def _over_blocks(case: Case) -> Attend:
+    return lambda buffers: slot_attention(case.query, case.new, buffers, case.places, scale=0.1)
 
-    def attend(case: Case, buffers: KeyValues) -> Tensor:
-        keys, values = (buffer[:, :, :view] for buffer in buffers)
+
+def _masked(case: Case) -> Attend:
+    """torch's attention over texts that lie in one piece each, with a mask made beforehand."""
+    rows, view = case.places.rows, case.places.max_length
+    batch, (count, heads, size) = rows.shape[1], case.query.shape
+    query = case.query.view(batch, count // batch, heads, size).transpose(1, 2)
+    steps = torch.arange(count // batch, device=query.device)
+    positions = rows[1].unsqueeze(1) + steps
+    mask = torch.arange(view, device=query.device) <= positions[:, None, :, None]
+
+    def attend(buffers: KeyValues) -> Tensor:
+        # The same memory taken as whole slots: what it holds is random anyway.
+        keys, values = (
+            buffer[1:].view(batch, buffer.shape[1], -1, size)[:, :, :view] for buffer in buffers
+        )
         with shape_free_kernels():
             return scaled_dot_product_attention(
-                case.query, keys, values, attn_mask=mask, scale=0.1, enable_gqa=True
+                query, keys, values, attn_mask=mask, scale=0.1, enable_gqa=True
             )
 
     return attend
 
 
 @torch.inference_mode()
-def _time(case: Case, attend: Callable[[Case, KeyValues], Tensor]) -> float:
+def _time(case: Case, attend: Attend) -> float:
     """Median seconds of all layers."""
 
     def run() -> None:
         for buffers in case.layers:
-            attend(case, buffers)
+            attend(buffers)
 
     return graph_seconds(run, case.query.device)
 

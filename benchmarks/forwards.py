@@ -16,10 +16,12 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from benchmarks.device_time import graph_seconds, read_bandwidth, require_graphs
+from benchmarks.lines import num_blocks, places_of
 from benchmarks.widening.shape import LLAMA_8B, Shape
 from guided_spec.cli.console import stdout
+from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["main"]
 
@@ -72,7 +74,8 @@ def _streamed(model: Any) -> list[Tensor]:
 
 
 def _memory(shape: Shape, batch: int, context: int, device: torch.device) -> list[KeyValues]:
-    size = (batch, shape.num_key_value_heads, context + WIDEST + 1, shape.head_dim)
+    count = num_blocks(batch, context + WIDEST)
+    size = (count, shape.num_key_value_heads, BLOCK, shape.head_dim)
     return [
         KeyValues(*(torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2)))
         for _ in range(shape.num_hidden_layers)
@@ -83,9 +86,9 @@ def _forward(
     decoder: PackedDecoder, memory: list[KeyValues], size: tuple[int, int], context: int
 ) -> float:
     device = memory[0].keys.device
-    token_ids = torch.arange(size[0] * size[1], device=device).view(size)
-    starts = torch.full((size[0],), context, device=device)
-    places = SlotPlaces(torch.arange(size[0], device=device), starts)
+    batch, width = size
+    token_ids = torch.arange(batch * width, device=device)
+    places = places_of([context] * batch, width, context + WIDEST, device)
 
     def run() -> None:
         decoder.logits(decoder.forward(token_ids, places, memory).states)
