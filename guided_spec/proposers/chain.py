@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.errors import ConfigError
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead, Turn
 from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import concatenate, no_draft
@@ -82,6 +82,7 @@ class Chain:
         if len(names) < 2 or "chain" in names:
             fix = "name at least two proposers, such as chain:grammar_forced+ngram"
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
+        self._names = names
         self._members: list[Proposer] = [build_proposer(name, context) for name in names]
         layers = {layer for member in self._members for layer in member.aux_hidden_layers}
         if any(
@@ -107,12 +108,14 @@ class Chain:
             if filler.proposer.aux_hidden_layers:
                 # Hidden states come once: it has to get them even if its turn never comes.
                 filler.draft(replace(batch, num_draft_tokens=0), lookahead)
+        lookahead.turns.append(Turn(self._names[0], [0] * len(batch)))
         draft = lead.draft(batch, lookahead)
         left = [batch.num_draft_tokens] * len(batch)
         while any(_rooms(lookahead, left)):
             before = left
-            for filler in fillers:
+            for name, filler in zip(self._names[1:], fillers, strict=True):
                 starts = _lengths(lookahead)
+                lookahead.turns.append(Turn(name, starts))
                 draft = _join(draft, self._fill(filler, batch, lookahead, left), batch, lookahead)
                 rows = zip(left, starts, _lengths(lookahead), strict=True)
                 left = [room - (end - start) for room, start, end in rows]
@@ -122,6 +125,7 @@ class Chain:
             ends = [batch.mask_rows.depths * is_on for is_on in gained]
             with lookahead.pausing(_never, ends):
                 if any(lookahead.is_open):
+                    lookahead.turns.append(Turn(self._names[0], _lengths(lookahead)))
                     draft = _join(draft, lead.draft(batch, lookahead), batch, lookahead)
         return _ChainDraft(draft, turns)
 
