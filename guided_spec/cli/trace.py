@@ -27,6 +27,11 @@ if TYPE_CHECKING:  # these load torch
 __all__ = ["trace"]
 
 DEFAULT_OUTPUT = Path("trace.html")
+Output = Annotated[
+    list[Path] | None,
+    typer.Option("--output", "-o", help="A .html page or .json; repeat it. [trace.html]"),
+]
+Compare = Annotated[str | None, typer.Option(help="Another proposer, beside it; or NAME=DRAFT.")]
 WARM_UP = 16  # tokens that are written, and forgotten, before the clock counts
 
 
@@ -51,13 +56,8 @@ def trace(
     device: options.Device = None,
     dtype: options.Dtype = None,
     chat: options.Chat = False,
-    compare: Annotated[
-        str | None, typer.Option(help="Another proposer, beside it; or NAME=DRAFT.")
-    ] = None,
-    output: Annotated[
-        list[Path] | None,
-        typer.Option("--output", "-o", help="A .html page or .json; repeat it. [trace.html]"),
-    ] = None,
+    compare: Compare = None,
+    output: Output = None,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -72,25 +72,25 @@ def trace(
     spec = starting_after(grammar_from_options(schema, regex, choice, grammar), after)
     sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
     sampling |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or ()}
-    text = read_prompt(prompt)
-    message = [{"role": "user", "content": text}] if chat else text
     load = {"model": model, "proposer": proposer, "num_draft_tokens": num_draft_tokens}
     load |= {"draft": draft, "device": device, "dtype": dtype}
-    traces = _run(load, _Asked(message, SamplingParams(**sampling, grammar=spec), compare))
-    _write(outputs, traces, text)
-    for one in traces:
-        print_json(asdict(one)) if as_json else _report(one)
-    if not as_json:
-        for path in outputs:
-            stdout().print(str(path))
+    asked = _Asked(read_prompt(prompt), chat, SamplingParams(**sampling, grammar=spec), compare)
+    traces = _run(load, asked)
+    _write(outputs, traces, asked.text)
+    _print_records(traces) if as_json else _report(traces, outputs)
 
 
 class _Asked(NamedTuple):
-    """One prompt, text or messages, and a second proposer to write it with, None for no other."""
+    """One text to continue, or to answer, and a second proposer to do so with; None: no other."""
 
-    prompt: Any
+    text: str
+    is_chat: bool
     params: SamplingParams
     compare: str | None
+
+    @property
+    def prompt(self) -> Any:
+        return [{"role": "user", "content": self.text}] if self.is_chat else self.text
 
 
 def _check(outputs: Sequence[Path]) -> None:
@@ -140,8 +140,16 @@ def _write(outputs: Sequence[Path], traces: Sequence[Trace], prompt: str) -> Non
             raise ConfigError("--output", str(path), fix) from error
 
 
-def _report(one: Trace) -> None:
-    tokens, steps = len(one.token_ids), len(one.steps)
-    drafted, accepted = sum(one.drafted_at()), sum(one.accepted_at())
-    sums = f"{tokens} tokens in {steps} forwards; {accepted} of {drafted} draft tokens accepted"
-    stderr().print(f"{one.proposer}: {sums}")
+def _print_records(traces: Sequence[Trace]) -> None:
+    for one in traces:
+        print_json(asdict(one))
+
+
+def _report(traces: Sequence[Trace], outputs: Sequence[Path]) -> None:
+    for one in traces:
+        tokens, steps = len(one.token_ids), len(one.steps)
+        drafted, accepted = sum(one.drafted_at()), sum(one.accepted_at())
+        sums = f"{tokens} tokens in {steps} forwards; {accepted} of {drafted} draft tokens accepted"
+        stderr().print(f"{one.proposer}: {sums}")
+    for path in outputs:
+        stdout().print(str(path))

@@ -111,7 +111,7 @@ def _plots(traces: Sequence[Trace]) -> list[str]:
         spent = [(float(n), s.seconds * 1e3) for n, s in enumerate(trace.steps, 1)]
         steps.append(Curve(trace.proposer, spent))
     return [
-        bar_plot("Accepted share of each draft position", "position in the draft", bars),
+        bar_plot("Accepted share by draft position", "position in the draft", bars),
         curve_plot("Text over time", "milliseconds", "tokens", growth),
         curve_plot("Time of each step", "step", "milliseconds", steps),
     ]

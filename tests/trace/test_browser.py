@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,21 +11,18 @@ import pytest
 from guided_spec.trace.page import render_page
 from tests.trace.test_page import HOSTILE, hostile_trace
 from tests.trace.traces import make_step, make_token, make_trace
+from tools.trace_picture import find_browser, open_browser, show
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
+pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
-DRIVER = shutil.which("chromedriver")
-
-pytestmark = pytest.mark.skipif(
-    BROWSER is None or DRIVER is None, reason="chromium and chromedriver are not installed"
-)
+FOUND = find_browser()
+pytestmark = pytest.mark.skipif(FOUND is None, reason="chromium or its driver is not installed")
 
 WIDTHS = (400, 1280)
+HEIGHT = 900
 SCHEMES = ("light", "dark")
 
 # The smallest contrast of any text with what is behind it (WCAG 2, relative luminance).
@@ -55,15 +51,9 @@ BOX = "return arguments[0].getBoundingClientRect().toJSON()"
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER or ""
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    service = webdriver.ChromeService(executable_path=DRIVER)
-    driver = webdriver.Chrome(options=options, service=service)
-    yield driver
-    driver.quit()
+    assert FOUND is not None
+    with open_browser(*FOUND) as driver:
+        yield driver
 
 
 @pytest.fixture(scope="module")
@@ -82,14 +72,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("page") / "trace.html"
     path.write_text(render_page([other, hostile_trace()], prompt=HOSTILE[0]), encoding="utf-8")
     return path
-
-
-def show(driver: Any, page: Path, width: int, scheme: str = "light") -> None:
-    size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}
-    driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    feature = {"name": "prefers-color-scheme", "value": scheme}
-    driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    driver.get(page.as_uri())
 
 
 def chips(driver: Any) -> list[Any]:
@@ -112,7 +94,7 @@ def press(driver: Any, key: str) -> Any:
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_it_is_shown_without_errors(driver: Any, page: Path, width: int, scheme: str) -> None:
-    show(driver, page, width, scheme)
+    show(driver, page, width, HEIGHT, scheme)
     chips(driver)[0].send_keys(Keys.ARROW_RIGHT)
     assert driver.get_log("browser") == []
     assert driver.execute_script("return typeof hacked") == "undefined"
@@ -124,7 +106,7 @@ def test_it_is_shown_without_errors(driver: Any, page: Path, width: int, scheme:
 def test_the_two_schemes_differ(driver: Any, page: Path) -> None:
     colours = []
     for scheme in SCHEMES:
-        show(driver, page, 1280, scheme)
+        show(driver, page, 1280, HEIGHT, scheme)
         body = driver.find_element(By.TAG_NAME, "body")
         colours.append(body.value_of_css_property("background-color"))
     assert colours[0] != colours[1]
@@ -133,7 +115,7 @@ def test_the_two_schemes_differ(driver: Any, page: Path) -> None:
 def test_two_runs_stand_side_by_side_where_there_is_room(driver: Any, page: Path) -> None:
     tops = []
     for width in WIDTHS:
-        show(driver, page, width)
+        show(driver, page, width, HEIGHT)
         tops.append([run.rect["y"] for run in driver.find_elements(By.CSS_SELECTOR, ".run")])
     narrow, wide = tops
     assert narrow[0] < narrow[1]
@@ -141,7 +123,7 @@ def test_two_runs_stand_side_by_side_where_there_is_room(driver: Any, page: Path
 
 
 def test_every_chip_is_reached_by_keyboard(driver: Any, page: Path) -> None:
-    show(driver, page, 1280)
+    show(driver, page, 1280, HEIGHT)
     everything = chips(driver)
     for _ in range(12):  # past what can be folded out
         if press(driver, Keys.TAB) == everything[0]:
@@ -156,7 +138,7 @@ def test_every_chip_is_reached_by_keyboard(driver: Any, page: Path) -> None:
 
 
 def test_keys_between_rows(driver: Any, page: Path) -> None:
-    show(driver, page, 1280)
+    show(driver, page, 1280, HEIGHT)
     rows = [
         row.find_elements(By.CSS_SELECTOR, "button")
         for row in driver.find_elements(By.CSS_SELECTOR, ".chips")
@@ -174,7 +156,7 @@ def test_keys_between_rows(driver: Any, page: Path) -> None:
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_details_on_focus_and_on_hover(driver: Any, page: Path, width: int) -> None:
-    show(driver, page, width)
+    show(driver, page, width, HEIGHT)
     first, second = chips(driver)[:2]
     assert not tip_of(driver, second).is_displayed()
     first.send_keys(Keys.ARROW_RIGHT)
@@ -184,7 +166,7 @@ def test_details_on_focus_and_on_hover(driver: Any, page: Path, width: int) -> N
         assert words in tip.text
     box, token = (driver.execute_script(BOX, element) for element in (tip, second))
     assert 0 <= box["left"] < box["right"] <= width
-    assert box["bottom"] <= 900
+    assert box["bottom"] <= HEIGHT
     is_beside = token["right"] <= box["left"]
     assert is_beside or token["bottom"] <= box["top"], "the details hide their token"
     focused(driver).send_keys(Keys.ESCAPE)
