@@ -106,9 +106,10 @@ class Reference:
 
     def logits(self, model: Any, output: list[int], draft: list[int]) -> Tensor:
         """[len(draft) + 1, V]."""
-        text = torch.tensor([[*self._prompt, *output, *draft]])
+        text = torch.tensor([[*self._prompt, *output, *draft]], device=model.device)
         with torch.inference_mode():
-            return model(text).logits[0, -len(draft) - 1 :].double()  # type: ignore[no-any-return]
+            logits: Tensor = model(text).logits
+        return logits[0, -len(draft) - 1 :].double().cpu()
 
     def legal(self, tokens: list[int]) -> Tensor | None:
         """bool [V], True everywhere for free text; None behind a refused token or an end."""
