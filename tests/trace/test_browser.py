@@ -173,3 +173,4 @@ def test_details_on_focus_and_on_hover(driver: Any, page: Path, width: int) -> N
     assert not tip.is_displayed()
     ActionChains(driver).move_to_element(first).perform()
     assert tip_of(driver, first).is_displayed()
+    assert not tip.is_displayed(), "two of them at once"
