@@ -241,7 +241,7 @@ class LLM:
         self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
     ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        requests = self._submit(prompts, params, chunks.put, manner)
+        requests = self._submit(prompts, params, chunks.put, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
@@ -293,7 +293,7 @@ class LLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        requests = self._submit(prompts, params, report, manner)
+        requests = self._submit(prompts, params, report, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := await chunks.get()).completion is None:
@@ -386,16 +386,18 @@ class LLM:
         prompts: list[Prompt],
         params: Params,
         report: Callable[[Chunk], None],
-        manner: _Manner,
+        *,
+        is_streamed: bool,
+        is_traced: bool = False,
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
         params = self.default_params if params is None else params
-        source = TraceSource(self.proposer, self.config.verifier) if manner.is_traced else None
+        source = TraceSource(self.proposer, self.config.verifier) if is_traced else None
         for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
             try:
                 job = self._job(prompt, param)._replace(
-                    prompt_index=index, is_streamed=manner.is_streamed, traced=source
+                    prompt_index=index, is_streamed=is_streamed, traced=source
                 )
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
