@@ -17,6 +17,7 @@ from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
+from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
 
 __all__ = ["app"]
@@ -46,6 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,  # its boxes cut long names off at 80 columns
 )
 app.command()(generate)
+app.command()(trace)
 app.command()(proposers)
 app.command()(check)
 app.command()(bench)

@@ -31,6 +31,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.sampling.token_rules import check_token_ids, spell_bad_words
+from guided_spec.trace.recorder import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM", "Failures", "OnError", "ProgressBar"]
@@ -102,6 +103,13 @@ class ProgressBar:
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+class _Manner(NamedTuple):
+    """Whether text is reported as it grows, and whether its steps are recorded."""
+
+    is_streamed: bool
+    is_traced: bool
+
+
 class LLM:
     """Constrained speculative generation with a Hugging Face causal language model.
 
@@ -151,6 +159,7 @@ class LLM:
         *,
         on_error: OnError = "raise",
         progress: bool = False,
+        trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
@@ -160,6 +169,7 @@ class LLM:
             these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
             later always comes back so, with the text up to there.
         progress: show how many of the requests are done, on stderr.
+        trace: record every step of every text, see ``Completion.trace``; slower.
 
         Raises ConfigError, and with "raise" what a request may fail with, see
         ``guided_spec.errors``.
@@ -167,8 +177,9 @@ class LLM:
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
+        manner = _Manner(is_streamed=False, is_traced=trace)
         with ProgressBar(len(listed) if progress else None) as bar:
-            for chunk in self._stream(listed, params, failures, is_streamed=False):
+            for chunk in self._stream(listed, params, failures, manner):
                 collector.add(chunk)
                 bar.update(chunk)
         return collector.outputs()
@@ -209,21 +220,28 @@ class LLM:
         return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
 
     def stream(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
     ) -> Iterator[Chunk]:
         """Generate, yielding text as it is committed; leaving the loop early cancels the rest.
 
         on_error: "raise" raises the first request's error and cancels the others; "return" leaves
         it to the ``completion`` of that request's last chunk.
+        trace: as for ``generate``.
         """
         failures = Failures.at_any_time(on_error)
-        return self._stream(split_prompts(prompts), params, failures, is_streamed=True)
+        manner = _Manner(is_streamed=True, is_traced=trace)
+        return self._stream(split_prompts(prompts), params, failures, manner)
 
     def _stream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
+        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
     ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        requests = self._submit(prompts, params, chunks.put, is_streamed=is_streamed)
+        requests = self._submit(prompts, params, chunks.put, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
@@ -234,27 +252,39 @@ class LLM:
             _cancel(requests)
 
     async def agenerate(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` for asyncio. Cancelling the task cancels the requests."""
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
-        async for chunk in self._astream(listed, params, failures, is_streamed=False):
+        manner = _Manner(is_streamed=False, is_traced=trace)
+        async for chunk in self._astream(listed, params, failures, manner):
             collector.add(chunk)
         return collector.outputs()
 
     async def astream(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
     ) -> AsyncIterator[Chunk]:
         """``stream`` for asyncio."""
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
-        async for chunk in self._astream(listed, params, failures, is_streamed=True):
+        manner = _Manner(is_streamed=True, is_traced=trace)
+        async for chunk in self._astream(listed, params, failures, manner):
             yield chunk
 
     async def _astream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
+        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
     ) -> AsyncIterator[Chunk]:
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
@@ -263,7 +293,7 @@ class LLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        requests = self._submit(prompts, params, report, is_streamed=is_streamed)
+        requests = self._submit(prompts, params, report, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := await chunks.get()).completion is None:
@@ -358,13 +388,17 @@ class LLM:
         report: Callable[[Chunk], None],
         *,
         is_streamed: bool,
+        is_traced: bool = False,
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
         params = self.default_params if params is None else params
+        source = TraceSource(self.proposer, self.config.verifier) if is_traced else None
         for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
             try:
-                job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
+                job = self._job(prompt, param)._replace(
+                    prompt_index=index, is_streamed=is_streamed, traced=source
+                )
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
                 error.with_traceback(None)  # its frames hold the other requests

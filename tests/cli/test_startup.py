@@ -19,7 +19,7 @@ LIGHT_MODULES = (
     *("guided_spec.training.options", "guided_spec.training.registry"),
 )
 LIGHT_COMMANDS = (
-    *("--help", "--version", "generate --help", "check --help", "train --help"),
+    *("--help", "--version", "generate --help", "trace --help", "check --help", "train --help"),
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
     *("bench --help", "proposers", "proposers --json"),
 )
@@ -60,7 +60,7 @@ def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("guided-spec tr", "train"),
+        ("guided-spec trai", "train"),
         ("guided-spec generate --temp", "--temperature"),
         ("guided-spec train --algorithm eagle3 --sharding f", "fsdp"),
     ],
