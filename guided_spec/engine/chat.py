@@ -144,7 +144,7 @@ class ChatOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     tool_format: str | None
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | GrammarSpec | None
     chat_template_kwargs: Mapping[str, Any] | None
     params: SamplingParams | None
 

@@ -195,7 +195,8 @@ class LLM:
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's; the answer matches it, behind reasoning that the prompt opens.
+        response_format: OpenAI's, or a GrammarSpec. The answer matches it, behind reasoning that
+            the prompt opens.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
