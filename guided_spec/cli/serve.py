@@ -72,7 +72,8 @@ def serve(
     tokens = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     given: dict[str, Any] = {**limits, **tokens, "tool_format": tool_format}
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
-    load = {"model": model, "proposer": proposer, "draft": draft, "device": device}
+    load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
+    load |= {"device": device}
     load |= {"dtype": dtype, "max_model_len": max_model_len, "max_batch_size": max_batch_size}
     _serve(load | {"num_draft_tokens": num_draft_tokens}, settings, host, port)
 

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 import guided_spec
 from guided_spec.engine.llm import LLM
-from guided_spec.server.bodies import ChatBody, CompletionBody, TokenizeBody
+from guided_spec.server.bodies import ChatBody, CompletionBody, ResponsesBody, TokenizeBody
 from guided_spec.server.chat import ChatAnswer
 from guided_spec.server.completions import CompletionAnswer
 from guided_spec.server.faults import ApiError, add_handlers, json_response
@@ -25,6 +25,8 @@ from guided_spec.server.replies import (
     ModelList,
     TokenizeReply,
 )
+from guided_spec.server.response_replies import ResponseReply
+from guided_spec.server.responses import ResponseAnswer
 from guided_spec.server.sampling import plain_messages
 from guided_spec.server.service import Service
 from guided_spec.server.settings import ServerSettings
@@ -97,6 +99,14 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
         answer = CompletionAnswer(service, body)
         if body.stream:
             return await open_stream(request, answer.events(), _DONE)
+        return await whole_answer(request, answer.whole())
+
+    @app.post("/v1/responses", responses=_documented(ResponseReply))
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        """Respond to a conversation."""
+        answer = ResponseAnswer(service, body)
+        if body.stream:
+            return await open_stream(request, answer.events())
         return await whole_answer(request, answer.whole())
 
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}})

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 __all__ = [
     "ChatBody",
     "CompletionBody",
+    "ReasoningOptions",
     "ResponsesBody",
     "SamplingBody",
     "StreamOptions",
@@ -128,6 +129,18 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
 
+class ReasoningOptions(BaseModel):
+    """OpenAI's ``reasoning``. effort: what the chat template gets as ``reasoning_effort``.
+
+    There is no summary here: the reasoning itself is shown.
+    """
+
+    model_config = _STRICT
+
+    effort: str | None = None
+    summary: str | None = None
+
+
 class ResponsesBody(BaseModel):
     """``POST /v1/responses``. Those of the last group are accepted and change nothing."""
 
@@ -144,7 +157,7 @@ class ResponsesBody(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    reasoning: dict[str, Any] | None = None
+    reasoning: ReasoningOptions | None = None
     metadata: dict[str, str] | None = None
     background: Literal[False] | None = None
     truncation: Literal["disabled"] | None = None
