@@ -122,7 +122,6 @@ class ResponseReply(Reply):
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: dict[str, Any] | None
-    store: Literal[False] = False
     temperature: float
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]

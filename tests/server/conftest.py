@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import openai
 import pytest
+import torch
 
 from guided_spec.engine.llm import LLM
 from tests.server.running import PATIENCE, Running, running
@@ -13,8 +14,11 @@ from tests.server.running import PATIENCE, Running, running
 
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # server and clients need the other core
     with LLM(max_model_len=1024, max_batch_size=4) as made:
         yield made
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def test_a_parsed_answer(client: openai.OpenAI) -> None:
 def test_a_streamed_answer_is_the_same(client: openai.OpenAI) -> None:
     options: dict[str, Any] = {**CREATE, "max_tokens": 40}
     whole = client.chat.completions.create(**options)
-    usage = {"include_usage": True}
+    usage: Any = {"include_usage": True}
     with client.chat.completions.create(**options, stream=True, stream_options=usage) as stream:
         chunks = list(stream)
     assert join(chunks) == whole.choices[0].message.content

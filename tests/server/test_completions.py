@@ -71,7 +71,8 @@ def test_echo_and_logprobs(client: openai.OpenAI) -> None:
     with client.completions.create(**options, logprobs=2, stream=True) as stream:
         parts = [choice.logprobs for chunk in stream for choice in chunk.choices if choice.logprobs]
     assert [offset for part in parts for offset in part.text_offset or []] == offsets
-    for wrong in ({"echo": True, "logprobs": 1}, {"best_of": 3}):
+    mistakes: list[Any] = [{"echo": True, "logprobs": 1}, {"best_of": 3}]
+    for wrong in mistakes:
         with pytest.raises(openai.BadRequestError):
             client.completions.create(**options, **wrong)
     with pytest.raises(openai.BadRequestError, match="at least one prompt"):
