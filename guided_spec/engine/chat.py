@@ -443,10 +443,11 @@ def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -
 
 
 def _with_changed(message: Any, change: Callable[[Any], Any]) -> Any:
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
+    written = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not written or not isinstance(written, list | tuple):
+        return message  # the template's to judge
     calls = []
-    for call in message["tool_calls"]:
+    for call in written:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             changed = {**function, "arguments": change(function["arguments"])}
