@@ -130,15 +130,14 @@ def test_items_become_messages() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
     call = {"type": "function_call", "call_id": "call_ab", "name": "book", "arguments": "{}"}
     done = {"type": "function_call_output", "call_id": "call_ab", "output": "ok"}
-    body = ResponsesBody(
-        input=[{"role": "user", "content": "hi"}, thought, call, done], instructions="Go."
-    )
+    items = [{"role": "user", "content": "hi"}, thought, call, done]
+    body = ResponsesBody.model_validate({"input": items, "instructions": "Go."})
     system, user, assistant, tool = as_chat(body).messages
     assert (system["role"], user["content"]) == ("system", "hi")
     assert assistant["reasoning_content"] == "Hm."
     assert assistant["tool_calls"][0]["id"] == "ab" == tool["tool_call_id"]
     with pytest.raises(ApiError, match="name and arguments"):
-        as_chat(ResponsesBody(input=[{"type": "function_call"}]))
+        as_chat(ResponsesBody.model_validate({"input": [{"type": "function_call"}]}))
 
 
 def test_reasoning_is_an_item_of_its_own() -> None:

@@ -43,8 +43,9 @@ def differences(mine: type[BaseModel], theirs: type[BaseModel], place: str) -> l
                 found.append(f"{place}.{name}: missing")
             continue
         for part in models(own.annotation):
-            options = [differences(part, t, f"{place}.{name}") for t in models(field.annotation)]
-            found += min(options, key=len, default=[])
+            kinds = models(field.annotation)
+            options = [differences(part, kind, f"{place}.{name}") for kind in kinds]
+            found += sorted(options, key=len)[0] if options else []
     return found
 
 
