@@ -5,7 +5,7 @@ A field that is not here is refused by name, because leaving it out might change
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -21,6 +21,10 @@ __all__ = [
 ]
 
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+# Each of these costs every step of the engine something, and so every other client.
+_Texts = Annotated[list[str], Field(max_length=64)]
+_Tokens = Annotated[list[int], Field(max_length=1024)]
 
 
 class StreamOptions(BaseModel):
@@ -62,9 +66,9 @@ class SamplingBody(BaseModel):
     top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: str | _Texts | None = None
 
     # vLLM's
     top_k: int | None = None
@@ -72,9 +76,9 @@ class SamplingBody(BaseModel):
     repetition_penalty: float | None = None
     min_tokens: int | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: _Tokens | None = None
     allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    bad_words: _Texts | None = None
     response_format: dict[str, Any] | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: str | dict[str, Any] | None = None

@@ -62,7 +62,7 @@ class ChatRun:
         with service.admission.enter(self.num_samples):
             asked = asked_grammar(self._body, service.settings.max_schema_bytes)
             request = await asyncio.to_thread(self._prepare, asked.spec)
-            service.require_prompt(request.prompt_ids)
+            service.require_prompt(request.prompt_ids, "messages")
             self.prompt_tokens = len(request.prompt_ids)
             service.metrics.prompt_tokens.inc(self.prompt_tokens)
             param = asked.param or ("tools" if self._body.tools else None)

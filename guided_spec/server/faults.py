@@ -28,12 +28,15 @@ _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (UnsupportedSchemaError, "unsupported_schema", None),
     (UnsatisfiableGrammarError, "unsatisfiable_grammar", None),
     (GrammarCompileError, "invalid_grammar", None),
-    (PromptError, "invalid_prompt", "messages"),
+    (PromptError, "invalid_prompt", None),
     (BudgetTooSmallError, "budget_too_small", "max_tokens"),
     (NoTokenLeftError, "no_token_left", "logit_bias"),
     (ConfigError, "invalid_value", None),
 )
 """The code and the argument of errors that the client can mend; the first that fits."""
+
+
+_MOST_REASONS = 4
 
 
 class ApiError(Exception):
@@ -148,8 +151,13 @@ def _validation_fault(error: RequestValidationError) -> ApiError:
             shown = ".".join(place)
             message = f"{shown}: this server does not know it; leave it out"
             return ApiError(400, message, code="unknown_parameter", param=shown)
+    reasons = [first["msg"]]
+    others = [e["msg"] for e in error.errors()[1:] if e["loc"][:2] == first["loc"][:2]]
+    if others:  # none of the kinds of values that the argument may have
+        place = place[:1]
+        reasons = list(dict.fromkeys([*reasons, *others]))
     shown = ".".join(place)
-    message = f"{shown}: {first['msg']}"
+    message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
     if not shown:
         message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"
     return ApiError(400, message, code="invalid_value", param=shown or None)

@@ -60,18 +60,18 @@ class Service:
             message = f"the request asks for {num_samples} texts, and {limit} is the most"
             raise ApiError(400, message, code="invalid_value", param="n")
 
-    def require_prompt(self, prompt_ids: Sequence[int]) -> None:
-        """Raise ApiError for a prompt that is too long."""
+    def require_prompt(self, prompt_ids: Sequence[int], param: str) -> None:
+        """Raise ApiError for a prompt that is too long. param: the argument that it came in."""
         limit = self.settings.max_prompt_tokens
         if limit is not None and len(prompt_ids) > limit:
             message = f"the prompt has {len(prompt_ids)} tokens, and this server takes {limit}"
-            raise ApiError(400, message, code="context_length_exceeded", param="messages")
+            raise ApiError(400, message, code="context_length_exceeded", param=param)
 
     async def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
         """The tokens of prompts, off the event loop. Raises PromptError and ApiError."""
         encoded = await asyncio.to_thread(lambda: [self.llm.encode(prompt) for prompt in prompts])
         for prompt_ids in encoded:
-            self.require_prompt(prompt_ids)
+            self.require_prompt(prompt_ids, "prompt")
         return encoded
 
     async def chunks(

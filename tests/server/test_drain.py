@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ import pytest
 from guided_spec.engine.llm import LLM
 from tests.docs.pages import ROOT
 from tests.server.running import PATIENCE, running, until
+from tests.tiny_llm import make_llm
 
 BODY: dict[str, Any] = {"prompt": "A", "max_tokens": 150, "ignore_eos": True}
 
@@ -25,16 +27,20 @@ BODY: dict[str, Any] = {"prompt": "A", "max_tokens": 150, "ignore_eos": True}
 class Asker(threading.Thread):
     """Asks for a stream, and keeps all of it."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, body: dict[str, Any]) -> None:
         super().__init__()
         self.url = url
+        self.body = body
         self.text = ""
         self.has_begun = threading.Event()
 
     def run(self) -> None:
-        body = {**BODY, "stream": True}
+        body = {**self.body, "stream": True}
         url = f"{self.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply:
+        with (
+            contextlib.suppress(httpx.RemoteProtocolError),  # cut off by the server
+            httpx.stream("POST", url, json=body, timeout=PATIENCE) as reply,
+        ):
             for text in reply.iter_text():
                 self.text += text
                 self.has_begun.set()
@@ -44,7 +50,7 @@ def test_drain_loses_nothing(llm: LLM) -> None:
     """Four run and two wait when it begins; all are finished, and nobody else is let in."""
     with running(llm) as served:
         whole = served.post("/v1/completions", BODY).json()["choices"][0]["text"]
-        askers = [Asker(served.url) for _ in range(6)]
+        askers = [Asker(served.url, BODY) for _ in range(6)]
         for asker in askers:
             asker.start()
         until(lambda: served.metrics()["guided_spec_waiting_samples"] > 0)
@@ -56,6 +62,29 @@ def test_drain_loses_nothing(llm: LLM) -> None:
         pieces = re.findall(r'"text":"((?:[^"\\]|\\.)*)"', asker.text)
         assert "".join(pieces).encode().decode("unicode_escape") == whole
         assert asker.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_drain_has_an_end(llm: LLM) -> None:
+    with running(llm, drain_seconds=1) as served:
+        asker = Asker(served.url, {**BODY, "max_tokens": 900})
+        asker.start()
+        assert asker.has_begun.wait(PATIENCE)
+        served.server.should_exit = True
+        asker.join(PATIENCE)
+    assert "[DONE]" not in asker.text
+    until(lambda: llm.load.running == 0)
+
+
+def test_a_model_that_goes_away_ends_the_stream_with_an_error() -> None:
+    with make_llm("llama", max_model_len=512) as own, running(own) as served:
+        asker = Asker(served.url, {**BODY, "max_tokens": 450, "guided_regex": "[a-z]{400}"})
+        asker.start()
+        assert asker.has_begun.wait(PATIENCE)
+        own.close()
+        asker.join(PATIENCE)
+        assert '"code":"stopping"' in asker.text
+        assert asker.text.endswith("data: [DONE]\n\n")
+        assert "is closed" in served.post("/v1/completions", BODY).json()["error"]["message"]
 
 
 def _is_closed(url: str) -> bool:
