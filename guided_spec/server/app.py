@@ -66,6 +66,7 @@ def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     add_handlers(app)
     _add_model_paths(app, service)
     _add_text_paths(app, service)
+    _add_tokenize_path(app, service)
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     # The one that is added last sees a request first.
     app.add_middleware(BoundedBody, settings=settings)
@@ -109,6 +110,8 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
             return await open_stream(request, answer.events())
         return await whole_answer(request, answer.whole())
 
+
+def _add_tokenize_path(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses={200: {"model": TokenizeReply}})
     async def tokenize(body: TokenizeBody) -> Response:
         """The tokens of a prompt."""
