@@ -20,6 +20,7 @@ EXTRAS = {
     "cli": ("cli",),
     "evaluate": ("plots",),
     "models": ("lora",),
+    "server": ("serve",),
     "training": ("train",),
 }
 # Engines with environments of their own: they load this package, or are measured.

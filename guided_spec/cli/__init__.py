@@ -1,4 +1,4 @@
-"""The command line: ``guided-spec generate | trace | proposers | check | bench | train``."""
+"""The command line: ``guided-spec generate | trace | proposers | check | bench | serve | train``."""
 
 from __future__ import annotations
 

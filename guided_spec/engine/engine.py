@@ -58,6 +58,11 @@ class Scheduler:
         """Slots that nobody holds."""
         return len(self._free)
 
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
     def add(self, request: Request) -> None:
         """Queue a request."""
         self._waiting.append(request)
@@ -213,6 +218,11 @@ class Engine:
     def num_free_slots(self) -> int:
         """Slots that no request holds."""
         return self._scheduler.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for their grammar."""
+        return self._scheduler.num_waiting
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended."""

@@ -10,21 +10,30 @@ from __future__ import annotations
 import asyncio
 import queue
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import wait
+from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Unpack, get_args, overload
 
 from tqdm.auto import tqdm
 
-from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput
+from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput, ChatRequest
+from guided_spec.engine.chat_stream import ChatChunk, ChatStream
 from guided_spec.engine.choices import Chooser
 from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
-from guided_spec.engine.worker import EngineWorker
+from guided_spec.engine.worker import EngineWorker, Load
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
@@ -197,15 +206,15 @@ class LLM:
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's; the answer matches it, behind reasoning that the prompt opens.
+        response_format: OpenAI's, or a GrammarSpec. The answer matches it, behind reasoning that
+            the prompt opens.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
 
         Raises ConfigError, PromptError, and the error of a request that fails.
         """
-        options["params"] = options.get("params") or self.default_params
-        request = self._chat.request(messages, tools, options)
+        request = self.prepare_chat(messages, tools, **options)
         return request.read(self.generate(request.prompt_ids, request.params)[0])
 
     async def achat(
@@ -215,9 +224,49 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
-        options["params"] = options.get("params") or self.default_params
-        request = self._chat.request(messages, tools, options)
+        request = self.prepare_chat(messages, tools, **options)
         return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[ChatChunk]:
+        """``chat``, yielding text, reasoning and calls as they are committed.
+
+        Leaving the loop early cancels the rest.
+        """
+        request = self.prepare_chat(messages, tools, **options)
+        streams = [ChatStream(request, sample) for sample in range(request.params.n)]
+        for chunk in self.stream(request.prompt_ids, request.params):
+            yield streams[chunk.sample_index].feed(chunk)
+
+    async def astream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[ChatChunk]:
+        """``stream_chat`` for asyncio."""
+        request = self.prepare_chat(messages, tools, **options)
+        streams = [ChatStream(request, sample) for sample in range(request.params.n)]
+        async with aclosing(self.astream(request.prompt_ids, request.params)) as chunks:
+            async for chunk in chunks:
+                yield streams[chunk.sample_index].feed(chunk)
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatRequest:
+        """The prompt and the parameters with which ``chat`` calls ``generate``.
+
+        It also reads what ``generate`` returns. Raises ConfigError and PromptError.
+        """
+        options["params"] = options.get("params") or self.default_params
+        return self._chat.request(messages, tools, options)
 
     def stream(
         self,
@@ -264,8 +313,9 @@ class LLM:
         collector = _Collector()
         listed = split_prompts(prompts)
         manner = _Manner(is_streamed=False, is_traced=trace)
-        async for chunk in self._astream(listed, params, failures, manner):
-            collector.add(chunk)
+        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+            async for chunk in chunks:
+                collector.add(chunk)
         return collector.outputs()
 
     async def astream(
@@ -275,17 +325,19 @@ class LLM:
         *,
         on_error: OnError = "raise",
         trace: bool = False,
-    ) -> AsyncIterator[Chunk]:
-        """``stream`` for asyncio."""
+    ) -> AsyncGenerator[Chunk, None]:
+        """``stream`` for asyncio. Closing it, or cancelling the task, cancels the rest."""
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
         manner = _Manner(is_streamed=True, is_traced=trace)
-        async for chunk in self._astream(listed, params, failures, manner):
-            yield chunk
+        # Closed here: else the requests would run until the garbage collector comes by.
+        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _astream(
         self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
@@ -346,6 +398,11 @@ class LLM:
     def default_params(self) -> SamplingParams:
         """What ``params=None`` stands for: ``SamplingParams.from_model`` of this model."""
         return SamplingParams.from_model(self.model)
+
+    @property
+    def load(self) -> Load:
+        """How many samples run and wait, of all callers."""
+        return self._worker.load
 
     def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.

@@ -221,6 +221,7 @@ class Chunk(NamedTuple):
     logprobs: of the tokens that were committed since the last chunk, () if the request did not ask.
         Their text may still be held back, as the beginning of a stop string or of a character.
     answer: all of the answer so far, see ``Completion``. grammar: of the request.
+    token_ids: the tokens that were committed since the last chunk.
     """
 
     prompt_index: int
@@ -230,6 +231,7 @@ class Chunk(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     answer: str = ""
     grammar: GrammarSpec | None = None
+    token_ids: tuple[int, ...] = ()
 
     @property
     def parsed(self) -> Any:

@@ -219,6 +219,7 @@ class Request:
         self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
         self._sent_logprobs = 0
+        self._sent_tokens = len(job.prompt_ids)
 
     @property
     def after_prompt(self) -> State:
@@ -348,12 +349,16 @@ class Request:
 
     def _send(self, completion: Completion | None) -> None:
         job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()
+        token_ids = tuple[int, ...]()
         if job.is_streamed:
             text = self._output.text[self._sent :]
             logprobs = tuple(self._logprobs[self._sent_logprobs :])
+            token_ids = tuple(self.text.tokens[self._sent_tokens :])
         if completion is not None or text:
             self._sent += len(text)
             self._sent_logprobs += len(logprobs)
+            self._sent_tokens += len(token_ids)
             answer = self._answer() if completion is None else completion.answer
             place = (job.prompt_index, job.sample_index)
-            self._report(Chunk(*place, text, completion, logprobs, answer, job.params.grammar))
+            grammar = job.params.grammar
+            self._report(Chunk(*place, text, completion, logprobs, answer, grammar, token_ids))

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from guided_spec.cli import run
 from guided_spec.cli.main import app
 
-HEAVY = ("llguidance", "torch", "transformers", "xgrammar")
+HEAVY = ("fastapi", "llguidance", "torch", "transformers", "uvicorn", "xgrammar")
 LIGHT_MODULES = (
     *("guided_spec", "guided_spec.errors", "guided_spec.types", "guided_spec.config"),
     *("guided_spec.grammar.spec", "guided_spec.grammar.backends.registry", "guided_spec.proposers"),
@@ -21,7 +21,7 @@ LIGHT_MODULES = (
 LIGHT_COMMANDS = (
     *("--help", "--version", "generate --help", "trace --help", "check --help", "train --help"),
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
-    *("bench --help", "proposers", "proposers --json"),
+    *("bench --help", "serve --help", "proposers", "proposers --json"),
 )
 
 # The arguments are lines; prints what each of them has loaded, as JSON.
