@@ -32,7 +32,7 @@ class Case(NamedTuple):
     batch: int
 
 
-def main(
+def main(  # noqa: PLR0913 - the options of a command
     work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
     proposers: Annotated[str, typer.Option(help="Names, comma-separated.")] = "none,eagle3",
     tokens: Annotated[int, typer.Option(help="Of the prompt that all share.")] = 3000,
@@ -53,6 +53,7 @@ def main(
             for is_cached in (False, True):
                 found.append(measure(subject, proposer, case, is_cached=is_cached))
                 table.add_row(*(str(value) for value in found[-1].values()))
+                stdout().print(json.dumps(found[-1]))
                 free_memory(subject.model.device)
     stdout().print(table)
     if output is not None:

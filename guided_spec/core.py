@@ -78,6 +78,7 @@ class DecodeBatch:
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
     logprobs: who wants log-probabilities, and which; None when nobody does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
+    traced: the requests, by their rows, of which ``Step.probs`` is wanted.
     """
 
     slots: tuple[int, ...]
@@ -96,6 +97,7 @@ class DecodeBatch:
     adjustments: Adjustments | None = None
     logprobs: LogprobsPlan | None = None
     prefills: tuple[Hashable, ...] = ()
+    traced: Sequence[int] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -194,6 +196,7 @@ class Batches:
         requests: Sequence[Running],
         num_draft_tokens: int,
         features: Sequence[Tensor | None] = (),
+        traced: Sequence[int] = (),
     ) -> DecodeBatch:
         """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
         wishes = self._wishes_of(tuple(requests))
@@ -216,6 +219,7 @@ class Batches:
             adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
             logprobs=wishes.logprobs,
             prefills=tuple(request.prefill for request in requests),
+            traced=traced,
         )
 
     def forget(self) -> None:

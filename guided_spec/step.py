@@ -21,6 +21,7 @@ from guided_spec.errors import (
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import Download, named_range
 from guided_spec.ops.sampling.logprobs import Logprobs, Scores, gather_logprobs
+from guided_spec.ops.sampling.step_probs import StepProbs, gather_step_probs
 from guided_spec.ops.sampling.verify import VERIFIERS, verify
 from guided_spec.types import Accepted, Draft, Noise
 
@@ -34,6 +35,7 @@ class Step(NamedTuple):
     packed: for ``commit``: ``accepted`` on its way to the host.
     carry: for the next step of these requests, see ``Proposer.begin``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
+    probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
     """
 
     accepted: Accepted
@@ -43,6 +45,7 @@ class Step(NamedTuple):
     packed: Download
     carry: object | None = None
     logprobs: Logprobs | None = None
+    probs: StepProbs | None = None
 
 
 class Committed(NamedTuple):
@@ -83,13 +86,15 @@ def speculative_step(
     bitmask = lookahead.finish(draft.token_ids.shape[1])
     with named_range("sample"):
         accepted = verify(output.logits, bitmask, draft, batch.verify_rows(noise))
-    logprobs = None
+    scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
+    logprobs = probs = None
     if batch.logprobs is not None:
-        scores = Scores(output.logits, bitmask, draft.token_ids, batch.sampling, batch.adjustments)
         logprobs = gather_logprobs(scores, accepted.token_ids, batch.logprobs)
+    if batch.traced:
+        probs = gather_step_probs(scores, draft, accepted.token_ids, batch.traced)
     packed = pack(accepted)  # before what is carried on, which it would wait for
     carried = flight.carry(accepted, output, packed)
-    return Step(accepted, draft, lookahead, num_drafted, packed, carried, logprobs)
+    return Step(accepted, draft, lookahead, num_drafted, packed, carried, logprobs, probs)
 
 
 def pack(accepted: Accepted) -> Download:

@@ -16,7 +16,13 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # The extras that parts of the package may ask for, besides what all of it depends on.
-EXTRAS = {"cli": ("cli",), "models": ("lora",), "training": ("train",)}
+EXTRAS = {
+    "cli": ("cli",),
+    "evaluate": ("plots",),
+    "models": ("lora",),
+    "server": ("serve",),
+    "training": ("train",),
+}
 # Engines with environments of their own: they load this package, or are measured.
 ENGINES = {"lmdeploy", "sglang", "vllm"}
 HOSTS = {"integrations": ENGINES}

@@ -43,7 +43,7 @@ JSON = GrammarSpec.json_schema(SCHEMA)
 class HashTarget:
     """A model without weights: logits are a fixed function of the whole text."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
         rows = []
         for context, drafted in zip(batch.contexts, draft.token_ids.tolist(), strict=True):
             for length in range(len(drafted) + 1):

@@ -21,7 +21,7 @@ LAYERS = (
     {"errors", "config", "types"},
     {"ops", "grammar", "models"},
     {"masks", "core", "guide", "step", "text"},
-    {"proposers"},
+    {"proposers", "trace"},
     {"engine"},
     {"integrations", "training", "evaluate", "server", "cli"},
 )

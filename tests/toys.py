@@ -149,7 +149,7 @@ class ToyTarget:
             self._known[key] = noise * self._scale
         return self._known[key]
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
         rows = [
             self.logits((*context, *tokens[:length]))
             for context, tokens in zip(batch.contexts, draft.token_ids.tolist(), strict=True)

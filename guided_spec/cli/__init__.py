@@ -1,4 +1,4 @@
-"""The command line: ``guided-spec generate | proposers | check | bench | train``."""
+"""The command line: ``guided-spec generate``, ``trace``, ``serve`` and the others."""
 
 from __future__ import annotations
 

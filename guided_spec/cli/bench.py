@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -18,6 +20,7 @@ from guided_spec.cli.console import (
     stderr,
     working,
 )
+from guided_spec.evaluate.figure import require_matplotlib
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -47,6 +50,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
     ] = None,
@@ -63,10 +67,13 @@ def bench(
     load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
     load["verifier"] = verifier
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
+    if plot is not None:
+        require_matplotlib("--plot", str(plot))  # before anything runs
     asked = _Asked(workload, limit, (proposers or _default_proposers(model)).split(","), params)
     measurements = _compare(asked, model, load, profile)
     report = [measurement.as_dict() for measurement in measurements]
     _write(output, report)
+    _plot(plot, report)
     if as_json:
         for record in report:
             print_json(record)
@@ -104,6 +111,15 @@ def _compare(
 def _write(output: Path | None, report: Any) -> None:
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _plot(folder: Path | None, report: list[dict[str, Any]]) -> None:
+    if folder is not None:
+        from guided_spec.evaluate.bench_plots import Origin, draw_bench
+
+        origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
+        for path in draw_bench(report, folder, origin):
+            stderr().print(str(path))
 
 
 def _default_proposers(model: str | None) -> str:

@@ -10,6 +10,7 @@ import typer
 from rich.status import Status
 from rich.table import Table
 
+from guided_spec.cli import options
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, working
 from guided_spec.cli.grammar import (
     grammar_from_options,
@@ -71,28 +72,26 @@ class _Writer:
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - is standard input.")],
-    schema: Annotated[
-        Path | None, typer.Option(help="JSON schema file; - is standard input.")
-    ] = None,
-    regex: Annotated[str | None, typer.Option(help="Regular expression.")] = None,
-    choice: Annotated[list[str] | None, typer.Option(help="One option; repeat it.")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")] = None,
-    after: Annotated[str | None, typer.Option(help="Free text up to this marker.")] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
-    proposer: Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
-    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 keeps all tokens.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 keeps all tokens.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="For repeatable sampling.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False,
+    prompt: options.Prompt,
+    schema: options.Schema = None,
+    regex: options.Regex = None,
+    choice: options.Choice = None,
+    grammar: options.Grammar = None,
+    after: options.After = None,
+    model: options.Model = None,
+    proposer: options.Proposer = None,
+    draft: options.Draft = None,
+    num_draft_tokens: options.NumDraftTokens = 5,
+    max_tokens: options.MaxTokens = 256,
+    temperature: options.Temperature = 0.0,
+    top_k: options.TopK = 0,
+    top_p: options.TopP = 1.0,
+    min_p: options.MinP = 0.0,
+    seed: options.Seed = None,
+    stop: options.Stop = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    chat: options.Chat = False,
     compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
     as_json: Json = False,

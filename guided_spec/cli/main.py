@@ -17,6 +17,8 @@ from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
+from guided_spec.cli.serve import serve
+from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
 
 __all__ = ["app"]
@@ -46,9 +48,11 @@ app = typer.Typer(
     rich_markup_mode=None,  # its boxes cut long names off at 80 columns
 )
 app.command()(generate)
+app.command()(trace)
 app.command()(proposers)
 app.command()(check)
 app.command()(bench)
+app.command()(serve)
 app.command(cls=TrainCommand)(train)
 
 

@@ -12,15 +12,17 @@ import string
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from itertools import count
 from typing import Any, Literal, NamedTuple, TypedDict
 
 from guided_spec.engine.outputs import Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.markers.marker import MarkedText, begun_length
 from guided_spec.grammar.markers.markers import FINAL_CHANNEL
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.format import (
+    BegunText,
     ReadText,
     Tool,
     ToolCall,
@@ -116,6 +118,20 @@ class Reasoning(NamedTuple):
         reasoning, _, answer = inner.partition(end)
         return SplitText(reasoning.strip(), answer.lstrip("\n"))
 
+    def split_begun(self, text: str, state: ReasoningState, marks: MarkedText) -> SplitText:
+        """``split`` of a text that goes on: what is certain of both parts."""
+        begin, end = marks.mark(self.begin), marks.mark(self.end)
+        inner = text.lstrip()
+        if state == "closed" or (state == "unopened" and not begin.startswith(inner[: len(begin)])):
+            return SplitText(None, text)
+        if len(inner) < len(begin) and begin.startswith(inner):
+            return SplitText(None, "")
+        inner = inner.removeprefix(begin)
+        reasoning, is_over, answer = inner.partition(end)
+        if not is_over:
+            reasoning = inner[: len(inner) - begun_length(inner, end)]
+        return SplitText(reasoning.strip(), answer.lstrip("\n"))
+
 
 ChatFinishReason = Literal["stop", "length", "error", "tool_calls"]
 
@@ -128,7 +144,7 @@ class ChatOptions(TypedDict, total=False):
     tool_choice: str | Mapping[str, Any]
     parallel_tool_calls: bool
     tool_format: str | None
-    response_format: Mapping[str, Any] | None
+    response_format: Mapping[str, Any] | GrammarSpec | None
     chat_template_kwargs: Mapping[str, Any] | None
     params: SamplingParams | None
 
@@ -216,6 +232,16 @@ class _Reader(NamedTuple):
         read = self.tool_format.read(text, self.tools, self.marks)
         return read if self.reasoning is None else read._replace(reasoning=self._shown(reasoning))
 
+    def read_begun(self, text: str) -> BegunText:
+        """What is certain of a text that goes on; not yet as it is shown."""
+        reasoning = None
+        if self.reasoning is not None:
+            reasoning, text = self.reasoning.split_begun(text, self.state, self.marks)
+        if self.tool_format is None:
+            return BegunText(text, (), reasoning)
+        begun = self.tool_format.read_begun(text, self.tools, self.marks)
+        return begun if self.reasoning is None else begun._replace(reasoning=reasoning)
+
     def _shown(self, reasoning: str | None) -> str | None:
         return None if reasoning is None else self.marks.show(reasoning)
 
@@ -232,26 +258,29 @@ class ChatRequest(NamedTuple):
         for completion in output.completions:
             if completion.error is not None:
                 raise completion.error
-        return ChatOutput(tuple(map(self._read_one, output.completions)))
+        return ChatOutput(tuple(map(self.read_sample, output.completions, count())))
 
-    def _read_one(self, completion: Completion) -> ChatCompletion:
+    def read_sample(self, completion: Completion, sample_index: int) -> ChatCompletion:
+        """The answer of one sample, whether it has failed or not."""
         visible = len(completion.text) if self.params.stop else None  # without the stop string
         marked = self.reader.marks.read(completion.token_ids, visible)
         text, calls, reasoning = self.reader.read(marked)
-        calls = tuple(self._with_id(call, at) for at, call in enumerate(calls))
+        calls = tuple(
+            call._replace(id=call.id or self.call_id(sample_index, at, call.name))
+            for at, call in enumerate(calls)
+        )
         reason: ChatFinishReason = completion.finish_reason
         if calls and reason == "stop":
             reason = "tool_calls"
         message = self._message(text, calls, reasoning)
         return ChatCompletion(text, reasoning, calls, reason, message, completion)
 
-    def _with_id(self, call: ToolCall, index: int) -> ToolCall:
-        if call.id:
-            return call
-        source = f"{self.prompt_ids} {index} {call.raw}".encode("utf-8", errors="replace")
+    def call_id(self, sample_index: int, index: int, name: str) -> str:
+        """The id of a call for which the model writes none: known as soon as the call begins."""
+        source = f"{self.prompt_ids} {self.params.seed} {sample_index} {index} {name}".encode()
         number = int.from_bytes(hashlib.blake2b(source, digest_size=8).digest(), "big")
         letters = [_ID_LETTERS[number // 62**at % 62] for at in range(9)]
-        return call._replace(id="".join(letters))
+        return "".join(letters)
 
     def _message(
         self, text: str, calls: Sequence[ToolCall], reasoning: str | None
@@ -414,10 +443,11 @@ def _with_arguments(messages: Sequence[Message], change: Callable[[Any], Any]) -
 
 
 def _with_changed(message: Any, change: Callable[[Any], Any]) -> Any:
-    if not isinstance(message, Mapping) or not message.get("tool_calls"):
-        return message
+    written = message.get("tool_calls") if isinstance(message, Mapping) else None
+    if not written or not isinstance(written, list | tuple):
+        return message  # the template's to judge
     calls = []
-    for call in message["tool_calls"]:
+    for call in written:
         function = call.get("function") if isinstance(call, Mapping) else None
         if isinstance(function, Mapping) and "arguments" in function:
             changed = {**function, "arguments": change(function["arguments"])}

@@ -9,6 +9,7 @@ Which prompts are read together: rows of one forward are padded to its longest.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
@@ -30,6 +31,7 @@ from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
+from guided_spec.trace.recorder import see_step
 from guided_spec.types import TokenLogprobs
 
 __all__ = [
@@ -55,6 +57,11 @@ class Scheduler:
     def num_free(self) -> int:
         """Slots that nobody holds."""
         return len(self._free)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
@@ -211,6 +218,11 @@ class Engine:
     def num_free_slots(self) -> int:
         """Slots that no request holds."""
         return self._scheduler.num_free
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot or for their grammar."""
+        return self._scheduler.num_waiting
 
     def __iter__(self) -> Iterator[Request]:
         """Every request that has not ended."""
@@ -472,7 +484,9 @@ class Engine:
         num_draft_tokens = self._draft_length.begin(rooms)
         features = self._target.take_features(tuple(request.text.slot for request in requests))
         texts = [request.text for request in requests]
-        batch = self._batches.make(texts, num_draft_tokens, features)
+        traced = [at for at, request in enumerate(requests) if request.trace is not None]
+        started = time.perf_counter() if traced else 0.0
+        batch = self._batches.make(texts, num_draft_tokens, features, traced)
         carry, self._carry = self._carry, None
         step = speculative_step(self._target, self._proposer, batch, carry=carry)
         self._carry = step.carry
@@ -483,8 +497,9 @@ class Engine:
         num_drafted = step.num_drafted.wait().tolist()
         _count(requests, step, num_draft_tokens, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
-        for request, row, values in zip(requests, committed, logprobs, strict=True):
-            request.append(row, values)
+        seen = see_step(step, batch, started)
+        for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
+            request.append(row, values, one)
             if request.state is State.DECODE:
                 self._remember(request, len(request.text.tokens) - 1)
         if learns:

@@ -10,27 +10,37 @@ from __future__ import annotations
 import asyncio
 import queue
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from concurrent.futures import wait
+from contextlib import aclosing
 from dataclasses import fields
 from typing import Any, Literal, NamedTuple, Unpack, get_args, overload
 
 from tqdm.auto import tqdm
 
-from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput
+from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput, ChatRequest
+from guided_spec.engine.chat_stream import ChatChunk, ChatStream
 from guided_spec.engine.choices import Chooser
 from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
-from guided_spec.engine.worker import EngineWorker
+from guided_spec.engine.worker import EngineWorker, Load
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.sampling.token_rules import check_token_ids, spell_bad_words
+from guided_spec.trace.recorder import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM", "Failures", "OnError", "ProgressBar"]
@@ -102,6 +112,13 @@ class ProgressBar:
 Params = SamplingParams | Sequence[SamplingParams] | None
 
 
+class _Manner(NamedTuple):
+    """Whether text is reported as it grows, and whether its steps are recorded."""
+
+    is_streamed: bool
+    is_traced: bool
+
+
 class LLM:
     """Constrained speculative generation with a Hugging Face causal language model.
 
@@ -151,6 +168,7 @@ class LLM:
         *,
         on_error: OnError = "raise",
         progress: bool = False,
+        trace: bool = False,
     ) -> list[RequestOutput]:
         """Generate for one prompt or several; returns one output a prompt, in their order.
 
@@ -160,6 +178,7 @@ class LLM:
             these, and sets ``finish_reason="error"`` and ``error`` of that one's output. What fails
             later always comes back so, with the text up to there.
         progress: show how many of the requests are done, on stderr.
+        trace: record every step of every text, see ``Completion.trace``; slower.
 
         Raises ConfigError, and with "raise" what a request may fail with, see
         ``guided_spec.errors``.
@@ -167,8 +186,9 @@ class LLM:
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
+        manner = _Manner(is_streamed=False, is_traced=trace)
         with ProgressBar(len(listed) if progress else None) as bar:
-            for chunk in self._stream(listed, params, failures, is_streamed=False):
+            for chunk in self._stream(listed, params, failures, manner):
                 collector.add(chunk)
                 bar.update(chunk)
         return collector.outputs()
@@ -186,15 +206,15 @@ class LLM:
         tool_choice: "auto" (the default), "required", "none", a tool's name, or OpenAI's dict.
         parallel_tool_calls: False for one call at most.
         tool_format: the family's form by name, see ``TOOL_FORMATS``; None asks the template.
-        response_format: OpenAI's; the answer matches it, behind reasoning that the prompt opens.
+        response_format: OpenAI's, or a GrammarSpec. The answer matches it, behind reasoning that
+            the prompt opens.
         chat_template_kwargs: what else the template gets, such as ``enable_thinking``, or another
             ``chat_template``.
         params: of the sampling; None is ``default_params``.
 
         Raises ConfigError, PromptError, and the error of a request that fails.
         """
-        options["params"] = options.get("params") or self.default_params
-        request = self._chat.request(messages, tools, options)
+        request = self.prepare_chat(messages, tools, **options)
         return request.read(self.generate(request.prompt_ids, request.params)[0])
 
     async def achat(
@@ -204,26 +224,73 @@ class LLM:
         **options: Unpack[ChatOptions],
     ) -> ChatOutput:
         """``chat`` for asyncio."""
-        options["params"] = options.get("params") or self.default_params
-        request = self._chat.request(messages, tools, options)
+        request = self.prepare_chat(messages, tools, **options)
         return request.read((await self.agenerate(request.prompt_ids, request.params))[0])
 
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> Iterator[ChatChunk]:
+        """``chat``, yielding text, reasoning and calls as they are committed.
+
+        Leaving the loop early cancels the rest.
+        """
+        request = self.prepare_chat(messages, tools, **options)
+        streams = [ChatStream(request, sample) for sample in range(request.params.n)]
+        for chunk in self.stream(request.prompt_ids, request.params):
+            yield streams[chunk.sample_index].feed(chunk)
+
+    async def astream_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> AsyncIterator[ChatChunk]:
+        """``stream_chat`` for asyncio."""
+        request = self.prepare_chat(messages, tools, **options)
+        streams = [ChatStream(request, sample) for sample in range(request.params.n)]
+        async with aclosing(self.astream(request.prompt_ids, request.params)) as chunks:
+            async for chunk in chunks:
+                yield streams[chunk.sample_index].feed(chunk)
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatRequest:
+        """The prompt and the parameters with which ``chat`` calls ``generate``.
+
+        It also reads what ``generate`` returns. Raises ConfigError and PromptError.
+        """
+        options["params"] = options.get("params") or self.default_params
+        return self._chat.request(messages, tools, options)
+
     def stream(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
     ) -> Iterator[Chunk]:
         """Generate, yielding text as it is committed; leaving the loop early cancels the rest.
 
         on_error: "raise" raises the first request's error and cancels the others; "return" leaves
         it to the ``completion`` of that request's last chunk.
+        trace: as for ``generate``.
         """
         failures = Failures.at_any_time(on_error)
-        return self._stream(split_prompts(prompts), params, failures, is_streamed=True)
+        manner = _Manner(is_streamed=True, is_traced=trace)
+        return self._stream(split_prompts(prompts), params, failures, manner)
 
     def _stream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
+        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
     ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        requests = self._submit(prompts, params, chunks.put, is_streamed=is_streamed)
+        requests = self._submit(prompts, params, chunks.put, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
@@ -234,28 +301,43 @@ class LLM:
             _cancel(requests)
 
     async def agenerate(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
     ) -> list[RequestOutput]:
         """``generate`` for asyncio. Cancelling the task cancels the requests."""
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
-        async for chunk in self._astream(listed, params, failures, is_streamed=False):
-            collector.add(chunk)
+        manner = _Manner(is_streamed=False, is_traced=trace)
+        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+            async for chunk in chunks:
+                collector.add(chunk)
         return collector.outputs()
 
     async def astream(
-        self, prompts: Prompts, params: Params = None, *, on_error: OnError = "raise"
-    ) -> AsyncIterator[Chunk]:
-        """``stream`` for asyncio."""
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
+    ) -> AsyncGenerator[Chunk, None]:
+        """``stream`` for asyncio. Closing it, or cancelling the task, cancels the rest."""
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
-        async for chunk in self._astream(listed, params, failures, is_streamed=True):
-            yield chunk
+        manner = _Manner(is_streamed=True, is_traced=trace)
+        # Closed here: else the requests would run until the garbage collector comes by.
+        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
     async def _astream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, *, is_streamed: bool
-    ) -> AsyncIterator[Chunk]:
+        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
+    ) -> AsyncGenerator[Chunk, None]:
         loop = asyncio.get_running_loop()
         chunks: asyncio.Queue[Chunk] = asyncio.Queue()
 
@@ -263,7 +345,7 @@ class LLM:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(chunks.put_nowait, chunk)
 
-        requests = self._submit(prompts, params, report, is_streamed=is_streamed)
+        requests = self._submit(prompts, params, report, **manner._asdict())
         try:
             for _ in requests:
                 while (chunk := await chunks.get()).completion is None:
@@ -317,6 +399,11 @@ class LLM:
         """What ``params=None`` stands for: ``SamplingParams.from_model`` of this model."""
         return SamplingParams.from_model(self.model)
 
+    @property
+    def load(self) -> Load:
+        """How many samples run and wait, of all callers."""
+        return self._worker.load
+
     def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
 
@@ -358,13 +445,17 @@ class LLM:
         report: Callable[[Chunk], None],
         *,
         is_streamed: bool,
+        is_traced: bool = False,
     ) -> list[Request | None]:
         """Queue every sample of every prompt; None stands for one that failed at once."""
         requests: list[Request | None] = []
         params = self.default_params if params is None else params
+        source = TraceSource(self.proposer, self.config.verifier) if is_traced else None
         for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
             try:
-                job = self._job(prompt, param)._replace(prompt_index=index, is_streamed=is_streamed)
+                job = self._job(prompt, param)._replace(
+                    prompt_index=index, is_streamed=is_streamed, traced=source
+                )
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
                 error.with_traceback(None)  # its frames hold the other requests

@@ -13,6 +13,7 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
+from guided_spec.trace.record import Trace
 from guided_spec.types import TokenLogprobs
 
 __all__ = [
@@ -135,6 +136,7 @@ class Completion(NamedTuple):
     answer: the part of ``text`` that the grammar is about: without an echo, and without what stands
         before the marker of ``GrammarSpec.after``. "" where that was not reached.
     grammar: of the request.
+    trace: of its steps; None if the call did not ask.
     """
 
     text: str
@@ -146,6 +148,7 @@ class Completion(NamedTuple):
     is_complete: bool = False
     answer: str = ""
     grammar: GrammarSpec | None = None
+    trace: Trace | None = None
 
     @property
     def parsed(self) -> Any:
@@ -205,6 +208,11 @@ class RequestOutput(NamedTuple):
         """In step with ``token_ids``; None if the request did not ask."""
         return self.completions[0].logprobs
 
+    @property
+    def trace(self) -> Trace | None:
+        """Of its steps; None if the call did not ask."""
+        return self.completions[0].trace
+
 
 class Chunk(NamedTuple):
     """A piece of a stream: text that was committed since the last one.
@@ -213,6 +221,7 @@ class Chunk(NamedTuple):
     logprobs: of the tokens that were committed since the last chunk, () if the request did not ask.
         Their text may still be held back, as the beginning of a stop string or of a character.
     answer: all of the answer so far, see ``Completion``. grammar: of the request.
+    token_ids: the tokens that were committed since the last chunk.
     """
 
     prompt_index: int
@@ -222,6 +231,7 @@ class Chunk(NamedTuple):
     logprobs: tuple[TokenLogprobs, ...] = ()
     answer: str = ""
     grammar: GrammarSpec | None = None
+    token_ids: tuple[int, ...] = ()
 
     @property
     def parsed(self) -> Any:

@@ -106,7 +106,7 @@ class PromptEncoder:
         """The tokens of a rendered chat, to which nothing is added. Raises PromptError."""
         return list(self._tokenizer(_readable(text), add_special_tokens=False)["input_ids"])
 
-    def render(self, messages: Sequence[Any], **variables: Any) -> str:
+    def render(self, messages: Sequence[Any], /, **variables: Any) -> str:
         """A chat as its template renders it. variables: what the template knows besides.
 
         Raises PromptError.

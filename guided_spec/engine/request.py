@@ -23,6 +23,8 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.step import Committed
 from guided_spec.text import GuidedText
+from guided_spec.trace.record import Trace
+from guided_spec.trace.recorder import SeenStep, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs
 
 __all__ = [
@@ -162,6 +164,7 @@ class Job(NamedTuple):
     scoring: None where it writes.
     is_streamed: whether text is reported as it grows, or only once it is complete. Waking another
         thread at every step costs as much as a small model's forward.
+    traced: what to call the writer in the text's trace; None records none.
     """
 
     prompt_ids: Sequence[int]
@@ -177,12 +180,14 @@ class Job(NamedTuple):
     marker: Marker | None = None
     scoring: Scoring | None = None
     is_streamed: bool = True
+    traced: TraceSource | None = None
 
 
 class Request:
     """One sample's text and statistics as they grow.
 
     text: its tokens and constraint, and why it ended.
+    trace: its record so far; None where there is none.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """
@@ -210,9 +215,11 @@ class Request:
         # Where the answer begins in the text; behind a marker that is not known yet.
         self._answer_at: int | None = len(job.echo) if job.marker is None else None
         self._marker_state = 0
+        self.trace = job.traced and TraceRecorder(job.traced, job.params, vocabulary, job.marker)
         self._logprobs: list[TokenLogprobs] = []
         self._sent = 0
         self._sent_logprobs = 0
+        self._sent_tokens = len(job.prompt_ids)
 
     @property
     def after_prompt(self) -> State:
@@ -246,13 +253,20 @@ class Request:
         if constraint is not None and self.job.endings is not None and complete is not False:
             self.stats.ends_lost = int(not isinstance(constraint.compiled, CompletingGrammar))
 
-    def append(self, row: Committed, logprobs: Sequence[TokenLogprobs] = ()) -> None:
+    def append(
+        self,
+        row: Committed,
+        logprobs: Sequence[TokenLogprobs] = (),
+        seen: SeenStep | None = None,
+    ) -> None:
         """Commit tokens one by one until something ends the text; the rest is dropped.
 
-        logprobs: in step with the tokens; () if the request did not ask.
+        logprobs: in step with the tokens; () if the request did not ask. seen: for its trace.
         """
         taken = self.text.append(row, self._read)
         self._logprobs.extend(logprobs[: len(taken)])
+        if self.trace is not None and seen is not None:
+            self.trace.add(seen, len(taken))
         if self.text.error is not None:
             self.fail(self.text.error)
         elif self.text.ended is not None:
@@ -292,6 +306,7 @@ class Request:
                 is_complete,
                 self._answer(),
                 params.grammar,
+                self._trace(reason),
             )
         )
 
@@ -316,6 +331,11 @@ class Request:
             return reason == "stop" and self.job.params.grammar is None
         return not self._output.is_stopped and self.text.constraint.may_end()
 
+    def _trace(self, reason: FinishReason) -> Trace | None:
+        if self.trace is None:
+            return None
+        return self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
+
     def _follow_marker(self, token_id: int) -> None:
         marker = self.job.marker
         assert marker is not None
@@ -329,12 +349,16 @@ class Request:
 
     def _send(self, completion: Completion | None) -> None:
         job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()
+        token_ids = tuple[int, ...]()
         if job.is_streamed:
             text = self._output.text[self._sent :]
             logprobs = tuple(self._logprobs[self._sent_logprobs :])
+            token_ids = tuple(self.text.tokens[self._sent_tokens :])
         if completion is not None or text:
             self._sent += len(text)
             self._sent_logprobs += len(logprobs)
+            self._sent_tokens += len(token_ids)
             answer = self._answer() if completion is None else completion.answer
             place = (job.prompt_index, job.sample_index)
-            self._report(Chunk(*place, text, completion, logprobs, answer, job.params.grammar))
+            grammar = job.params.grammar
+            self._report(Chunk(*place, text, completion, logprobs, answer, grammar, token_ids))

@@ -6,13 +6,26 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from typing import NamedTuple
 
 from guided_spec.engine.engine import Engine
 from guided_spec.engine.request import Request
 from guided_spec.engine.setup import Setup
 from guided_spec.errors import GuidedSpecError
 
-__all__ = ["EngineWorker"]
+__all__ = ["EngineWorker", "Load"]
+
+
+class Load(NamedTuple):
+    """How busy an engine is, in samples.
+
+    running: those that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of a
+        slot or of their grammar.
+    """
+
+    num_slots: int
+    running: int
+    waiting: int
 
 
 class EngineWorker:
@@ -41,6 +54,13 @@ class EngineWorker:
                 raise GuidedSpecError("this LLM is closed; make a new one")
             self._incoming.extend(requests)
             self._wake.notify()
+
+    @property
+    def load(self) -> Load:
+        """As of now; what the engine has ended in its current step may still be among them."""
+        engine = self.setup.engine
+        running = engine.num_slots - engine.num_free_slots
+        return Load(engine.num_slots, running, engine.num_waiting + len(self._incoming))
 
     def close(self) -> None:
         """Cancel what runs and end the thread. May be called more than once."""

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jsonschema
@@ -54,8 +55,8 @@ class Measurement:
     name: the proposer, or the engine compared with.
     requests, failed, tokens: counts; seconds: wall time of the whole workload.
     forwards: target forwards that decoded, a forward over a batch counted once a request.
-    drafted, accepted: draft tokens. mask_microseconds: host time on masks per output token; None
-        where it was not measured.
+    drafted, accepted: draft tokens; drafted_at, accepted_at: of them at each position of a draft.
+    mask_microseconds: host time on masks per output token; None where it was not measured.
     valid: share of the finished outputs that match their grammar.
     same_text: share of the requests whose text equals the first measurement's.
     """
@@ -72,6 +73,8 @@ class Measurement:
     mask_microseconds: float | None = None
     valid: float = 1.0
     same_text: float = 1.0
+    drafted_at: tuple[int, ...] = ()
+    accepted_at: tuple[int, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -113,7 +116,13 @@ def measure_completions(
         mask_microseconds=sum(s.mask_seconds for s in stats) * 1e6 / max(tokens, 1),
         valid=valid,
         same_text=same_text,
+        drafted_at=_by_position(s.drafted for s in stats),
+        accepted_at=_by_position(s.accepted for s in stats),
     )
+
+
+def _by_position(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    return tuple(sum(places) for places in zip_longest(*counts, fillvalue=0))
 
 
 @contextmanager

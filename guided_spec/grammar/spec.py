@@ -260,12 +260,17 @@ class GrammarSpec:
         return cls("structural_tag", _canonical("tools", tag))
 
     @classmethod
-    def from_response_format(cls, response_format: Mapping[str, Any]) -> GrammarSpec | None:
+    def from_response_format(
+        cls, response_format: Mapping[str, Any] | GrammarSpec
+    ) -> GrammarSpec | None:
         """The spec of OpenAI's or LMDeploy's ``response_format``; None for ``{"type": "text"}``.
 
-        Takes the types text, json_object, json_schema, regex_schema and structural_tag. ``name``,
-        ``description`` and ``strict`` are accepted and change nothing: the text always matches.
+        Takes the types text, json_object, json_schema, regex_schema and structural_tag; a spec is
+        returned as it is. ``name``, ``description`` and ``strict`` are accepted and change nothing:
+        the text always matches.
         """
+        if isinstance(response_format, cls):
+            return response_format
         if not isinstance(response_format, Mapping):
             fix = 'must be a dict such as {"type": "json_object"}'
             raise ConfigError("response_format", response_format, fix)

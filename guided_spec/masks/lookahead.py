@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from guided_spec.types import Draft
 __all__ = [
     "Lookahead",
     "RowFiller",
+    "Turn",
     "Walk",
     "cores",
 ]
@@ -251,6 +252,16 @@ ROWS_WORTH_A_THREAD = 256
 Pause = Callable[[int], bool]
 
 
+class Turn(NamedTuple):
+    """Where several proposers share a draft: whose tokens stand from ``starts[request]`` on.
+
+    The next turn ends it. Tokens that the grammar refuses are in nobody's turn.
+    """
+
+    proposer: str
+    starts: Sequence[int]
+
+
 class Lookahead:
     """One step's forks. Made by ``fork``, thrown away after ``finish``.
 
@@ -270,6 +281,7 @@ class Lookahead:
         self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pause: Pause | None = None
         self.forced: list[list[int]] = [[] for _ in walks]
+        self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
 
     @classmethod
@@ -324,6 +336,11 @@ class Lookahead:
     def lengths(self) -> list[int]:
         """[B]: tokens of the draft so far, the illegal one among them."""
         return [len(walk.drafted) + (walk.refused is not None) for walk in self._walks]
+
+    @property
+    def num_rows(self) -> list[int]:
+        """[B]: mask rows that are filled, from the first one on."""
+        return [walk.filled for walk in self._walks]
 
     @contextmanager
     def until(self, ends: Sequence[int]) -> Iterator[None]:

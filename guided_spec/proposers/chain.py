@@ -16,7 +16,7 @@ from guided_spec.core import (
     TargetOutput,
 )
 from guided_spec.errors import ConfigError
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead, Turn
 from guided_spec.ops.host import Download
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import concatenate, no_draft
@@ -69,6 +69,7 @@ class _Turns:
 
     def __init__(
         self,
+        names: Sequence[str],
         members: Sequence[Proposer],
         batch: DecodeBatch,
         lookahead: Lookahead,
@@ -77,7 +78,8 @@ class _Turns:
         self.walked = _Part(no_draft(batch), (0,) * len(batch))
         self.flying: _Flying | None = None
         self.last: list[DraftInFlight | None] = [None] * len(members)
-        self._members, self._batch, self._lookahead = members, batch, lookahead
+        self._names, self._members = names, members
+        self._batch, self._lookahead = batch, lookahead
         self._carried = carried
 
     def lead(self, ends: Sequence[int]) -> None:
@@ -116,6 +118,8 @@ class _Turns:
     def _begin(self, member: int, batch: DecodeBatch) -> DraftInFlight:
         # What is carried is for the first turn.
         carry = self._carried[member] if self.last[member] is None else None
+        if batch.num_draft_tokens or not member:  # else it drafts nothing
+            self._lookahead.turns.append(Turn(self._names[member], self._lookahead.lengths))
         flight = self._members[member].begin(batch, self._lookahead, carry)
         self.last[member] = flight
         return flight
@@ -172,6 +176,7 @@ class Chain:
         if len(names) < 2 or "chain" in names:
             fix = "name at least two proposers, such as chain:grammar_forced+ngram"
             raise ConfigError("proposer", f"chain:{context.argument}", fix)
+        self._names = names
         self._members: list[Proposer] = [build_proposer(name, context) for name in names]
         layers = {layer for member in self._members for layer in member.aux_hidden_layers}
         if any(
@@ -190,7 +195,7 @@ class Chain:
         request drafts never decides how much another does: both may draw with the same noise.
         """
         carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
-        turns = _Turns(self._members, batch, lookahead, carried)
+        turns = _Turns(self._names, self._members, batch, lookahead, carried)
         turns.lead([batch.mask_rows.depths] * len(batch))
         left, is_on = [batch.num_draft_tokens] * len(batch), True
         while is_on:

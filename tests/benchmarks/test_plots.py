@@ -13,8 +13,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks.plots import Figure, draw, draw_all, main, read_figure
+from benchmarks.plots import draw_all, main, read_figure
 from guided_spec.errors import ConfigError
+from guided_spec.evaluate.figure import Figure, draw
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 FIGURE = Figure(

@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from guided_spec.cli import run
 from guided_spec.cli.main import app
 
-HEAVY = ("llguidance", "torch", "transformers", "xgrammar")
+HEAVY = ("fastapi", "llguidance", "torch", "transformers", "uvicorn", "xgrammar")
 LIGHT_MODULES = (
     *("guided_spec", "guided_spec.errors", "guided_spec.types", "guided_spec.config"),
     *("guided_spec.grammar.spec", "guided_spec.grammar.backends.registry", "guided_spec.proposers"),
     *("guided_spec.training.options", "guided_spec.training.registry"),
 )
 LIGHT_COMMANDS = (
-    *("--help", "--version", "generate --help", "check --help", "train --help"),
+    *("--help", "--version", "generate --help", "trace --help", "check --help", "train --help"),
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
-    *("bench --help", "proposers", "proposers --json"),
+    *("bench --help", "serve --help", "proposers", "proposers --json"),
 )
 
 # The arguments are lines; prints what each of them has loaded, as JSON.
@@ -60,7 +60,7 @@ def test_what_is_loaded(kind: str, names: tuple[str, ...], heavy: tuple[str, ...
 @pytest.mark.parametrize(
     ("words", "completed"),
     [
-        ("guided-spec tr", "train"),
+        ("guided-spec trai", "train"),
         ("guided-spec generate --temp", "--temperature"),
         ("guided-spec train --algorithm eagle3 --sharding f", "fsdp"),
     ],

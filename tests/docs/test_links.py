@@ -31,8 +31,9 @@ def dead_links(path: Path, text: str) -> list[str]:
     dead = []
     for target, anchor in LINK.findall(CODE.sub("", FENCE.sub("", text))):
         other = path.parent / target if target else path
-        shown = text if other == path else other.read_text() if other.is_file() else ""
-        is_found = other.exists() and (not anchor or anchor in anchors(shown))
+        is_found = other.exists()
+        if is_found and anchor:
+            is_found = anchor in anchors(text if other == path else other.read_text())
         if not is_found:
             dead.append(f"{target}#{anchor}" if anchor else target)
     return dead

@@ -256,5 +256,9 @@ def test_what_fails_later_raises_too(llm: LLM) -> None:
         llm.chat([{"role": "user", "content": "a b " * 600}], **options(TEMPLATES["hermes"]))
     with pytest.raises(PromptError, match="chat template"):
         llm.chat(ASK)
+    with pytest.raises(PromptError, match="chat template"):
+        llm.chat([{"role": "assistant", "tool_calls": 3}], **options(TEMPLATES["hermes"]))
+    with pytest.raises(PromptError, match="chat template"):
+        llm.chat(ASK, **options(TEMPLATES["hermes"], variables={"messages": 4}))
     with pytest.raises(ConfigError, match="one conversation"):
         llm.chat("hi")  # type: ignore[arg-type]

@@ -131,7 +131,7 @@ class Tables:
     def __init__(self, case: Case) -> None:
         self.case = case
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
         return TargetOutput(verify(nodes_of(batch), draft))
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:

@@ -5,8 +5,9 @@ Texts in which added tokens are told apart from the same letters.
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +17,23 @@ from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "BYTES",
+    "MarkedReader",
     "MarkedText",
     "Marker",
+    "begun_length",
     "symbols_of",
 ]
 
 BYTES = 256
 """Symbols below are bytes of the text; ``BYTES + t`` is token t, which shows no text."""
+
+
+def begun_length(text: str, literal: str) -> int:
+    """How many characters at the end of a text may be the beginning of a literal."""
+    for length in range(min(len(literal) - 1, len(text)), 0, -1):
+        if text.endswith(literal[:length]):
+            return length
+    return 0
 
 
 def symbols_of(token_id: int, vocabulary: Vocabulary) -> Sequence[int]:
@@ -232,6 +243,10 @@ class MarkedText:
         text = "".join([*pieces, data.decode("utf-8", errors="replace")])
         return text if visible is None else self._cut(text, visible)
 
+    def reader(self) -> MarkedReader:
+        """Reads one text as its tokens come."""
+        return MarkedReader(self._vocabulary.text_bytes, self._by_id)
+
     def show(self, text: str) -> str:
         """A text that was read, with the tokens' names."""
         return "".join(self._shown.get(character, character) for character in text)
@@ -249,3 +264,27 @@ class MarkedText:
                 return text[:at]
             visible -= width
         return text
+
+
+class MarkedReader:
+    """``MarkedText.read`` of tokens that come one after another.
+
+    A character is held back until all its bytes are in. text_bytes: of each token. marks: the
+    characters of the tokens that are marks.
+    """
+
+    def __init__(self, text_bytes: Sequence[bytes], marks: Mapping[int, str]) -> None:
+        self._text_bytes = text_bytes
+        self._marks = marks
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Append tokens, and return the text that they complete."""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            mark = self._marks.get(token_id)
+            if mark is None:
+                pieces.append(self._decoder.decode(self._text_bytes[token_id]))
+            else:
+                pieces += [self._decoder.decode(b"", final=True), mark]
+        return "".join(pieces)

@@ -1,4 +1,4 @@
-"""How model families write tool calls: the grammar of their texts, and the calls read from them.
+"""Tools, calls and arguments: what a model family's form of calls is made of.
 
 A call's arguments in the spellings of model families: as JSON, or each one between marks.
 
@@ -10,8 +10,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from guided_spec.errors import ConfigError
@@ -19,7 +18,8 @@ from guided_spec.grammar.markers.marker import MarkedText
 
 __all__ = [
     "Arguments",
-    "DelimitedFormat",
+    "BegunCall",
+    "BegunText",
     "ReadText",
     "Tool",
     "ToolCall",
@@ -27,6 +27,7 @@ __all__ = [
     "ToolFormat",
     "ToolRules",
     "arguments_content",
+    "begun_object",
     "read_arguments",
     "read_choice",
     "read_json",
@@ -51,7 +52,7 @@ class ToolCall(NamedTuple):
     """One call of a text.
 
     id: as the model has written it, or nine letters and digits, as Mistral's templates demand; the
-        same text gets the same ids.
+        same call at the same place behind the same prompt gets the same id.
     arguments: valid under the tool's schema. raw: the call as it stands in the text.
     """
 
@@ -231,6 +232,14 @@ def read_json(text: str, at: int) -> Arguments | None:
     return Arguments(value, end) if isinstance(value, dict) else None
 
 
+def begun_object(text: str, at: int) -> str | None:
+    """The JSON object that begins at a place, as far as it is written; None where none does."""
+    if not text.startswith("{", at):
+        return None
+    end = _read_value(text, at)[0]
+    return text[at:] if end < 0 else text[at:end]
+
+
 def _read_value(text: str, at: int) -> tuple[int, Any]:
     """Where the JSON value at a place ends, and what it is; -1 where there is none."""
     try:
@@ -308,6 +317,31 @@ class ReadText(NamedTuple):
     reasoning: str | None = None
 
 
+class BegunCall(NamedTuple):
+    """A call of a text that goes on.
+
+    id: "" where the model writes none.
+    arguments: as JSON, as far as it is written; "" of a call in another form, until that is whole.
+    """
+
+    id: str
+    name: str
+    arguments: str
+
+
+class BegunText(NamedTuple):
+    """What is certain of a text that goes on: as it grows, so does each of its strings.
+
+    They are as ``MarkedText`` has read them. reasoning: None where there is none so far.
+    is_cut: whether the last call is not whole yet.
+    """
+
+    text: str
+    calls: tuple[BegunCall, ...] = ()
+    reasoning: str | None = None
+    is_cut: bool = False
+
+
 class ToolRules(NamedTuple):
     """What a text may hold.
 
@@ -354,127 +388,5 @@ class ToolFormat(Protocol):
         A call that was cut off stays in the text.
         """
 
-
-@dataclass(frozen=True)
-class DelimitedFormat:
-    """Calls in free text, each between its own marks.
-
-    call: a call, with ``{name}``, ``{arguments}`` and perhaps ``{id}``.
-    trigger: the beginning of a call, or of ``opening``, which free text never holds.
-    opening, separator, closing: around and between the calls where they stand in one block, at the
-        end of the text; "" for calls anywhere in it.
-    argument: how one argument is written, see ``arguments_content``; None for JSON.
-    id_pattern: what the model writes for ``{id}``, a regex; it may hold ``{name}``.
-    """
-
-    name: str
-    hints: tuple[str, ...]
-    trigger: str
-    call: str
-    opening: str = ""
-    separator: str = ""
-    closing: str = ""
-    argument: str | None = None
-    id_pattern: str = "[a-zA-Z0-9]{9}"
-    holds_reasoning: bool = False
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        """What the format writes besides names and arguments."""
-        parts = (self.call, self.opening, self.closing, self.argument or "")
-        return tuple(piece for part in parts for piece in re.split(r"\{\w+\}", part))
-
-    def content(self, rules: ToolRules) -> dict[str, Any]:
-        """The format of a structural tag. Raises ConfigError naming the tool."""
-        if rules.choice == "none":
-            return {"type": "any_text", "excludes": [self.trigger]}
-        calls = [self._call(tool) for tool in rules.tools]
-        if self.opening:
-            calls = [self._block(calls, rules)]
-        if rules.choice == "named":
-            return calls[0]
-        return {
-            "type": "triggered_tags",
-            "triggers": [self.trigger],
-            "tags": calls,
-            "at_least_one": rules.choice == "required",
-            "stop_after_first": bool(self.opening) or not rules.is_parallel,
-        }
-
-    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
-        """Take apart what the grammar has written and ``marks`` has read."""
-        trigger, calls, free, at = marks.mark(self.trigger), list[ToolCall](), "", 0
-        while (found := text.find(trigger, at)) >= 0:
-            block = list(self._read_block(text, found, tools, marks))
-            free += text[at:found]
-            if not block:  # cut off, or written without the grammar
-                at = found + len(trigger)
-                free += trigger
-                continue
-            calls += [call for call, _ in block]
-            at = block[-1][1]
-        free = marks.show(free + text[at:])
-        return ReadText(free.strip() if calls else free, tuple(calls))
-
-    def _call(self, tool: Tool) -> dict[str, Any]:
-        begin, end = self.call.replace("{name}", tool.name).split("{arguments}")
-        content = arguments_content(tool, self.argument)
-        if "{id}" in begin:
-            begin, behind = begin.split("{id}")
-            parts = [
-                {"type": "regex", "pattern": self._id_of(tool)},
-                {"type": "const_string", "value": behind},
-            ]
-            content = {"type": "sequence", "elements": [*parts, content]}
-        return {"type": "tag", "begin": begin, "content": content, "end": end}
-
-    def _id_of(self, tool: Tool) -> str:
-        return self.id_pattern.replace("{name}", re.escape(tool.name))
-
-    def _block(self, calls: list[dict[str, Any]], rules: ToolRules) -> dict[str, Any]:
-        content = {
-            "type": "tags_with_separator",
-            "tags": calls,
-            "separator": self.separator,
-            "at_least_one": True,
-            "stop_after_first": not rules.is_parallel or rules.choice == "named",
-        }
-        return {"type": "tag", "begin": self.opening, "content": content, "end": self.closing}
-
-    def _read_block(
-        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
-    ) -> Iterator[tuple[ToolCall, int]]:
-        """The calls of one block and where each ends; without an opening there is one."""
-        opening, separator, closing = map(marks.mark, (self.opening, self.separator, self.closing))
-        if not text.startswith(opening, at):
-            return
-        at += len(opening)
-        while (read := self._read_call(text, at, tools, marks)) is not None:
-            call, at = read
-            is_last = not opening or text.startswith(closing, at)
-            yield call, at + len(closing) * is_last
-            if is_last or not text.startswith(separator, at):
-                return
-            at += len(separator)
-
-    def _read_call(
-        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
-    ) -> tuple[ToolCall, int] | None:
-        for tool in tools:
-            begin, end = self.call.replace("{name}", tool.name).split("{arguments}")
-            before, _, behind = map(marks.mark, begin.partition("{id}"))
-            place = at + len(before)
-            if not text.startswith(before, at):
-                continue
-            call_id = ""
-            if behind:
-                found = re.compile(self._id_of(tool)).match(text, place)
-                if found is None or not text.startswith(behind, found.end()):
-                    continue
-                call_id, place = found[0], found.end() + len(behind)
-            read = read_arguments(tool, self.argument, text, place, marks)
-            if read is None or not text.startswith(marks.mark(end), read.end):
-                continue
-            stop = read.end + len(marks.mark(end))
-            return ToolCall(call_id, tool.name, read.values, marks.show(text[at:stop])), stop
-        return None
+    def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
+        """``read`` of a text that goes on, with whitespace around it left out."""

@@ -10,14 +10,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.markers.marker import MarkedText, begun_length
+from guided_spec.grammar.tools.delimited import DelimitedFormat
 from guided_spec.grammar.tools.format import (
-    DelimitedFormat,
+    BegunCall,
+    BegunText,
     ReadText,
     Tool,
     ToolCall,
     ToolFormat,
     ToolRules,
+    begun_object,
     read_json,
 )
 
@@ -79,6 +82,31 @@ class HarmonyFormat:
                 at += len(next_message)
         return ReadText("\n".join(shown), (), "\n".join(reasoning) or None)
 
+    def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
+        """``read`` of a text that goes on, with whitespace around it left out."""
+        reasoning, shown, at = list[str](), list[str](), 0
+        sinks = ((_ANALYSIS, reasoning), (_COMMENTARY, shown), (_FINAL, shown))
+        end, next_message = marks.mark(_END), marks.mark(_NEXT)
+        is_open = False
+        while not is_open:
+            for begin, sink in sinks:
+                if text.startswith(marks.mark(begin), at):
+                    at += len(marks.mark(begin))
+                    stop = text.find(end, at)
+                    is_open = stop < 0
+                    stop = len(text) - begun_length(text[at:], end) if is_open else stop
+                    sink.append(text[at:stop].strip())
+                    at = stop + len(end)
+                    break
+            else:
+                break
+            if text.startswith(next_message, at):
+                at += len(next_message)
+        begun = None if is_open else _begun_call(text[at:], tools, marks)
+        calls = () if begun is None else (begun,)
+        is_cut = begun is not None and _read_call(text[at:], tools, marks) is None
+        return BegunText("\n".join(shown), calls, "\n".join(reasoning) or None, is_cut)
+
     @staticmethod
     def _read_last(
         text: str, tools: Sequence[Tool], marks: MarkedText, reasoning: list[str], shown: list[str]
@@ -106,6 +134,16 @@ def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall 
             read = read_json(text, len(begin)) if text.startswith(begin) else None
             if read is not None:
                 return ToolCall("", tool.name, read.values, marks.show(text))
+    return None
+
+
+def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCall | None:
+    for tool in tools:
+        for header in _HEADERS:
+            begin = marks.mark(header.replace("{name}", tool.name))
+            arguments = begun_object(text, len(begin)) if text.startswith(begin) else None
+            if arguments is not None:
+                return BegunCall("", tool.name, arguments)
     return None
 
 

@@ -180,7 +180,7 @@ class PackedLM:
             yield
 
     def _row_width(self, size: int) -> int:
-        """About how many tokens a row has among ``size``; where there are more, some are prompts."""
+        """About how many tokens a row has among ``size``, where many are those of prompts."""
         return min(max(self._width, size // self._num_slots), size)
 
     def _graph_size(self, total: int, batch: int) -> tuple[int, int]:

@@ -153,7 +153,7 @@ def test_its_texts_end_within_their_budget() -> None:
 class EvenTarget:
     """A model to which all tokens are alike."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
         width = draft.token_ids.shape[1] + 1
         return TargetOutput(torch.zeros(len(batch), width, VOCAB_SIZE))
 

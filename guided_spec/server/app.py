@@ -1,0 +1,163 @@
+"""The application: which path is answered by what."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+import guided_spec
+from guided_spec.engine.llm import LLM
+from guided_spec.server.bodies import ChatBody, CompletionBody, ResponsesBody, TokenizeBody
+from guided_spec.server.chat import ChatAnswer
+from guided_spec.server.completions import CompletionAnswer
+from guided_spec.server.faults import ApiError, add_handlers, json_response
+from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey
+from guided_spec.server.replies import (
+    ChatReply,
+    CompletionReply,
+    ModelCard,
+    ModelList,
+    TokenizeReply,
+)
+from guided_spec.server.response_replies import ResponseReply
+from guided_spec.server.responses import ResponseAnswer
+from guided_spec.server.sampling import plain_messages
+from guided_spec.server.service import Service
+from guided_spec.server.settings import ServerSettings
+from guided_spec.server.streaming import open_stream, whole_answer
+
+__all__ = ["build_app"]
+
+_DONE = b"data: [DONE]\n\n"
+
+
+class _Fault(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _FaultReply(BaseModel):
+    error: _Fault
+
+
+def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
+    """An ASGI application that serves ``llm``; it stays the caller's, to be closed afterwards.
+
+    Any ASGI server runs it. ``guided_spec.server.run.serve`` does so with uvicorn.
+    """
+    settings = ServerSettings() if settings is None else settings
+    service = Service(llm, settings)
+    app = FastAPI(
+        title="guided_spec",
+        version=guided_spec.__version__,
+        docs_url=None,  # the pages load scripts from elsewhere
+        redoc_url=None,
+        lifespan=_lifespan,
+        responses={code: {"model": _FaultReply} for code in ("4XX", "5XX")},
+    )
+    add_handlers(app)
+    _add_model_paths(app, service)
+    _add_text_paths(app, service)
+    _add_tokenize_path(app, service)
+    paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
+    # The one that is added last sees a request first.
+    app.add_middleware(BoundedBody, settings=settings)
+    app.add_middleware(RequiredKey, keys=settings.api_keys)
+    app.add_middleware(CountedRequests, metrics=service.metrics, paths=paths)
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(_app: FastAPI) -> AsyncIterator[None]:
+    yield
+
+
+def _documented(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """What a path may answer, for the description of the interface."""
+    return {200: {"model": reply, "content": {"text/event-stream": {}}}}
+
+
+def _add_text_paths(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_documented(ChatReply))
+    async def chat_completions(request: Request, body: ChatBody) -> Response:
+        """Answer a conversation."""
+        answer = ChatAnswer(service, body)
+        if body.stream:
+            return await open_stream(request, answer.events(), _DONE)
+        return await whole_answer(request, answer.whole())
+
+    @app.post("/v1/completions", responses=_documented(CompletionReply))
+    async def completions(request: Request, body: CompletionBody) -> Response:
+        """Go on from prompts."""
+        answer = CompletionAnswer(service, body)
+        if body.stream:
+            return await open_stream(request, answer.events(), _DONE)
+        return await whole_answer(request, answer.whole())
+
+    @app.post("/v1/responses", responses=_documented(ResponseReply))
+    async def responses(request: Request, body: ResponsesBody) -> Response:
+        """Respond to a conversation."""
+        answer = ResponseAnswer(service, body)
+        if body.stream:
+            return await open_stream(request, answer.events())
+        return await whole_answer(request, answer.whole())
+
+
+def _add_tokenize_path(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses={200: {"model": TokenizeReply}})
+    async def tokenize(body: TokenizeBody) -> Response:
+        """The tokens of a prompt."""
+        service.require_model(body.model)
+        prompt: Any = body.prompt
+        if (body.prompt is None) == (body.messages is None):
+            raise ApiError(400, "pass prompt or messages", code="invalid_value", param="prompt")
+        if body.messages is not None:
+            messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+            prepared = await asyncio.to_thread(service.llm.prepare_chat, messages, body.tools)
+            prompt = prepared.prompt_ids
+        (token_ids,) = await service.encode([prompt])
+        texts = [service.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
+        reply = TokenizeReply(
+            count=len(token_ids),
+            max_model_len=service.llm.max_model_len,
+            tokens=token_ids,
+            token_strs=texts if body.return_token_strs else None,
+        )
+        return json_response(reply.model_dump())
+
+
+def _add_model_paths(app: FastAPI, service: Service) -> None:
+    def card(name: str) -> ModelCard:
+        length = service.llm.max_model_len
+        return ModelCard(id=name, created=service.started, max_model_len=length)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 while requests are served."""
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Counters, for Prometheus."""
+        kind = "text/plain; version=0.0.4; charset=utf-8"
+        return Response(service.metrics.text(), media_type=kind)
+
+    @app.get("/v1/models", responses={200: {"model": ModelList}})
+    async def models() -> Response:
+        """The model, under each of its names."""
+        cards = [card(name) for name in service.settings.model_names]
+        return json_response(ModelList(data=cards).model_dump())
+
+    @app.get("/v1/models/{name:path}", responses={200: {"model": ModelCard}})
+    async def model(name: str) -> Response:
+        """The model, by a name."""
+        service.require_model(name)
+        return json_response(card(name).model_dump())

@@ -1,0 +1,176 @@
+"""What clients send: OpenAI's requests, with vLLM's additions.
+
+A field that is not here is refused by name, because leaving it out might change the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = [
+    "ChatBody",
+    "CompletionBody",
+    "ReasoningOptions",
+    "ResponsesBody",
+    "SamplingBody",
+    "StreamOptions",
+    "StructuredOutputs",
+    "TokenizeBody",
+]
+
+_STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+# Each of these costs every step of the engine something, and so every other client.
+_Texts = Annotated[list[str], Field(max_length=64)]
+_Tokens = Annotated[list[int], Field(max_length=1024)]
+
+
+class StreamOptions(BaseModel):
+    """OpenAI's ``stream_options``. The second field is accepted and changes nothing."""
+
+    model_config = _STRICT
+
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """vLLM's ``structured_outputs``: one of these."""
+
+    model_config = _STRICT
+
+    json_: Any = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+class SamplingBody(BaseModel):
+    """What chats and completions have in common.
+
+    Those of the last group are accepted and change nothing.
+    """
+
+    model_config = _STRICT
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[int, float] | None = Field(None, max_length=1024)
+    seed: int | None = None
+    stop: str | _Texts | None = None
+
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: _Tokens | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: _Texts | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class ChatBody(SamplingBody):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    prediction: Any = None  # a hint for speed, and nothing else
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class CompletionBody(SamplingBody):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = None
+
+
+class TokenizeBody(BaseModel):
+    """``POST /tokenize``: a prompt as completions take it, or a chat."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = Field(None, min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class ReasoningOptions(BaseModel):
+    """OpenAI's ``reasoning``. effort: what the chat template gets as ``reasoning_effort``.
+
+    There is no summary here: the reasoning itself is shown.
+    """
+
+    model_config = _STRICT
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class ResponsesBody(BaseModel):
+    """``POST /v1/responses``. Those of the last group are accepted and change nothing."""
+
+    model_config = _STRICT
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    stream: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = None
+    top_p: float | None = None
+    text: dict[str, Any] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningOptions | None = None
+    metadata: dict[str, str] | None = None
+    background: Literal[False] | None = None
+    truncation: Literal["disabled"] | None = None
+
+    include: list[str] | None = None
+    store: Any = None
+    stream_options: Any = None
+    user: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None

@@ -1,0 +1,222 @@
+"""``/v1/chat/completions``: one conversation's answers, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from guided_spec.engine.chat import ChatCompletion, ChatOptions, ChatRequest
+from guided_spec.engine.chat_stream import ChatChunk, ChatStream
+from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.server.bodies import ChatBody
+from guided_spec.server.faults import ApiError
+from guided_spec.server.logprobs import chat_logprobs
+from guided_spec.server.metrics import Tally
+from guided_spec.server.replies import (
+    CallDelta,
+    CallFunction,
+    CallReply,
+    ChatChoice,
+    ChatChunkChoice,
+    ChatChunkReply,
+    ChatReply,
+    Delta,
+    FinishReason,
+    MessageReply,
+    Usage,
+)
+from guided_spec.server.sampling import (
+    asked_grammar,
+    plain_messages,
+    require_length,
+    sampling_params,
+)
+from guided_spec.server.service import Service
+from guided_spec.server.streaming import event
+from guided_spec.types import TokenLogprobs
+
+__all__ = ["ChatAnswer", "ChatRun", "finish_reason"]
+
+
+class ChatRun:
+    """One conversation on its way through the engine, for any endpoint."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        self._service = service
+        self._body = body
+        self._tally = Tally(service.metrics)
+        self.num_samples = body.n or 1
+        self.prompt_tokens = 0
+        self.output_tokens = 0
+        service.require_model(body.model)
+        service.require_samples(self.num_samples)
+
+    async def requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
+        """What is generated. Raises ApiError and GuidedSpecError."""
+        service = self._service
+        with service.admission.enter(self.num_samples):
+            asked = asked_grammar(self._body, service.settings.max_schema_bytes)
+            request = await asyncio.to_thread(self._prepare, asked.spec)
+            service.require_prompt(request.prompt_ids, "messages")
+            self.prompt_tokens = len(request.prompt_ids)
+            service.metrics.prompt_tokens.inc(self.prompt_tokens)
+            param = asked.param or ("tools" if self._body.tools else None)
+            prompts = [request.prompt_ids]
+            stream = service.chunks(prompts, request.params, param, self._tally)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    self.output_tokens += len(chunk.token_ids)
+                    yield request, chunk
+
+    @property
+    def usage(self) -> Usage:
+        """So far."""
+        return Usage.of(self.prompt_tokens, self.output_tokens)
+
+    def _prepare(self, grammar: Any) -> ChatRequest:
+        """Render and encode the conversation; not on the event loop, for it may be long."""
+        service, body = self._service, self._body
+        wanted, param = body.max_completion_tokens, "max_completion_tokens"
+        if wanted is None:
+            wanted, param = body.max_tokens, "max_tokens"
+        limit = service.max_tokens(wanted, param)
+        options: ChatOptions = {
+            "params": sampling_params(body, service.llm.default_params, limit),
+            "chat_template_kwargs": self._template_variables(),
+            "tool_format": service.settings.tool_format,
+        }
+        if grammar is not None:
+            options["response_format"] = grammar
+        if body.tool_choice is not None:
+            options["tool_choice"] = body.tool_choice
+        if body.parallel_tool_calls is not None:
+            options["parallel_tool_calls"] = body.parallel_tool_calls
+        if body.tools:
+            require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
+        messages = plain_messages(body.messages, knows_developer=service.knows_developer)
+        return service.llm.prepare_chat(messages, body.tools or None, **options)
+
+    def _template_variables(self) -> dict[str, Any]:
+        variables = dict(self._body.chat_template_kwargs or {})
+        if "chat_template" in variables:  # a template is a program
+            param = "chat_template_kwargs"
+            message = f"{param}.chat_template: clients cannot bring a template of their own"
+            raise ApiError(400, message, code="invalid_value", param=param)
+        if self._body.reasoning_effort is not None:
+            variables["reasoning_effort"] = self._body.reasoning_effort
+        return variables
+
+
+class ChatAnswer:
+    """One request of the endpoint. Raises ApiError for one that cannot be served."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        self._service = service
+        self._body = body
+        self._run = ChatRun(service, body)
+        self._head = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+
+    async def whole(self) -> ChatReply:
+        """The answer, once all of it is there."""
+        found: dict[int, ChatChoice] = {}
+        async with aclosing(self._run.requests()) as chunks:
+            async for request, chunk in chunks:
+                if chunk.completion is not None:
+                    at = chunk.sample_index
+                    answer = request.read_sample(chunk.completion, at)
+                    found[at] = self._choice(at, answer, chunk.completion)
+        choices = [found[at] for at in sorted(found)]
+        return ChatReply.model_validate(
+            {**self._head, "choices": choices, "usage": self._run.usage}
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer, as it is written."""
+        streams: dict[int, ChatStream] = {}
+        async with aclosing(self._run.requests()) as chunks:
+            async for request, chunk in chunks:
+                at = chunk.sample_index
+                if at not in streams:
+                    streams[at] = ChatStream(request, at)
+                    yield self._event(at, Delta(role="assistant", content=""))
+                for piece in self._pieces(streams[at].feed(chunk)):
+                    yield piece
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            fields = {**self._head, "choices": [], "usage": self._run.usage}
+            yield event(ChatChunkReply.model_validate(fields))
+
+    def _choice(self, index: int, answer: ChatCompletion, completion: Completion) -> ChatChoice:
+        calls = [
+            CallReply(
+                id=call.id,
+                function=CallFunction(
+                    name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)
+                ),
+            )
+            for call in answer.tool_calls
+        ]
+        content = None if calls and not answer.text else answer.text
+        message = MessageReply(
+            content=content, reasoning_content=answer.reasoning, tool_calls=calls or None
+        )
+        logprobs = completion.logprobs
+        return ChatChoice(
+            index=index,
+            message=message,
+            logprobs=None if logprobs is None else chat_logprobs(self._service, logprobs),
+            finish_reason=finish_reason(answer.finish_reason),
+        )
+
+    def _pieces(self, chunk: ChatChunk) -> list[bytes]:
+        calls = [
+            CallDelta(
+                index=piece.call_index,
+                id=piece.id or None,
+                type="function" if piece.name else None,
+                function=CallFunction(name=piece.name or None, arguments=piece.arguments),
+            )
+            for piece in chunk.tool_calls
+        ]
+        delta = Delta(
+            content=chunk.text or None,
+            reasoning_content=chunk.reasoning or None,
+            tool_calls=calls or None,
+        )
+        pieces = []
+        if delta.model_dump() or chunk.logprobs:
+            pieces.append(self._event(chunk.sample_index, delta, chunk.logprobs))
+        if chunk.completion is not None:
+            reason = finish_reason(chunk.completion.finish_reason)
+            pieces.append(self._event(chunk.sample_index, Delta(), reason=reason))
+        return pieces
+
+    def _event(
+        self,
+        index: int,
+        delta: Delta,
+        tokens: tuple[TokenLogprobs, ...] = (),
+        reason: FinishReason | None = None,
+    ) -> bytes:
+        logprobs = chat_logprobs(self._service, tokens) if tokens else None
+        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+        return event(ChatChunkReply.model_validate({**self._head, "choices": [choice]}))
+
+
+def finish_reason(reason: str) -> FinishReason:
+    """In OpenAI's words. The engine's "error" never comes here: it is raised before."""
+    match reason:
+        case "length":
+            return "length"
+        case "tool_calls":
+            return "tool_calls"
+    return "stop"

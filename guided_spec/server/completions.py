@@ -1,0 +1,138 @@
+"""``/v1/completions``: texts that go on from prompts, whole or as a stream."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.server.bodies import CompletionBody
+from guided_spec.server.chat import finish_reason
+from guided_spec.server.faults import ApiError
+from guided_spec.server.logprobs import completion_logprobs
+from guided_spec.server.metrics import Tally
+from guided_spec.server.replies import CompletionChoice, CompletionReply, Usage
+from guided_spec.server.sampling import asked_grammar, sampling_params
+from guided_spec.server.service import Service
+from guided_spec.server.streaming import event
+
+__all__ = ["CompletionAnswer"]
+
+_OPENAIS_MAX_TOKENS = 16  # of free text where the request does not say
+
+
+class CompletionAnswer:
+    """One request of the endpoint. Raises ApiError for one that cannot be served."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        self._service = service
+        self._body = body
+        self._tally = Tally(service.metrics)
+        self._prompts = _listed(body.prompt)
+        self._n = body.n or 1
+        self._prompt_tokens = self._output_tokens = 0
+        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._head = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model_name,
+        }
+        service.require_model(body.model)
+        service.require_samples(self._n * len(self._prompts))
+        if body.best_of not in (None, self._n):
+            _refuse("best_of", body.best_of, "this server takes none but n")
+        if body.echo and body.logprobs is not None:
+            _refuse("logprobs", body.logprobs, "a prompt has none here; leave echo out")
+
+    async def whole(self) -> CompletionReply:
+        """The answer, once all of it is there."""
+        found: dict[int, CompletionChoice] = {}
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                if chunk.completion is not None:
+                    at = self._index(chunk)
+                    found[at] = self._choice(at, chunk.completion)
+        choices = [found[at] for at in sorted(found)]
+        return CompletionReply.model_validate(
+            {**self._head, "choices": choices, "usage": self._usage}
+        )
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The answer, as it is written."""
+        async with aclosing(self._chunks()) as chunks:
+            async for chunk in chunks:
+                yield self._event(chunk)
+        options = self._body.stream_options
+        if options is not None and options.include_usage:
+            fields = {**self._head, "choices": [], "usage": self._usage}
+            yield event(CompletionReply.model_validate(fields))
+
+    @property
+    def _usage(self) -> Usage:
+        return Usage.of(self._prompt_tokens, self._output_tokens)
+
+    async def _chunks(self) -> AsyncGenerator[Chunk, None]:
+        service, body = self._service, self._body
+        with service.admission.enter(self._n * len(self._prompts)):
+            asked = asked_grammar(body, service.settings.max_schema_bytes)
+            wanted = body.max_tokens
+            if wanted is None and asked.spec is None:
+                wanted = _OPENAIS_MAX_TOKENS
+            limit = service.max_tokens(wanted, "max_tokens")
+            params = sampling_params(body, service.llm.default_params, limit)
+            params = replace(params, grammar=asked.spec)
+            encoded = await service.encode(self._prompts)
+            self._prompt_tokens = sum(map(len, encoded))
+            service.metrics.prompt_tokens.inc(self._prompt_tokens)
+            # Only the text itself can be echoed as it was.
+            prompts: Sequence[Any] = self._prompts if body.echo else encoded
+            stream = service.chunks(prompts, params, asked.param, self._tally)
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    self._output_tokens += len(chunk.token_ids)
+                    yield chunk
+
+    def _index(self, chunk: Chunk) -> int:
+        return chunk.prompt_index * self._n + chunk.sample_index
+
+    def _choice(self, index: int, completion: Completion) -> CompletionChoice:
+        tokens = completion.logprobs
+        return CompletionChoice(
+            index=index,
+            text=completion.text,
+            logprobs=None if tokens is None else completion_logprobs(self._service, tokens, 0),
+            finish_reason=finish_reason(completion.finish_reason),
+        )
+
+    def _event(self, chunk: Chunk) -> bytes:
+        index, logprobs = self._index(chunk), None
+        if chunk.logprobs:
+            offset = self._offsets.get(index, 0)
+            logprobs = completion_logprobs(self._service, chunk.logprobs, offset)
+            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
+        last = chunk.completion
+        choice = CompletionChoice(
+            index=index,
+            text=chunk.text,
+            logprobs=logprobs,
+            finish_reason=None if last is None else finish_reason(last.finish_reason),
+        )
+        return event(CompletionReply.model_validate({**self._head, "choices": [choice]}))
+
+
+def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[Any]:
+    """The prompts of a request, one or more."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        _refuse("prompt", prompt, "must hold at least one prompt")
+    return [prompt] if isinstance(prompt[0], int) else prompt
+
+
+def _refuse(param: str, value: object, fix: str) -> None:
+    message = f"{param}={value!r:.80}: {fix}"
+    raise ApiError(400, message, code="invalid_value", param=param)

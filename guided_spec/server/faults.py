@@ -1,0 +1,163 @@
+"""What a client is told when its request fails, in the shape of OpenAI's errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+
+from guided_spec.errors import (
+    BudgetTooSmallError,
+    ConfigError,
+    GrammarCompileError,
+    GuidedSpecError,
+    NoTokenLeftError,
+    PromptError,
+    RequestCancelledError,
+    UnsatisfiableGrammarError,
+    UnsupportedSchemaError,
+)
+
+__all__ = ["ApiError", "add_handlers", "api_error", "json_response"]
+
+_CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
+    (UnsupportedSchemaError, "unsupported_schema", None),
+    (UnsatisfiableGrammarError, "unsatisfiable_grammar", None),
+    (GrammarCompileError, "invalid_grammar", None),
+    (PromptError, "invalid_prompt", None),
+    (BudgetTooSmallError, "budget_too_small", "max_tokens"),
+    (NoTokenLeftError, "no_token_left", "logit_bias"),
+    (ConfigError, "invalid_value", None),
+)
+"""The code and the argument of errors that the client can mend; the first that fits."""
+
+
+_MOST_REASONS = 4
+
+
+class ApiError(Exception):
+    """A request ends with this status.
+
+    param: the argument that is at fault, None where it is none. headers: of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.code = code
+        self.param = param
+        self.headers = dict(headers or {})
+
+    @property
+    def kind(self) -> str:
+        """OpenAI's word for errors of this status."""
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        other = "server_error" if self.status >= 500 else "invalid_request_error"
+        return kinds.get(self.status, other)
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        inner = {"message": self.message, "type": self.kind, "param": self.param}
+        return {"error": {**inner, "code": self.code}}
+
+    def response(self) -> Response:
+        """As an answer."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
+    """What to tell the client of an error of ours.
+
+    param: the argument that a grammar or a prompt came in.
+    """
+    for kind, code, argument in _CODES:
+        if isinstance(error, kind):
+            found = error.argument if isinstance(error, ConfigError) else argument
+            return ApiError(400, str(error), code=code, param=found or param)
+    if isinstance(error, RequestCancelledError):
+        return ApiError(503, "the server is stopping; ask again", code="stopping")
+    return ApiError(500, str(error), code=type(error).__name__)
+
+
+def json_response(
+    value: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """JSON in UTF-8, whatever its strings hold."""
+    # Half of a surrogate pair, which a client may have sent, becomes its escape.
+    body = json.dumps(value, ensure_ascii=False).encode("utf-8", errors="backslashreplace")
+    return Response(body, status, dict(headers or {}), media_type="application/json")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let every error of an application have this shape."""
+
+    @app.exception_handler(ApiError)
+    async def _api_error(_request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(GuidedSpecError)
+    async def _own_error(_request: Request, error: GuidedSpecError) -> Response:
+        return api_error(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_request: Request, error: RequestValidationError) -> Response:
+        return _validation_fault(error).response()
+
+    @app.exception_handler(404)
+    async def _unknown_path(request: Request, _error: Exception) -> Response:
+        message = f"{request.url.path}: there is nothing here; see /openapi.json"
+        return ApiError(404, message, code="not_found").response()
+
+    @app.exception_handler(405)
+    async def _other_method(request: Request, error: Exception) -> Response:
+        message = f"{request.url.path} does not take {request.method}"
+        headers = getattr(error, "headers", None)
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
+
+    @app.exception_handler(400)
+    async def _unreadable(_request: Request, _error: Exception) -> Response:
+        message = "the body cannot be read: send JSON in UTF-8, not nested too deeply"
+        return ApiError(400, message, code="invalid_json").response()
+
+    @app.exception_handler(Exception)
+    async def _fault_of_ours(_request: Request, error: Exception) -> Response:
+        message = f"the server failed: {type(error).__name__}; its log has the details"
+        return ApiError(500, message, code="internal_error").response()
+
+
+def _validation_fault(error: RequestValidationError) -> ApiError:
+    """The first thing that is wrong: where, and what is expected there."""
+    first = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part != "body"]
+    match first["type"]:
+        case "json_invalid":
+            reason = first.get("ctx", {}).get("error", "")
+            message = f"the body is no JSON: {reason} at character {first['loc'][-1]}"
+            return ApiError(400, message, code="invalid_json")
+        case "extra_forbidden":
+            shown = ".".join(place)
+            message = f"{shown}: this server does not know it; leave it out"
+            return ApiError(400, message, code="unknown_parameter", param=shown)
+    reasons = [first["msg"]]
+    others = [e["msg"] for e in error.errors()[1:] if e["loc"][:2] == first["loc"][:2]]
+    if others:  # none of the kinds of values that the argument may have
+        place = place[:1]
+        reasons = list(dict.fromkeys([*reasons, *others]))
+    shown = ".".join(place)
+    message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
+    if not shown:
+        message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"
+    return ApiError(400, message, code="invalid_value", param=shown or None)

@@ -1,0 +1,154 @@
+"""What happens to every request before and after its endpoint: counting, keys, the body."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import time
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from guided_spec.server.faults import ApiError
+from guided_spec.server.metrics import Metrics
+from guided_spec.server.settings import ServerSettings
+
+__all__ = ["BoundedBody", "CountedRequests", "RequiredKey"]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[Message, Receive, Send], Awaitable[None]]
+
+_CLIENT_LEFT = 499
+_OPEN_PATHS = ("/health",)
+
+
+class CountedRequests:
+    """Counts requests by the path of their endpoint and their status."""
+
+    def __init__(self, app: Application, metrics: Metrics, paths: frozenset[str]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._paths = paths
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, is_over = time.perf_counter(), 500, False
+
+        async def watched_receive() -> Message:
+            nonlocal status, is_over
+            message = await receive()
+            if message["type"] == "http.disconnect" and not is_over:
+                status, is_over = _CLIENT_LEFT, True
+            return message
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status, is_over
+            if message["type"] == "http.response.start" and not is_over:
+                status = message["status"]
+            elif not message.get("more_body", False):
+                is_over = True
+            await send(message)
+
+        try:
+            await self._app(scope, watched_receive, watched_send)
+        finally:
+            path = scope["path"] if scope["path"] in self._paths else "other"
+            self._metrics.count_request(path, status, time.perf_counter() - began)
+
+
+class RequiredKey:
+    """Lets only requests with one of the keys through, if there are keys."""
+
+    def __init__(self, app: Application, keys: tuple[str, ...]) -> None:
+        self._app = app
+        self._digests = [_digest(key.encode()) for key in keys]
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        is_closed = scope["type"] == "http" and scope["path"] not in _OPEN_PATHS
+        if is_closed and self._digests and not self._is_known(_bearer(scope)):
+            fix = "send the header Authorization: Bearer KEY with a key of this server"
+            fault = ApiError(401, fix, code="invalid_api_key")
+            fault.headers["WWW-Authenticate"] = "Bearer"
+            await fault.response()(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _is_known(self, key: bytes) -> bool:
+        # Digests have one length, and all are compared: the time tells nothing of the keys.
+        given = _digest(key)
+        return any([hmac.compare_digest(given, digest) for digest in self._digests])  # noqa: C419
+
+
+class BoundedBody:
+    """Reads a request's body, up to a length and for a time, before anything else sees it."""
+
+    def __init__(self, app: Application, settings: ServerSettings) -> None:
+        self._app = app
+        self._settings = settings
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            async with asyncio.timeout(self._settings.body_seconds):
+                body = await self._read(scope, receive)
+        except TimeoutError:
+            message = f"the body did not come within {self._settings.body_seconds:g} s"
+            await _refuse(ApiError(408, message, code="body_timeout"), scope, receive, send)
+            return
+        except ApiError as fault:
+            await _refuse(fault, scope, receive, send)
+            return
+        if body is None:
+            return  # the client has left
+        left = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> Message:
+            return left.pop() if left else await receive()
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, scope: Message, receive: Receive) -> bytes | None:
+        limit = self._settings.max_body_bytes
+        declared = dict(scope["headers"]).get(b"content-length", b"")
+        if declared.isdigit() and int(declared[:18]) > limit:
+            raise _too_long(limit)
+        pieces, length, is_whole = [], 0, False
+        while not is_whole:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            piece = message.get("body", b"")
+            pieces.append(piece)
+            length += len(piece)
+            if length > limit:
+                raise _too_long(limit)
+            is_whole = not message.get("more_body", False)
+        return b"".join(pieces)
+
+
+def _too_long(limit: int) -> ApiError:
+    return ApiError(413, f"the body is longer than {limit} bytes; send less", code="body_too_long")
+
+
+async def _refuse(fault: ApiError, scope: Message, receive: Receive, send: Send) -> None:
+    fault.headers["Connection"] = "close"  # the rest of the body is not read
+    await fault.response()(scope, receive, send)
+
+
+def _bearer(scope: Message) -> bytes:
+    header: bytes = dict(scope["headers"]).get(b"authorization", b"")
+    scheme, _, key = header.partition(b" ")
+    return key.strip() if scheme.lower() == b"bearer" else b""
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,232 @@
+"""What the server answers, in OpenAI's shapes."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+
+__all__ = [
+    "CallDelta",
+    "CallFunction",
+    "CallReply",
+    "ChatChoice",
+    "ChatChunkChoice",
+    "ChatChunkReply",
+    "ChatLogprobs",
+    "ChatReply",
+    "CompletionChoice",
+    "CompletionLogprobs",
+    "CompletionReply",
+    "Delta",
+    "FinishReason",
+    "LikelyToken",
+    "MessageReply",
+    "ModelCard",
+    "ModelList",
+    "Reply",
+    "TokenLogprob",
+    "TokenizeReply",
+    "Usage",
+]
+
+FinishReason = Literal["stop", "length", "tool_calls"]
+
+
+class Reply(BaseModel):
+    """A record in an answer. absent: fields that are left out where they are None."""
+
+    absent: ClassVar[frozenset[str]] = frozenset()
+
+    @model_serializer(mode="wrap")
+    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = handler(self)
+        return {name: v for name, v in fields.items() if v is not None or name not in self.absent}
+
+
+class Usage(Reply):
+    """Tokens of a request: those of each prompt count once."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+        """With their sum."""
+        total = prompt_tokens + completion_tokens
+        values = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+        return cls(**values, total_tokens=total)
+
+
+class LikelyToken(Reply):
+    """One of the likeliest tokens at its place."""
+
+    token: str
+    bytes: list[int]
+    logprob: float
+
+
+class TokenLogprob(LikelyToken):
+    """One token of the text."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(Reply):
+    """Of all tokens that were written, reasoning and calls among them."""
+
+    content: list[TokenLogprob]
+    refusal: None = None
+
+
+class CallFunction(Reply):
+    """A call's function. arguments: JSON text, or a piece of it."""
+
+    absent = frozenset({"name"})
+
+    name: str | None = None
+    arguments: str
+
+
+class CallReply(Reply):
+    """One call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CallFunction
+
+
+class MessageReply(Reply):
+    """The model's message. content: None where there are calls and nothing else."""
+
+    absent = frozenset({"reasoning_content", "tool_calls"})
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallReply] | None = None
+
+
+class ChatChoice(Reply):
+    """One answer."""
+
+    index: int
+    message: MessageReply
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason
+
+
+class ChatReply(Reply):
+    """The answer of ``/v1/chat/completions``."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class CallDelta(Reply):
+    """A piece of one call; id and type come with its first."""
+
+    absent = frozenset({"id", "type"})
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CallFunction
+
+
+class Delta(Reply):
+    """A piece of a message."""
+
+    absent = frozenset({"role", "content", "reasoning_content", "tool_calls"})
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallDelta] | None = None
+
+
+class ChatChunkChoice(Reply):
+    """A piece of one answer."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class ChatChunkReply(Reply):
+    """A piece of a stream. usage: on the last one, if the request asks for it."""
+
+    absent = frozenset({"usage"})
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class CompletionLogprobs(Reply):
+    """In step with the tokens. text_offset: in characters of the choice's text."""
+
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Reply):
+    """One text, or a piece of one."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: FinishReason | None = None
+
+
+class CompletionReply(Reply):
+    """The answer of ``/v1/completions``, or a piece of its stream."""
+
+    absent = frozenset({"usage"})
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: Usage | None = None
+
+
+class ModelCard(Reply):
+    """A model that is served. max_model_len: prompt and output tokens at most."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "guided_spec"
+    max_model_len: int
+
+
+class ModelList(Reply):
+    """The answer of ``/v1/models``."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeReply(Reply):
+    """The answer of ``/tokenize``."""
+
+    absent = frozenset({"token_strs"})
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None

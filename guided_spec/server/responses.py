@@ -1,0 +1,213 @@
+"""``/v1/responses``: one response to a conversation, whole or as a stream. Nothing is stored."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from guided_spec.engine.chat_stream import ChatStream
+from guided_spec.server.bodies import ChatBody, ResponsesBody
+from guided_spec.server.chat import ChatRun
+from guided_spec.server.faults import ApiError
+from guided_spec.server.response_items import ResponseItems
+from guided_spec.server.response_replies import (
+    IncompleteDetails,
+    InputDetails,
+    OutputDetails,
+    ResponseEvent,
+    ResponseReply,
+    ResponseUsage,
+)
+from guided_spec.server.service import Service
+from guided_spec.server.streaming import event
+
+__all__ = ["ResponseAnswer", "as_chat"]
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class ResponseAnswer:
+    """One request of the endpoint. Raises ApiError for one that cannot be served."""
+
+    def __init__(self, service: Service, body: ResponsesBody) -> None:
+        self._body = body
+        self._service = service
+        self._run = ChatRun(service, as_chat(body))
+        self._items = ResponseItems()
+        self._id = f"resp_{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    async def whole(self) -> ResponseReply:
+        """The response, once all of it is there."""
+        async with aclosing(self._events()) as events:
+            async for one in events:
+                last = one
+        assert last.response is not None  # a stream that does not raise ends with it
+        return last.response
+
+    async def events(self) -> AsyncGenerator[bytes, None]:
+        """The response, as it is written."""
+        async with aclosing(self._events()) as events:
+            async for one in events:
+                yield event(one, one.type)
+
+    async def _events(self) -> AsyncGenerator[ResponseEvent, None]:
+        items, stream, reason = self._items, None, "stop"
+        async with aclosing(self._run.requests()) as chunks:
+            async for request, chunk in chunks:
+                if stream is None:
+                    stream = ChatStream(request, 0)
+                    for kind in ("created", "in_progress"):
+                        yield items.event(kind, response=self._reply("in_progress"))
+                piece = stream.feed(chunk)
+                for one in items.feed(piece):
+                    yield one
+                if piece.completion is not None:
+                    reason = piece.completion.finish_reason
+        status = "incomplete" if reason == "length" else "completed"
+        for one in items.end("incomplete" if reason == "length" else "completed"):
+            yield one
+        yield items.event(status, response=self._reply(status))
+
+    def _reply(self, status: str) -> ResponseReply:
+        body, defaults = self._body, self._service.llm.default_params
+        given = (body.temperature, body.top_p, body.parallel_tool_calls)
+        temperature, top_p, is_parallel = given
+        fields = {
+            "id": self._id,
+            "created_at": self._created,
+            "status": status,
+            "incomplete_details": IncompleteDetails() if status == "incomplete" else None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": self._service.model_name,
+            "output": [item.model_copy(deep=True) for item in self._items.items],
+            "parallel_tool_calls": True if is_parallel is None else is_parallel,
+            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
+            "temperature": defaults.temperature if temperature is None else temperature,
+            "text": body.text or {"format": {"type": "text"}},
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
+            "top_p": defaults.top_p if top_p is None else top_p,
+            "usage": None if status == "in_progress" else self._usage(),
+        }
+        return ResponseReply.model_validate(fields)
+
+    def _usage(self) -> ResponseUsage:
+        usage = self._run.usage
+        return ResponseUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputDetails(),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputDetails(reasoning_tokens=self._items.reasoning_tokens),
+            total_tokens=usage.total_tokens,
+        )
+
+
+def as_chat(body: ResponsesBody) -> ChatBody:
+    """The chat that a body asks for. Raises ApiError for what a chat has not."""
+    if body.include and _LOGPROBS in body.include:
+        raise _fault("include", f"{_LOGPROBS}: ask /v1/chat/completions for these")
+    tools = None if body.tools is None else [_tool(at, t) for at, t in enumerate(body.tools)]
+    fields = {
+        "model": body.model,
+        "messages": _messages(body),
+        "tools": tools,
+        "tool_choice": _tool_choice(body.tool_choice),
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "max_tokens": body.max_output_tokens,
+        "temperature": body.temperature,
+        "top_p": body.top_p,
+        "response_format": _response_format(body.text or {}),
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+    }
+    return ChatBody.model_validate(fields)
+
+
+def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    messages: list[dict[str, Any]] = []
+    if body.instructions:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    reasoning = ""
+    for index, item in enumerate(body.input):
+        place = f"input[{index}]"
+        match item.get("type", "message"):
+            case "message":
+                message = {"role": item.get("role"), "content": item.get("content")}
+                messages.append(message)
+            case "reasoning":
+                parts = item.get("content") or []
+                reasoning = "".join(str(part.get("text", "")) for part in parts if _is_dict(part))
+                continue
+            case "function_call":
+                _add_call(messages, item, place)
+            case "function_call_output":
+                known = {"role": "tool", "tool_call_id": _call_id(item.get("call_id"))}
+                messages.append({**known, "content": item.get("output")})
+            case other:
+                raise _fault(place, f"type {other!r:.40} is not known here; leave it out")
+        if reasoning and messages[-1]["role"] == "assistant":
+            messages[-1]["reasoning_content"] = reasoning
+        reasoning = ""
+    if not messages:
+        raise _fault("input", "must hold at least one item")
+    return messages
+
+
+def _add_call(messages: list[dict[str, Any]], item: Mapping[str, Any], place: str) -> None:
+    """Calls that follow each other, or a message, are one message of a chat."""
+    function = {"name": item.get("name"), "arguments": item.get("arguments")}
+    if not all(isinstance(value, str) for value in function.values()):
+        raise _fault(place, "must have a name and arguments, both str")
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    call = {"id": _call_id(item.get("call_id")), "type": "function", "function": function}
+    messages[-1].setdefault("tool_calls", []).append(call)
+
+
+def _call_id(value: object) -> object:
+    """As the model's template knows it: without what this endpoint puts before it."""
+    return value.removeprefix("call_") if isinstance(value, str) else value
+
+
+def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
+    if tool.get("type") != "function":
+        kind = tool.get("type")
+        raise _fault(f"tools[{index}].type", f"{kind!r:.40}: only function tools run here")
+    names = ("name", "description", "parameters", "strict")
+    return {"type": "function", "function": {n: tool[n] for n in names if n in tool}}
+
+
+def _tool_choice(choice: Any) -> Any:
+    if _is_dict(choice) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
+
+
+def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    unknown = sorted(text.keys() - {"format"})
+    if unknown:
+        raise _fault(f"text.{unknown[0]}", "this server does not know it; leave it out")
+    wanted = text.get("format")
+    if wanted is None:
+        return None
+    if not _is_dict(wanted):
+        raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
+    if wanted.get("type") != "json_schema":
+        return dict(wanted)
+    inner = {name: value for name, value in wanted.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": inner}
+
+
+def _is_dict(value: object) -> bool:
+    return isinstance(value, dict)
+
+
+def _fault(param: str, reason: str) -> ApiError:
+    return ApiError(400, f"{param}: {reason}", code="invalid_value", param=param)

@@ -1,0 +1,153 @@
+"""What a request asks of the engine: sampling parameters, a grammar, and the chat's messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from guided_spec.errors import GuidedSpecError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.server.bodies import ChatBody, CompletionBody, SamplingBody, StructuredOutputs
+from guided_spec.server.faults import ApiError, api_error
+from guided_spec.types import MAX_SEED, SamplingParams
+
+__all__ = ["AskedGrammar", "asked_grammar", "plain_messages", "sampling_params"]
+
+_SAME_NAMES = (
+    *("n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "stop"),
+    *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("allowed_token_ids", "bad_words"),
+)
+
+
+class AskedGrammar(NamedTuple):
+    """What the text must match, None for free text, and the argument that said so."""
+
+    spec: GrammarSpec | None
+    param: str | None
+
+
+def sampling_params(
+    body: ChatBody | CompletionBody, defaults: SamplingParams, max_tokens: int
+) -> SamplingParams:
+    """The parameters of a body, without its grammar.
+
+    defaults: what holds where the body says nothing. Raises ConfigError.
+    """
+    given = {name: getattr(body, name) for name in _SAME_NAMES}
+    given = {name: value for name, value in given.items() if value is not None}
+    if body.seed is not None:
+        given["seed"] = body.seed % (MAX_SEED + 1)  # OpenAI's may be negative
+    if isinstance(body, CompletionBody):
+        given |= {"logprobs": body.logprobs, "echo": bool(body.echo)}
+    elif body.logprobs or body.top_logprobs is not None:
+        given["logprobs"] = body.top_logprobs or 0
+    return replace(defaults, max_tokens=max_tokens, **given)
+
+
+def asked_grammar(body: SamplingBody, max_bytes: int) -> AskedGrammar:
+    """The grammar of a body: OpenAI's ``response_format``, or one of vLLM's fields.
+
+    max_bytes: of its source, in UTF-8. Raises ApiError.
+    """
+    found = [AskedGrammar(None, None)]
+    for param, make in _MAKERS.items():
+        value = getattr(body, param)
+        if value is not None:
+            try:
+                spec = make(value)
+            except GuidedSpecError as error:
+                raise api_error(error, param) from error
+            found += [AskedGrammar(spec, param)] if spec is not None else []
+    if len(found) > 2:
+        names = " and ".join(str(one.param) for one in found[1:])
+        raise ApiError(
+            400, f"{names}: pass one of them", code="invalid_value", param=found[1].param
+        )
+    asked = found[-1]
+    if asked.spec is not None:
+        require_length(asked.spec.source, max_bytes, asked.param)
+    return asked
+
+
+def require_length(source: str, max_bytes: int, param: str | None) -> None:
+    """Raise ApiError for a source of more bytes in UTF-8."""
+    length = len(source.encode("utf-8", errors="surrogatepass"))
+    if length > max_bytes:
+        message = f"{param} has {length} bytes, and this server takes {max_bytes}; ask for less"
+        raise ApiError(400, message, code="schema_too_large", param=param)
+
+
+def _structured(outputs: StructuredOutputs) -> GrammarSpec | None:
+    given = outputs.model_dump(exclude_none=True)
+    if outputs.json_object is False:
+        given.pop("json_object")
+    if not given:
+        return None
+    if len(given) > 1:
+        names = " and ".join(name.rstrip("_") for name in given)
+        message = f"structured_outputs has {names}; pass one of them"
+        raise ApiError(400, message, code="invalid_value", param="structured_outputs")
+    makers: dict[str, Callable[[Any], GrammarSpec]] = {
+        "json_": GrammarSpec.json_schema,
+        "regex": GrammarSpec.regex,
+        "choice": GrammarSpec.choice,
+        "grammar": _grammar,
+        "json_object": lambda _wanted: GrammarSpec.json_object(),
+        "structural_tag": GrammarSpec.structural_tag,
+    }
+    ((name, value),) = given.items()
+    return makers[name](value)
+
+
+def _grammar(text: str) -> GrammarSpec:
+    """vLLM takes both dialects; only the rules of EBNF have this sign."""
+    return GrammarSpec.ebnf(text) if "::=" in text else GrammarSpec.lark(text)
+
+
+_MAKERS: Mapping[str, Callable[[Any], GrammarSpec | None]] = {
+    "response_format": GrammarSpec.from_response_format,
+    "structured_outputs": _structured,
+    "guided_json": GrammarSpec.json_schema,
+    "guided_regex": GrammarSpec.regex,
+    "guided_choice": GrammarSpec.choice,
+    "guided_grammar": _grammar,
+}
+
+
+def plain_messages(
+    messages: Sequence[Mapping[str, Any]], *, knows_developer: bool
+) -> list[dict[str, Any]]:
+    """Messages as chat templates read them: text for content, and roles that they know.
+
+    knows_developer: whether the template has this role; else it is "system". Raises ApiError.
+    """
+    read = []
+    for index, message in enumerate(messages):
+        role = message.get("role")
+        if not isinstance(role, str):
+            place = f"messages[{index}].role"
+            raise ApiError(400, f"{place}: must be a str", code="invalid_value", param=place)
+        if role == "developer" and not knows_developer:
+            role = "system"
+        content = _text(message.get("content"), f"messages[{index}].content")
+        read.append({**message, "role": role, "content": content})
+    return read
+
+
+def _text(content: Any, place: str) -> str:
+    """Content that is text, in one piece or several."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise ApiError(400, f"{place}: must be text", code="invalid_value", param=place)
+    pieces = []
+    for at, part in enumerate(content):
+        text = part.get("text") if isinstance(part, dict) else None
+        if not isinstance(text, str):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            message = f"{place}[{at}]: this model reads text, not {kind!r:.40}"
+            raise ApiError(400, message, code="invalid_value", param=place)
+        pieces.append(text)
+    return "".join(pieces)

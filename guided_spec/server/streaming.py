@@ -1,0 +1,127 @@
+"""Answers to clients that may leave: whole ones, and streams of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import Response
+from pydantic import BaseModel
+
+from guided_spec.errors import GuidedSpecError
+from guided_spec.server.faults import ApiError, api_error, json_response
+from guided_spec.server.middleware import Message, Receive, Send
+
+__all__ = ["EventStream", "event", "open_stream", "whole_answer"]
+
+_CLIENT_LEFT = Response(status_code=499)  # nobody reads it
+
+
+def event(reply: BaseModel, name: str | None = None) -> bytes:
+    """One server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {_dump(reply.model_dump())}\n\n".encode("utf-8", "backslashreplace")
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+
+
+async def whole_answer(request: Request, work: Coroutine[Any, Any, BaseModel]) -> Response:
+    """The reply that ``work`` gives. It is cancelled when the client leaves."""
+    found = await _unless_left(request, work)
+    return _CLIENT_LEFT if found is None else json_response(found.model_dump())
+
+
+async def open_stream(
+    request: Request, events: AsyncGenerator[bytes, None], last: bytes = b""
+) -> Response:
+    """The events as they come. What fails before the first one is raised.
+
+    last: ends the stream, also behind an error.
+    """
+    try:
+        first = await _unless_left(request, anext(events, b""))
+    except BaseException:
+        await events.aclose()
+        raise
+    if first is None:
+        await events.aclose()
+        return _CLIENT_LEFT
+    return EventStream(first, events, last)
+
+
+async def _unless_left(request: Request, work: Any) -> Any:
+    """What ``work`` returns; None where the client leaves before."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        await _end(working)
+        await _end(leaving)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel a task and wait for its end; one that is done stays as it is."""
+    if not task.done():
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+
+
+class EventStream(Response):
+    """Sends events until they end or the client leaves, and closes them in both cases."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None], last: bytes) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._first = first
+        self._events = events
+        self._last = last
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        del scope
+        start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        sending = asyncio.ensure_future(self._send_all(start, send))
+        leaving = asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                sending.result()
+        finally:
+            await _end(sending)
+            await _end(leaving)
+            await self._events.aclose()
+
+    async def _send_all(self, start: Message, send: Send) -> None:
+        await send(start)
+        await send(_body(self._first))
+        try:
+            async for piece in self._events:
+                await send(_body(piece))
+        except GuidedSpecError as error:
+            await send(_body(_failure(api_error(error))))
+        except ApiError as fault:
+            await send(_body(_failure(fault)))
+        await send(_body(self._last, more_body=False))
+
+
+def _body(piece: bytes, *, more_body: bool = True) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": more_body}
+
+
+def _failure(fault: ApiError) -> bytes:
+    return f"data: {_dump(fault.body())}\n\n".encode("utf-8", "backslashreplace")

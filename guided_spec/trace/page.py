@@ -1,0 +1,236 @@
+"""Traces as one page of HTML that needs nothing else: no network, no fonts, no libraries."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from string import Template
+from typing import NamedTuple
+
+from guided_spec.errors import ConfigError
+from guided_spec.trace.plots import Bars, Curve, bar_plot, curve_plot
+from guided_spec.trace.record import FORCED, StepTrace, TokenTrace, Trace
+
+__all__ = ["render_page"]
+
+MOST_TRACES = 2  # side by side, each in a colour of its own
+TITLE = "What speculation did, step by step"
+SIGNS = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"}
+UNSEEN = re.compile("[ \n\t\r]")
+
+LEGEND = (
+    ("accepted", "drafted and accepted"),
+    ("accepted forced", "forced by the grammar, and accepted"),
+    ("rejected", "rejected by the target"),
+    ("replacement", "what the target drew in its place"),
+    ("unused", "drafted behind a rejected token"),
+    ("bonus", "drawn behind a draft that was accepted whole"),
+)
+
+
+def render_page(traces: Sequence[Trace], *, title: str = TITLE, prompt: str = "") -> str:
+    """A page with every step of one trace, or of two side by side.
+
+    prompt: to show; "" shows none.
+
+    Raises ConfigError for another number of traces.
+    """
+    if not 1 <= len(traces) <= MOST_TRACES:
+        fix = f"pass one trace, or {MOST_TRACES} to compare"
+        raise ConfigError("traces", f"{len(traces)} of them", fix)
+    page = files("guided_spec") / "trace" / "page.html"
+    return Template(page.read_text(encoding="utf-8")).substitute(
+        title=escape(title),
+        prompt=_prompt(prompt),
+        summary=_summary(traces),
+        plots="\n".join(_plots(traces)),
+        legend=_legend(),
+        runs="\n".join(_Run(number, trace).html() for number, trace in enumerate(traces)),
+    )
+
+
+def _prompt(prompt: str) -> str:
+    if not prompt:
+        return ""
+    return f"<details><summary>Prompt</summary><pre>{escape(prompt)}</pre></details>"
+
+
+def _summary(traces: Sequence[Trace]) -> str:
+    heads = [
+        f'<th scope="col" class="run-{number}"><span class="dot"></span> {_name(t)}</th>'
+        for number, t in enumerate(traces)
+    ]
+    columns = [_figures(trace) for trace in traces]
+    rows = [
+        f'<tr><th scope="row">{name}</th>'
+        + "".join(f"<td>{escape(column[name])}</td>" for column in columns)
+        + "</tr>"
+        for name in columns[0]
+    ]
+    return (
+        f"<table><thead><tr><td></td>{''.join(heads)}</tr></thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
+    )
+
+
+def _name(trace: Trace) -> str:
+    """The proposer's, with places to break the line."""
+    return re.sub("([:+])", r"\1<wbr>", escape(trace.proposer))
+
+
+def _figures(trace: Trace) -> dict[str, str]:
+    """What the summary says of one text."""
+    tokens, steps, seconds = len(trace.token_ids), len(trace.steps), trace.seconds
+    drafted, accepted = sum(trace.drafted_at()), sum(trace.accepted_at())
+    forced = sum(token.source == FORCED for step in trace.steps for token in step.tokens)
+    share = f" ({accepted / drafted:.0%})" if drafted else ""
+    return {
+        "output tokens": str(tokens),
+        "target forwards": str(steps),
+        "tokens per forward": f"{tokens / steps:.2f}" if steps else "",
+        "drafted tokens accepted": f"{accepted} of {drafted}{share}",
+        "forced by the grammar": str(forced),
+        "time, while traced": f"{seconds * 1e3:.1f} ms",
+        "host time on masks": f"{sum(s.mask_seconds for s in trace.steps) * 1e3:.1f} ms",
+        "temperature, verifier": f"{trace.temperature:g}, {trace.verifier}",
+        "grammar": trace.grammar or "none",
+        "finish reason": trace.finish_reason,
+    }
+
+
+def _plots(traces: Sequence[Trace]) -> list[str]:
+    bars, growth, steps = [], [], []
+    for trace in traces:
+        pairs = list(zip(trace.accepted_at(), trace.drafted_at(), strict=True))
+        labels = [f"{accepted} of {drafted}" for accepted, drafted in pairs]
+        bars.append(Bars(trace.proposer, [a / d for a, d in pairs], labels))
+        ends = [(s.at * 1e3, float(s.start + s.num_kept)) for s in trace.steps]
+        growth.append(Curve(trace.proposer, [(0.0, 0.0), *ends]))
+        spent = [(float(n), s.seconds * 1e3) for n, s in enumerate(trace.steps, 1)]
+        steps.append(Curve(trace.proposer, spent))
+    return [
+        bar_plot("Accepted share by draft position", "position in the draft", bars),
+        curve_plot("Text over time", "milliseconds", "tokens", growth),
+        curve_plot("Time of each step", "step", "milliseconds", steps),
+    ]
+
+
+def _legend() -> str:
+    items = [
+        f'<li><span class="chip {kind}" aria-hidden="true">abc</span>{words}</li>'
+        for kind, words in LEGEND
+    ]
+    return f'<ul class="legend" aria-label="Kinds of tokens">{"".join(items)}</ul>'
+
+
+class _Run(NamedTuple):
+    """One trace on the page, the ``number``-th one."""
+
+    number: int
+    trace: Trace
+
+    def html(self) -> str:
+        label = f"run-{self.number}"
+        steps = "".join(self._step(number, s) for number, s in enumerate(self.trace.steps))
+        return (
+            f'<section class="run {label}" aria-labelledby="{label}">'
+            f'<h3 id="{label}"><span class="dot"></span> {_name(self.trace)}</h3>'
+            f"<pre>{escape(self.trace.text)}</pre>"
+            f'<ol class="steps">{steps}</ol></section>'
+        )
+
+    def _step(self, number: int, step: StepTrace) -> str:
+        kept, requests = step.num_kept, step.num_requests
+        head = [
+            f"<strong>Step {number + 1}</strong>",
+            f"{kept} token{'' if kept == 1 else 's'}",
+            f"{step.seconds * 1e3:.1f} ms",
+        ]
+        if requests > 1:
+            head.append(f"{requests} requests together")
+        chips, place = [], ""
+        for at, shown in enumerate(_shown(step)):
+            name = f"{self.number}-{number}-{at}"
+            is_new = shown.token.place not in (None, "", place)
+            chips.append(self._chip(shown, name, shown.token.place if is_new else None))
+            place = shown.token.place or place
+        spans = "".join(f"<span>{part}</span>" for part in head)
+        return (
+            f'<li class="step"><p class="step-head">{spans}</p>'
+            f'<ol class="chips">{"".join(chips)}</ol></li>'
+        )
+
+    def _chip(self, shown: _Shown, name: str, place: str | None) -> str:
+        token = shown.token
+        kinds: list[str] = [token.outcome]
+        kinds += ["forced"] * (token.source == FORCED) + ["dropped"] * shown.is_dropped
+        label = f"{', '.join(kinds)}: {token.text or self._unwritten(token)}"
+        likely = "" if token.target_prob is None else f' style="--likely:{token.target_prob:.3f}"'
+        where = "" if place is None else f'<span class="place">{escape(place)}</span>'
+        return (
+            f'<li>{where}<button type="button" class="chip {" ".join(kinds)}"{likely} '
+            f'aria-label="{escape(label)}" aria-describedby="tip-{name}">{self._text(token)}'
+            f'</button><div class="tip" role="tooltip" id="tip-{name}">'
+            f"<dl>{self._details(shown)}</dl></div></li>"
+        )
+
+    def _text(self, token: TokenTrace) -> str:
+        """What a chip shows, white space by signs."""
+        if not token.text:
+            return f'<span class="unseen">{self._unwritten(token)}</span>'
+        return UNSEEN.sub(
+            lambda found: f'<span class="unseen">{SIGNS[found[0]]}</span>', escape(token.text)
+        )
+
+    def _unwritten(self, token: TokenTrace) -> str:
+        return "end" if token.id in self.trace.stop_token_ids else f"#{token.id}"
+
+    def _details(self, shown: _Shown) -> str:
+        token, vocab_size = shown.token, self.trace.vocab_size
+        rows = {
+            "token": f"{token.text!r}, id {token.id}",
+            "output position": str(shown.position),
+            "by": "the grammar" if token.source == FORCED else token.source,
+            "outcome": token.outcome + (", behind the end of the text" * shown.is_dropped),
+            "draft probability": _percent(token.draft_prob),
+            "target probability": _percent(token.target_prob),
+            "with temperature, filters": _percent(token.processed_prob),
+        }
+        if token.allowed is not None:
+            rows["allowed tokens"] = f"{token.allowed:,} of {vocab_size:,}"
+        if token.place is not None:
+            rows["place in the JSON"] = token.place or "the whole text"
+        return "".join(
+            f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows.items() if value
+        )
+
+
+class _Shown(NamedTuple):
+    """A token of a step as the page shows it. position: in the output. is_dropped: not in it."""
+
+    token: TokenTrace
+    position: int
+    is_dropped: bool
+
+
+def _shown(step: StepTrace) -> list[_Shown]:
+    """The tokens of a step, the drawn one right behind what was accepted or rejected."""
+    num_accepted = sum(token.outcome == "accepted" for token in step.drafted)
+    drafted = [
+        _Shown(token, step.start + at, step.num_kept <= at < num_accepted)
+        for at, token in enumerate(step.drafted)
+    ]
+    if step.drawn is None:
+        return drafted
+    drawn = _Shown(step.drawn, step.start + num_accepted, step.num_kept <= num_accepted)
+    split = num_accepted + 1
+    return [*drafted[:split], drawn, *drafted[split:]]
+
+
+def _percent(probability: float | None) -> str:
+    if probability is None:
+        return ""
+    percent = 100 * probability
+    return f"{percent:.2f} %" if percent >= 0.01 or percent == 0 else f"{percent:.1e} %"

@@ -1,0 +1,128 @@
+"""Texts with calls that are read while they grow: what is shown stays, and ends as the whole."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, reject, settings
+from hypothesis import strategies as st
+
+from guided_spec.grammar.markers.marker import MarkedText, begun_length
+from guided_spec.grammar.tools.format import BegunText
+from guided_spec.grammar.tools.formats import TOOL_FORMATS
+from tests.grammar.tools.test_tool_formats import (
+    CALLS,
+    KINDS,
+    TOOLS,
+    XML,
+    Side,
+    side,
+    spell,
+    vocabulary,
+    walk,
+)
+
+LIGHT = {
+    "type": "object",
+    "properties": {"on": {"type": "boolean"}, "room": {"type": "string"}},
+    "required": ["on", "room"],
+}
+LIGHTS = [
+    {"type": "function", "function": {"name": name, "parameters": LIGHT}}
+    for name in ("light", "light_2")
+]
+ARGUMENTS = '{"on": true, "room": "the hall"}'
+
+
+def follow(found: Side, token_ids: list[int]) -> list[BegunText]:
+    """What is certain behind each token; checks that nothing is taken back."""
+    reader, known, written = found.marks.reader(), TOOL_FORMATS[found.name], ""
+    seen = [BegunText("")]
+    for token_id in token_ids:
+        written += reader.feed([token_id])
+        now, last = known.read_begun(written, found.tools, found.marks), seen[-1]
+        assert now.text.startswith(last.text)
+        assert (now.reasoning or "").startswith(last.reasoning or "")
+        assert len(now.calls) >= len(last.calls)
+        for before, after in zip(last.calls, now.calls, strict=False):
+            assert (before.id, before.name) == (after.id, after.name)
+            assert after.arguments.startswith(before.arguments)
+        seen.append(now)
+    return seen
+
+
+def check_end(found: Side, token_ids: list[int]) -> None:
+    last, read = follow(found, token_ids)[-1], found.read(token_ids)
+    assert not last.is_cut
+    text = found.marks.show(last.text)
+    assert read.text.startswith(text) or read.text.lstrip().startswith(text)
+    assert (read.reasoning or "").startswith(found.marks.show(last.reasoning or ""))
+    assert [(call.id, call.name) for call in last.calls] == [(c.id, c.name) for c in read.calls]
+    shown = [json.loads(found.marks.show(call.arguments)) for call in last.calls]
+    assert shown == [call.arguments for call in read.calls]
+
+
+@pytest.mark.parametrize("name", TOOL_FORMATS)
+@settings(max_examples=20, phases=[Phase.generate])  # walks do not shrink
+@given(
+    tools=TOOLS,
+    choice=st.sampled_from(["auto", "required", "none", "get"]),
+    kind=st.sampled_from(KINDS),
+    path=st.tuples(st.integers(0, 10**6), st.integers(0, 90)),
+)
+def test_random_texts(name: str, tools: Any, choice: str, kind: str, path: tuple[int, int]) -> None:
+    found = side(name, kind, tools, choice)
+    try:
+        token_ids = walk(found, kind, *path)
+    except AssertionError:  # it found no end, which is the other test's to judge
+        reject()
+    check_end(found, token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", CALLS)
+def test_arguments_come_as_they_are_written(name: str, kind: str) -> None:
+    found = side(name, kind, LIGHTS, "required")
+    token_ids = spell(CALLS[name].replace("%", ARGUMENTS), kind)
+    check_end(found, token_ids)
+    pieces = {call.arguments for seen in follow(found, token_ids) for call in seen.calls}
+    assert (len(pieces) == 1) if name in XML else (len(pieces) > 20), pieces
+
+
+def test_text_before_a_call_does_not_wait_for_it() -> None:
+    found = side("hermes", "bytes", LIGHTS, "auto")
+    call = CALLS["hermes"].replace("%", ARGUMENTS)
+    seen = follow(found, spell(f"Well <b> {call}\n{call}", "bytes"))
+    assert seen[8].text == "Well <b>"
+    assert seen[-1].text == "Well <b>"
+    assert [one.arguments for one in seen[-1].calls] == [ARGUMENTS] * 2
+
+
+def test_a_name_that_begins_like_another_one() -> None:
+    """Without arguments that are required, ``light`` alone could be a whole call."""
+    free = {"type": "object", "properties": {}}
+    loose = [
+        {"type": "function", "function": {"name": name, "parameters": free}}
+        for name in ("light", "light_2")
+    ]
+    found = side("glm_4_7", "bytes", loose, "auto")
+    token_ids = spell("<tool_call>light_2</tool_call>", "bytes")
+    assert [call.name for call in found.read(token_ids).calls] == ["light_2"]
+    check_end(found, token_ids)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_reader_reads_as_the_whole(kind: str) -> None:
+    marks = MarkedText(vocabulary(kind), ["<tool_call>"])
+    token_ids = [*"é€".encode(), *spell("a<tool_call>b", kind), 0xC3, *b"x", 0xE2, 0x82]
+    reader = marks.reader()
+    written = "".join(reader.feed([token_id]) for token_id in token_ids)
+    assert marks.read(token_ids) == written + "\ufffd"
+
+
+def test_begun_length() -> None:
+    assert [begun_length(text, "<a<b") for text in ("", "x", "x<", "<a<", "<a<b", "<a")] == [
+        *(0, 0, 1, 3, 0, 2)
+    ]

@@ -1,0 +1,76 @@
+"""What the pages and the examples say of the server is so."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import re
+import shutil
+import subprocess
+from typing import Any
+
+import pytest
+import typer.main
+
+from guided_spec.cli.main import app
+from guided_spec.server.settings import ServerSettings
+from tests.docs.pages import README, ROOT, read_blocks
+from tests.server.running import Running
+
+PAGE = ROOT / "docs" / "serve.md"
+ADDRESS = "http://127.0.0.1:8000"
+EXAMPLES = ROOT / "examples" / "serve"
+
+
+def options() -> dict[str, Any]:
+    """Of the command, by their spelling."""
+    command: Any = typer.main.get_command(app)
+    return {name: p for p in command.commands["serve"].params for name in p.opts}
+
+
+@pytest.mark.parametrize("page", [PAGE, README], ids=lambda page: page.name)
+def test_snippets(served: Running, page: Any) -> None:
+    blocks = [block for block in read_blocks(page.read_text()) if ADDRESS in block.code]
+    python = [block for block in blocks if block.language == "python"]
+    curl = [block for block in blocks if block.language == "bash"]
+    assert python
+    assert curl
+    for block in python:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block.code.replace(ADDRESS, served.url), page.name, "exec"), {})
+        assert printed.getvalue() == block.output
+    if shutil.which("curl") is None:
+        pytest.skip("there is no curl")
+    for block in curl:
+        lines = [line for line in block.code.splitlines() if not line.startswith("guided-spec")]
+        script = "\n".join(lines).replace(ADDRESS, served.url)
+        run = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, check=True)
+        answer = json.loads(json.loads(run.stdout)["choices"][0]["message"]["content"])
+        assert answer["name"] == "Maria Lopez"
+
+
+def test_every_setting_has_its_row() -> None:
+    rows = re.findall(r"^\| (`--.*?) \| (.*?) \|", PAGE.read_text(), re.MULTILINE)
+    written = {name: default for names, default in rows for name in re.findall(r"`(-.*?)`", names)}
+    known = {*options()} - {"--verbose", "-v", "--help", "--num-draft-tokens"}
+    assert {*written} == known
+    for field in dataclasses.fields(ServerSettings):
+        name = f"--{field.name.replace('_', '-')}"
+        if name in written and field.default is not None:
+            assert written[name] == str(field.default)
+            assert options()[name].default == field.default
+
+
+@pytest.mark.parametrize("name", ["guided-spec.service", "compose.yaml", "../../Dockerfile"])
+def test_examples_use_options_that_there_are(name: str) -> None:
+    text = (EXAMPLES / name).read_text()
+    (line,) = [one for one in text.splitlines() if re.match(r"ExecStart|CMD|\s+command:", one)]
+    used = re.findall(r"--[a-z-]+", line)
+    assert used
+    assert {*used} <= {*options()}
+    if name == "compose.yaml":
+        (context,) = re.findall(r"context: (\S+)", text)
+        assert (EXAMPLES / context / "Dockerfile").is_file()

@@ -1,0 +1,161 @@
+"""``/v1/responses`` with OpenAI's client."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from guided_spec.engine.chat_stream import ChatChunk
+from guided_spec.server.bodies import ResponsesBody
+from guided_spec.server.faults import ApiError
+from guided_spec.server.response_items import ResponseItems
+from guided_spec.server.response_replies import MessageItem, ReasoningItem
+from guided_spec.server.responses import as_chat
+from tests.server.running import ASK, BOOK, Contact, Running
+
+TEXT = ASK[0]["content"]
+TOOL: Any = {"type": "function", "strict": True, **BOOK["function"]}
+CREATE: dict[str, Any] = {"model": "bundled", "input": TEXT}
+
+
+def test_text(client: openai.OpenAI) -> None:
+    response = client.responses.create(**CREATE, max_output_tokens=12)
+    chat = client.chat.completions.create(model="bundled", messages=ASK, max_tokens=12)
+    assert response.output_text == chat.choices[0].message.content
+    assert response.usage is not None
+    assert chat.usage is not None
+    assert response.usage.input_tokens == chat.usage.prompt_tokens
+    assert (response.status, response.incomplete_details is not None) == ("incomplete", True)
+
+
+def test_a_parsed_response(client: openai.OpenAI) -> None:
+    response = client.responses.parse(**CREATE, text_format=Contact)
+    assert response.output_parsed == Contact(name="Maria Lopez", phone="+49 170 5551234")
+    assert response.status == "completed"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_output_tokens": 10},
+        {"tools": [TOOL], "tool_choice": "required", "max_output_tokens": 60},
+    ],
+    ids=["text", "call"],
+)
+def test_events(served: Running, options: Any) -> None:
+    """Each is one of OpenAI's, they are in order, and together they are the response."""
+    whole = served.post("/v1/responses", {**CREATE, **options}).json()
+    text = served.post("/v1/responses", {**CREATE, **options, "stream": True}).text
+    pairs = [block.split("\n") for block in text.strip().split("\n\n")]
+    events = [json.loads(data.removeprefix("data: ")) for _, data in pairs]
+    assert [name.removeprefix("event: ") for name, _ in pairs] == [e["type"] for e in events]
+    reader: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for event in events:
+        reader.validate_python(event, strict=False)
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))
+    assert [e["type"] for e in events[:2]] == ["response.created", "response.in_progress"]
+    last = events[-1]["response"]
+    assert events[-1]["type"] == f"response.{last['status']}"
+    without_ids = [
+        [{k: v for k, v in item.items() if k != "id"} for item in one["output"]]
+        for one in (last, whole)
+    ]
+    assert without_ids[0] == without_ids[1]
+    assert last["usage"] == whole["usage"]
+    for index, item in enumerate(last["output"]):
+        mine = [event for event in events if event.get("output_index") == index]
+        deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
+        assert deltas == (item.get("arguments") or item["content"][0]["text"])
+        assert mine[-1]["item"] == item
+
+
+def test_the_client_s_own_stream(client: openai.OpenAI) -> None:
+    with client.responses.stream(**CREATE, text_format=Contact) as stream:
+        kinds = {event.type for event in stream}
+        final = stream.get_final_response()
+    assert "response.output_text.delta" in kinds
+    assert final.output_parsed == Contact(name="Maria Lopez", phone="+49 170 5551234")
+
+
+def test_a_call_and_its_result(client: openai.OpenAI) -> None:
+    tools: dict[str, Any] = {"tools": [TOOL], "max_output_tokens": 60}
+    choice: Any = {"type": "function", "name": "book"}
+    first = client.responses.create(**CREATE, tool_choice=choice, **tools)
+    call = first.output[0]
+    assert call.type == "function_call"
+    assert json.loads(call.arguments).keys() == {"seats", "window"}
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "booked"}
+    history: Any = [
+        {"role": "user", "content": [{"type": "input_text", "text": TEXT}]},
+        *[item.model_dump(exclude_none=True) for item in first.output],
+        result,
+    ]
+    second = client.responses.create(model="bundled", input=history, tool_choice="none", **tools)
+    assert {item.type for item in second.output} == {"message"}
+
+
+def test_the_shape_is_openai_s(served: Running) -> None:
+    reply = served.post("/v1/responses", {**CREATE, "max_output_tokens": 4, "instructions": "Go."})
+    Response.model_validate(reply.json())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"input": []}, "input: must hold"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
+        ({"input": [{"type": "function_call", "name": "x"}]}, "input[0]: must have"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"format": "json"}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
+        ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"reasoning": {"effort": 3}}, "reasoning.effort"),
+    ],
+)
+def test_mistakes_are_named(served: Running, options: Any, reason: str) -> None:
+    reply = served.post("/v1/responses", {**CREATE, **options})
+    assert reply.status_code == 400, reply.text
+    assert reason in reply.json()["error"]["message"]
+
+
+def test_items_become_messages() -> None:
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
+    call = {"type": "function_call", "call_id": "call_ab", "name": "book", "arguments": "{}"}
+    done = {"type": "function_call_output", "call_id": "call_ab", "output": "ok"}
+    items = [{"role": "user", "content": "hi"}, thought, call, done]
+    body = ResponsesBody.model_validate({"input": items, "instructions": "Go."})
+    system, user, assistant, tool = as_chat(body).messages
+    assert (system["role"], user["content"]) == ("system", "hi")
+    assert assistant["reasoning_content"] == "Hm."
+    assert assistant["tool_calls"][0]["id"] == "ab" == tool["tool_call_id"]
+    with pytest.raises(ApiError, match="name and arguments"):
+        as_chat(ResponsesBody.model_validate({"input": [{"type": "function_call"}]}))
+
+
+def test_reasoning_is_an_item_of_its_own() -> None:
+    items = ResponseItems()
+    chunks = [
+        ChatChunk(0, reasoning="Let me", token_ids=(1, 2)),
+        ChatChunk(0, reasoning=" see.", token_ids=(3,)),
+        ChatChunk(0, text="Yes.", token_ids=(4, 5)),
+    ]
+    events = [event for chunk in chunks for event in items.feed(chunk)]
+    events += list(items.end("completed"))
+    reasoning, message = items.items
+    assert isinstance(reasoning, ReasoningItem)
+    assert isinstance(message, MessageItem)
+    assert (reasoning.content[0].text, message.content[0].text) == ("Let me see.", "Yes.")
+    assert items.reasoning_tokens == 3
+    reader: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+    for event in events:
+        reader.validate_python(event.model_dump())
+    kinds = [event.type for event in events]
+    assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
