@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -92,9 +92,9 @@ def test_any_proposer_gives_the_plain_text(
     engine = page.TinyEngine(model, tokenizer, proposer)
     verify, widths = engine.target.verify, list[int]()
 
-    def counting(batch: DecodeBatch, draft: Draft) -> Any:
+    def counting(batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> Any:
         widths.append(draft.token_ids.shape[1])
-        return verify(batch, draft)
+        return verify(batch, draft, most)
 
     engine.target.verify = counting
     assert write(engine) == plain
