@@ -198,6 +198,11 @@ def _find(context: ProposerContext) -> str:
     return find_method(context.draft, context.target) or "draft_model"
 
 
+DEFAULT_PROPOSER = "chain:grammar_forced+auto"
+# An EAGLE-3 head drafts under masks in one CUDA graph. To look for forced text first costs the host
+# as much as it brings, or more: docs/performance.md.
+CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
+
 BUNDLED_HEADS = ("eagle3", "mtp")
 
 
@@ -268,11 +273,11 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        proposer = proposer or "chain:grammar_forced+auto"
+        spec = proposer or DEFAULT_PROPOSER
         model = bundled_asset("target") if model is None else model
         loaded = _loaded(model, options.load)
         if draft is None and loaded.config.name_or_path == bundled_asset("target"):
-            draft = _bundled_draft(proposer)
+            draft = _bundled_draft(spec)
         tokenizer = _tokenizer(model, options)
         config = options.config
         window = CaptureWindow()
@@ -295,11 +300,14 @@ class Setup:
             blocks=target.blocks,
             window=window,
         )
-        name = resolve_auto(proposer, context)
+        name = resolve_auto(spec, context)
+        if proposer is None and target.device.type == "cuda" and name == CHAIN_OF_GRAPHS:
+            name = "eagle3"
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
         engine = Engine(target, build_proposer(name, context), config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
+        logger.info("%s; drafts: %s", _describe(target, config), name)
         return cls(
             model=loaded,
             tokenizer=tokenizer,
@@ -312,6 +320,17 @@ class Setup:
             grammars=grammars,
             engine=engine,
         )
+
+
+def _describe(target: CausalLM, config: EngineConfig) -> str:
+    """How the target runs, and why, in one line."""
+    if target.blocks is None:
+        reason = "kernels='stock'" if config.kernels == "stock" else "no other form fits it"
+        return f"{target.num_slots} slots of {target.max_length} tokens, stock modules ({reason})"
+    cache = "on" if config.prefix_cache else "off"
+    graphs = "CUDA graphs" if target.device.type == "cuda" else "without graphs"
+    room = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
+    return f"packed forwards ({graphs}), {room}, prefix cache {cache}"
 
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:

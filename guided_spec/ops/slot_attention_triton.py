@@ -177,7 +177,7 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tl.store(values + target, states, mask=mask)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
     """Slot and start of a row, its first token, and how many it has; none for row -1."""
     is_there = row >= 0

@@ -70,7 +70,7 @@ def read_sampling(
     parameters: Any = {name: inputs[name] for name in PARAMETERS}
     positions = inputs["positions"] + depth
     own = noise._replace(seeds=inputs["seeds"], positions=positions)
-    flags = dict.fromkeys(("any_top_k", "any_top_p", "any_min_p"), is_filtered(sampling))
+    flags: Any = dict.fromkeys(("any_top_k", "any_top_p", "any_min_p"), is_filtered(sampling))
     return replace(sampling, **parameters, **flags), own
 
 

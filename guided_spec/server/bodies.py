@@ -85,6 +85,7 @@ class SamplingBody(BaseModel):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    cache_salt: str | None = Field(None, max_length=1024)
 
     user: Any = None
     metadata: Any = None

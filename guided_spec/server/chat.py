@@ -76,7 +76,7 @@ class ChatRun:
     @property
     def usage(self) -> Usage:
         """So far."""
-        return Usage.of(self.prompt_tokens, self.output_tokens)
+        return Usage.of(self.prompt_tokens, self.output_tokens, self._tally.cached_tokens)
 
     def _prepare(self, grammar: Any) -> ChatRequest:
         """Render and encode the conversation; not on the event loop, for it may be long."""

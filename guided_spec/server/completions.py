@@ -73,7 +73,7 @@ class CompletionAnswer:
 
     @property
     def _usage(self) -> Usage:
-        return Usage.of(self._prompt_tokens, self._output_tokens)
+        return Usage.of(self._prompt_tokens, self._output_tokens, self._tally.cached_tokens)
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         service, body = self._service, self._body

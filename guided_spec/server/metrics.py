@@ -38,6 +38,7 @@ class Metrics:
             "time_between_tokens_seconds", "For each later token, its share of a step", _BETWEEN
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts")
+        self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts found in the cache")
         self.output_tokens = self._counter("output_tokens", "Tokens that were generated")
         self.samples = self._counter("samples", "Texts that have ended", ["finish_reason"])
         self.drafted = self._counter("drafted_tokens", "Tokens that were proposed")
@@ -62,6 +63,7 @@ class Metrics:
     def count_sample(self, finish_reason: str, stats: RequestStats) -> None:
         """A text has ended."""
         self.samples.labels(finish_reason).inc()
+        self.cached_tokens.inc(stats.cached_tokens)
         self.drafted.inc(sum(stats.drafted))
         self.accepted.inc(sum(stats.accepted))
         self.forced.inc(stats.forced_accepted)
@@ -90,6 +92,7 @@ class Tally:
         self._metrics = metrics
         self._arrived = time.perf_counter()
         self._last: dict[tuple[int, int], float] = {}
+        self.cached_tokens = 0  # of prompts, found in the prefix cache
 
     @property
     def seconds(self) -> float:
@@ -111,3 +114,5 @@ class Tally:
                     metrics.between_tokens.observe((now - last) / new)
         if chunk.completion is not None:
             metrics.count_sample(chunk.completion.finish_reason, chunk.completion.stats)
+            if chunk.sample_index == 0:
+                self.cached_tokens += chunk.completion.stats.cached_tokens

@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from guided_spec.server.caller import CALLER
 from guided_spec.server.faults import ApiError
 from guided_spec.server.metrics import Metrics
 from guided_spec.server.settings import ServerSettings
@@ -77,6 +78,7 @@ class RequiredKey:
             fault.headers["WWW-Authenticate"] = "Bearer"
             await fault.response()(scope, receive, send)
             return
+        CALLER.set(_digest(_bearer(scope)).hex() if self._digests else "")
         await self._app(scope, receive, send)
 
     def _is_known(self, key: bytes) -> bool:

@@ -24,6 +24,7 @@ __all__ = [
     "MessageReply",
     "ModelCard",
     "ModelList",
+    "PromptDetails",
     "Reply",
     "TokenLogprob",
     "TokenizeReply",
@@ -44,19 +45,29 @@ class Reply(BaseModel):
         return {name: v for name, v in fields.items() if v is not None or name not in self.absent}
 
 
+class PromptDetails(Reply):
+    """cached_tokens: of the prompts, found in the prefix cache; known at the end."""
+
+    cached_tokens: int
+
+
 class Usage(Reply):
     """Tokens of a request: those of each prompt count once."""
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int) -> Usage:
+    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
         """With their sum."""
-        total = prompt_tokens + completion_tokens
-        values = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
-        return cls(**values, total_tokens=total)
+        return cls(
+            prompt_tokens=prompt_tokens,
+            completion_tokens=completion_tokens,
+            total_tokens=prompt_tokens + completion_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
+        )
 
 
 class LikelyToken(Reply):

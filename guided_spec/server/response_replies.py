@@ -76,9 +76,9 @@ OutputItem = MessageItem | ReasoningItem | CallItem
 
 
 class InputDetails(Reply):
-    """Nothing is kept from one request to the next."""
+    """cached_tokens: of the prompt, found in the prefix cache; nobody pays for writing there."""
 
-    cached_tokens: int = 0
+    cached_tokens: int
     cache_write_tokens: int = 0
 
 

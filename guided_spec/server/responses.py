@@ -101,7 +101,9 @@ class ResponseAnswer:
         usage = self._run.usage
         return ResponseUsage(
             input_tokens=usage.prompt_tokens,
-            input_tokens_details=InputDetails(),
+            input_tokens_details=InputDetails(
+                cached_tokens=usage.prompt_tokens_details.cached_tokens
+            ),
             output_tokens=usage.completion_tokens,
             output_tokens_details=OutputDetails(reasoning_tokens=self._items.reasoning_tokens),
             total_tokens=usage.total_tokens,

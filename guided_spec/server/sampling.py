@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.server.bodies import ChatBody, CompletionBody, SamplingBody, StructuredOutputs
+from guided_spec.server.caller import cache_salt
 from guided_spec.server.faults import ApiError, api_error
 from guided_spec.types import MAX_SEED, SamplingParams
 
@@ -43,7 +44,8 @@ def sampling_params(
         given |= {"logprobs": body.logprobs, "echo": bool(body.echo)}
     elif body.logprobs or body.top_logprobs is not None:
         given["logprobs"] = body.top_logprobs or 0
-    return replace(defaults, max_tokens=max_tokens, **given)
+    salt = cache_salt(body.cache_salt)
+    return replace(defaults, max_tokens=max_tokens, cache_salt=salt, **given)
 
 
 def asked_grammar(body: SamplingBody, max_bytes: int) -> AskedGrammar:

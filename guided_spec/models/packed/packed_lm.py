@@ -55,7 +55,9 @@ class Rows(NamedTuple):
         counts = np.array(self.counts, dtype=np.int64)
         first = np.cumsum(counts) - counts
         steps = np.minimum(np.arange(width), np.maximum(counts - 1, 0)[:, None])
-        return np.minimum(first[:, None] + steps, max(int(counts.sum()) - 1, 0))
+        last = max(int(counts.sum()) - 1, 0)
+        found: NDArray[np.int64] = np.minimum(first[:, None] + steps, last)
+        return found
 
     def places(self, size: int, num_rows: int) -> NDArray[np.int64]:
         """``SlotPlaces.tokens`` and ``rows`` behind one another, [2 * size + 3 * num_rows].
