@@ -129,8 +129,11 @@ class _Turns:
     def _walk(self, flight: DraftInFlight, starts: Sequence[int]) -> None:
         """The draft of ``flight`` goes behind ``starts`` [B] tokens."""
         draft = flight.finish()
-        lengths = zip(self._lookahead.lengths, starts, strict=True)
-        self.walked = self.walked.join(draft, tuple(now - start for now, start in lengths))
+        # A token that the grammar refused may be left out of the draft, which is then shorter.
+        lengths = zip(self._lookahead.lengths, starts, flight.most, strict=True)
+        self.walked = self.walked.join(
+            draft, tuple(min(now - start, most) for now, start, most in lengths)
+        )
 
 
 class _ChainDraft(NamedTuple):
