@@ -46,9 +46,7 @@ class _Part(NamedTuple):
 
     def join(self, draft: Draft, most: tuple[int, ...]) -> _Part:
         """``draft`` behind this one, without the columns that no request uses."""
-        # A refused token that no draft holds is counted too: none is longer than its columns.
-        pairs, width = zip(self.most, most, strict=True), draft.token_ids.shape[1]
-        both = tuple(first + min(second, width) for first, second in pairs)
+        both = tuple(map(sum, zip(self.most, most, strict=True)))
         return _Part(concatenate(self.draft, draft).cut(max(both)), both)
 
 
