@@ -290,6 +290,8 @@ class Engine:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
+            if not self._model.has_room(len(request.text.tokens)):
+                break  # else it would take a slot, and go back to the queue
             try:
                 if request.job.grammar is not None and request.text.constraint is None:
                     request.bind(request.job.grammar.result())

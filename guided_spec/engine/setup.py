@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -273,36 +273,16 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        spec = proposer or DEFAULT_PROPOSER
         model = bundled_asset("target") if model is None else model
         loaded = _loaded(model, options.load)
         if draft is None and loaded.config.name_or_path == bundled_asset("target"):
-            draft = _bundled_draft(spec)
+            draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
         tokenizer = _tokenizer(model, options)
-        config = options.config
-        window = CaptureWindow()
+        config, window = options.config, CaptureWindow()
         target = _load_target(loaded, config, window)
-        max_model_len = target.max_length
-        stop_ids = end_of_text_ids(loaded, tokenizer)
-        vocabulary = Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids)
-        spell = _speller(tokenizer)
-        context = ProposerContext(
-            vocabulary=vocabulary,
-            encode=spell,
-            tokenizer=tokenizer,
-            target=loaded,
-            config=config,
-            num_slots=target.num_slots,
-            max_model_len=max_model_len,
-            device=target.device,
-            dtype=target.dtype,
-            draft=draft,
-            blocks=target.blocks,
-            window=window,
-        )
-        name = resolve_auto(spec, context)
-        if proposer is None and target.device.type == "cuda" and name == CHAIN_OF_GRAPHS:
-            name = "eagle3"
+        context = replace(_context(target, tokenizer, config), draft=draft, window=window)
+        vocabulary = context.vocabulary
+        name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
         engine = Engine(target, build_proposer(name, context), config, window)
         if config.capture and target.device.type == "cuda":
@@ -313,13 +293,37 @@ class Setup:
             tokenizer=tokenizer,
             config=config,
             proposer_name=name,
-            max_model_len=max_model_len,
+            max_model_len=target.max_length,
             vocabulary=vocabulary,
-            spell=spell,
-            encoder=PromptEncoder(tokenizer, target.vocab_size, max_model_len),
+            spell=context.encode,
+            encoder=PromptEncoder(tokenizer, target.vocab_size, target.max_length),
             grammars=grammars,
             engine=engine,
         )
+
+
+def _context(target: CausalLM, tokenizer: Any, config: EngineConfig) -> ProposerContext:
+    """What a proposer may use, without what it drafts with."""
+    stop_ids = end_of_text_ids(target.model, tokenizer)
+    return ProposerContext(
+        vocabulary=Vocabulary.from_tokenizer(tokenizer, target.vocab_size, stop_ids),
+        encode=_speller(tokenizer),
+        tokenizer=tokenizer,
+        target=target.model,
+        config=config,
+        num_slots=target.num_slots,
+        max_model_len=target.max_length,
+        device=target.device,
+        dtype=target.dtype,
+        blocks=target.blocks,
+    )
+
+
+def _drafter(proposer: str | None, context: ProposerContext) -> str:
+    """The proposer to build, by name; None takes what is fastest on this device."""
+    name = resolve_auto(proposer or DEFAULT_PROPOSER, context)
+    is_default_on_cuda = proposer is None and context.device.type == "cuda"
+    return "eagle3" if is_default_on_cuda and name == CHAIN_OF_GRAPHS else name
 
 
 def _describe(target: CausalLM, config: EngineConfig) -> str:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import Blocks, WholeSlots
+from guided_spec.models.packed.blocks import BLOCK, Blocks, WholeSlots
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
@@ -241,6 +241,10 @@ class CausalLM:
         """The texts of these slots have ended."""
         if self.blocks is not None:
             self.blocks.release(slots)
+
+    def has_room(self, length: int) -> bool:
+        """Whether the blocks that nobody has would hold a text of so many tokens."""
+        return self.blocks is None or self.blocks.num_free * BLOCK >= length
 
     def can_copy(self, length: int) -> bool:
         """Whether an empty slot has room for a copy of so many tokens of another one."""

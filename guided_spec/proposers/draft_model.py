@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
@@ -48,6 +49,8 @@ class DraftModel:
             num_slots=context.num_slots,
             max_length=length,
             kernels=context.config.kernels,
+            num_blocks=_num_blocks(context),
+            window=context.window,
         )
         _check_width(self._model.vocab_size, context)
         self._chunk = context.config.prefill_tokens
@@ -66,6 +69,11 @@ class DraftModel:
         """The slots' caches start anew with their next requests."""
         for slot in slots:
             self._lengths[slot] = 0
+        self._model.release(slots)
+
+    def capture(self) -> Iterator[None]:
+        """See ``Captures``."""
+        yield from self._model.capture(())
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
@@ -186,6 +194,15 @@ def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
     if logits.shape[-1] >= vocab_size:
         return logits[..., :vocab_size]
     return torch.nn.functional.pad(logits, (0, vocab_size - logits.shape[-1]), value=float("-inf"))
+
+
+def _num_blocks(context: ProposerContext) -> int | None:
+    """As many as the target's, whose texts it reads; None where these have slots of their own.
+
+    A text ends in a block of its own in both: one more for each leaves room for a draft.
+    """
+    blocks: Blocks | None = context.blocks
+    return None if blocks is None else blocks.num_blocks + context.num_slots
 
 
 def _load(context: ProposerContext) -> Any:
