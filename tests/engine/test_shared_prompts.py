@@ -38,13 +38,21 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
     """Tokens that each kind of model reads in rows longer than a draft."""
     counts = Counter[Any]()
-    forward = CausalLM.forward
+    forward, forward_line = CausalLM.forward, CausalLM.forward_line
+
+    def count(lm: CausalLM, lengths: Sequence[int]) -> None:
+        counts[lm.config.model_type] += sum(length for length in lengths if length > 12)
 
     def feeding(lm: CausalLM, inputs: Any, **options: Any) -> Any:
-        counts[lm.config.model_type] += sum(count for count in inputs.counts if count > 12)
+        count(lm, inputs.counts)
         return forward(lm, inputs, **options)
 
+    def feeding_a_line(lm: CausalLM, token_ids: Any, rows: Any, *options: Any) -> Any:
+        count(lm, rows.counts)
+        return forward_line(lm, token_ids, rows, *options)
+
     monkeypatch.setattr(CausalLM, "forward", feeding)
+    monkeypatch.setattr(CausalLM, "forward_line", feeding_a_line)
     for kind in (SlotHead, PackedSlotHead):
 
         def reading(
