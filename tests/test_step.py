@@ -220,9 +220,9 @@ def test_a_thread_fills_beside_a_slow_launch_only(
     filling: list[bool] = []
     verify = target.verify
 
-    def watched(batch: DecodeBatch, draft: Draft) -> TargetOutput:
+    def watched(batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
         filling.append(batch.mask_rows._filling is not None)
-        return verify(batch, draft)
+        return verify(batch, draft, most)
 
     monkeypatch.setattr(target, "verify", watched)
     for text in ([0], [1], [EOS]):

@@ -10,7 +10,7 @@ import torch
 
 from guided_spec import proposers
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, DraftInFlight, Proposer
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, TargetOutput
 from guided_spec.errors import ConfigError
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -189,7 +189,9 @@ def test_a_draft_under_way_ends_the_chains(monkeypatch: pytest.MonkeyPatch) -> N
     assert lookahead.drafted == [[1, 1, 3], [3, 3], [1, 3, 3]]
     assert (two.begun, three.begun) == ([(2, None)], [(0, None)])
     carried = flight.carry(
-        Accepted(draft.token_ids, draft.num_tokens), None, Download(torch.ones(1))
+        Accepted(draft.token_ids, draft.num_tokens),
+        TargetOutput(torch.ones(1)),
+        Download(torch.ones(1)),
     )
     again = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
     built.begin(batch, again, carried)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from guided_spec.engine.llm import LLM
 from tests.server.running import PATIENCE, Running, running
 
-MESSAGES = [{"role": "user", "content": "Say where the parcel is now, please. " * 12}]
+MESSAGES: list[Any] = [{"role": "user", "content": "Say where the parcel is now, please. " * 12}]
 
 
 @pytest.fixture(scope="module")

@@ -102,7 +102,8 @@ FORMATS: dict[str, str] = {
         "iri-reference": _REFERENCE,
         "uri-template": _TEMPLATE,
         "json-pointer": _POINTER,
-        "relative-json-pointer": f"(?:0|[1-9][0-9]{{0,8}})(?:#|{_POINTER})",
+        # jsonschema 4.26 takes any digit behind a 0 for one behind a leading 0.
+        "relative-json-pointer": f"(?:0|[1-9]{{1,8}}0?)(?:#|{_POINTER})",
         "regex": _REGEX,
     }.items()
 }
