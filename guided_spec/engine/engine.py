@@ -215,6 +215,11 @@ class Engine:
         return self._model.num_slots
 
     @property
+    def max_length(self) -> int:
+        """Tokens of a text."""
+        return self._model.max_length
+
+    @property
     def num_free_slots(self) -> int:
         """Slots that no request holds."""
         return self._scheduler.num_free

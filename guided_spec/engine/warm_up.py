@@ -41,7 +41,8 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
 
     To be called in the engine's own thread, before its first request. Shows a bar on stderr.
     """
-    began = time.perf_counter()
+    began, length = time.perf_counter(), min(PROMPT * (STEPS + 1), engine.max_length)
+    prompt = [0] * min(PROMPT, length - 1)
     spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
     grammar = grammars.queue.submit(spec)
     left = engine.capture()
@@ -53,9 +54,8 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         for sampling in SAMPLINGS:
             params = SamplingParams(**sampling, max_tokens=PROMPT * STEPS, ignore_eos=True)  # type: ignore[arg-type]
             for one in (grammar, None):
-                length = PROMPT * (STEPS + 1)
-                job = Job([0] * PROMPT, params, length, 0, one, grammars.endings)
-                _write(engine, [Request(job, vocabulary, _ignore) for _ in range(batch)])
+                job = Job(prompt, params, length, 0, one, grammars.endings)
+                _write(engine, [Request(job, vocabulary, _report) for _ in range(batch)])
     engine.close_captures()
     seconds = time.perf_counter() - began
     logger.info("captured %d CUDA graphs and compiled kernels in %.1f s", captured, seconds)
@@ -68,5 +68,6 @@ def _write(engine: Engine, requests: Sequence[Request]) -> None:
         engine.step()
 
 
-def _ignore(chunk: Chunk) -> None:
-    del chunk
+def _report(chunk: Chunk) -> None:
+    if chunk.completion is not None and chunk.completion.error is not None:
+        logger.warning("a text of the warm-up failed: %s", chunk.completion.error)

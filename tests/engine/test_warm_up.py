@@ -1,0 +1,73 @@
+"""Before the first request: what is captured serves all that follows, and nothing fails."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from guided_spec.engine import warm_up as engine_warm_up
+from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.setup import Options, Setup, bundled_asset
+from guided_spec.engine.warm_up import warm_up
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.proposers.chain import Chain
+from guided_spec.types import SamplingParams
+
+SPEC = GrammarSpec.json_schema({"type": "object", "properties": {"name": {"type": "string"}}})
+
+
+def build(**options: Any) -> Setup:
+    found = Options.from_dict({"kernels": "packed", "max_batch_size": 2, **options})
+    return Setup.build(None, "chain:grammar_forced+eagle3", bundled_asset("eagle3"), found)
+
+
+def write(setup: Setup, temperature: float, batch: int) -> list[Chunk]:
+    """The last chunks of ``batch`` texts under a grammar."""
+    chunks: list[Chunk] = []
+    params = SamplingParams(max_tokens=30, temperature=temperature)
+    for at in range(batch):
+        grammar = setup.grammars.queue.submit(SPEC)
+        prompt = setup.encoder.encode("The name is Maria Lopez. " * (at + 1))
+        job = Job(prompt, params, 200, at, grammar, setup.grammars.endings)
+        setup.engine.add(Request(job, setup.vocabulary, chunks.append))
+    while setup.engine.has_work:
+        setup.engine.step()
+    return [chunk for chunk in chunks if chunk.completion is not None]
+
+
+@pytest.mark.slow
+def test_no_step_captures_behind_it(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_warm_up, "SAMPLINGS", engine_warm_up.SAMPLINGS[:2])
+    setup = build(max_model_len=256)
+    with caplog.at_level(logging.INFO, "guided_spec.engine.warm_up"):
+        warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    assert "failed" not in caplog.text
+    assert "captured" in caplog.text
+    chain: Any = setup.engine._proposer
+    assert isinstance(chain, Chain)
+    graphs = chain._members[1]._packed.graphs  # type: ignore[attr-defined]
+    before = len(graphs)
+    assert before > 36  # of reading alone there are as many
+    for temperature in (0.0, 0.8):
+        for chunk in write(setup, temperature, 2):
+            assert chunk.completion is not None
+            assert chunk.completion.error is None
+    assert len(graphs) == before
+    setup.grammars.queue.close()
+
+
+@pytest.mark.slow
+def test_a_context_shorter_than_its_texts(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_warm_up, "SAMPLINGS", engine_warm_up.SAMPLINGS[:1])
+    setup = build(max_model_len=12)
+    with caplog.at_level(logging.WARNING, "guided_spec.engine.warm_up"):
+        warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    assert caplog.text == ""
+    setup.grammars.queue.close()
