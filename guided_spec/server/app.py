@@ -89,26 +89,29 @@ def _add_text_paths(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions", responses=_documented(ChatReply))
     async def chat_completions(request: Request, body: ChatBody) -> Response:
         """Answer a conversation."""
-        answer = ChatAnswer(service, body)
-        if body.stream:
-            return await open_stream(request, answer.events(), _DONE)
-        return await whole_answer(request, answer.whole())
+        return await _answered(request, body, ChatAnswer(service, body), _DONE)
 
     @app.post("/v1/completions", responses=_documented(CompletionReply))
     async def completions(request: Request, body: CompletionBody) -> Response:
         """Go on from prompts."""
-        answer = CompletionAnswer(service, body)
-        if body.stream:
-            return await open_stream(request, answer.events(), _DONE)
-        return await whole_answer(request, answer.whole())
+        return await _answered(request, body, CompletionAnswer(service, body), _DONE)
 
     @app.post("/v1/responses", responses=_documented(ResponseReply))
     async def responses(request: Request, body: ResponsesBody) -> Response:
         """Respond to a conversation."""
-        answer = ResponseAnswer(service, body)
-        if body.stream:
-            return await open_stream(request, answer.events())
-        return await whole_answer(request, answer.whole())
+        return await _answered(request, body, ResponseAnswer(service, body))
+
+
+async def _answered(
+    request: Request,
+    body: ChatBody | CompletionBody | ResponsesBody,
+    answer: ChatAnswer | CompletionAnswer | ResponseAnswer,
+    last: bytes = b"",
+) -> Response:
+    """The answer whole, or as events if the body asks for a stream, which ``last`` ends."""
+    if body.stream:
+        return await open_stream(request, answer.events(), last)
+    return await whole_answer(request, answer.whole())
 
 
 def _add_tokenize_path(app: FastAPI, service: Service) -> None:
