@@ -134,8 +134,10 @@ def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False)
 
 def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots."""
-    plan = plan_slots(model, config, shares_blocks=True)
-    form = PackedForm.of(model, config.kernels, plan.max_model_len)
+    form = None
+    if PackedForm.is_wanted(model, config.kernels):
+        plan = plan_slots(model, config, shares_blocks=True)
+        form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
         plan = plan_slots(model, config)
     return CausalLM(

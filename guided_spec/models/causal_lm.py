@@ -56,6 +56,12 @@ class PackedForm(NamedTuple):
     decoder: PackedDecoder | StockDecoder
     layers: tuple[LayerShape, ...]
 
+    @staticmethod
+    def is_wanted(model: PreTrainedModel, kernels: Kernels) -> bool:
+        """Whether ``kernels`` asks for such a form on the model's device, where it has one."""
+        is_cuda = model.device.type in PACKED_DEVICES and find_spec("triton") is not None
+        return kernels == "packed" or (kernels == "auto" and is_cuda)
+
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel, kernels: Kernels, max_length: int) -> PackedForm | None:
@@ -63,8 +69,7 @@ class PackedForm(NamedTuple):
 
         Raises ModelError as ``CausalLM`` does.
         """
-        is_cuda = model.device.type in PACKED_DEVICES and find_spec("triton") is not None
-        if kernels == "stock" or (kernels == "auto" and not is_cuda):
+        if not cls.is_wanted(model, kernels):
             return None
         slots = _stock_slots(model, TRIAL_SLOTS, max_length)
         longest = max([TRIAL_LENGTH, *(2 * window for window in slots.cache.windows.values())])
