@@ -355,7 +355,6 @@ class Engine:
         pieces = self._next_pieces(unread, min(ALONG, budget) if is_decoding else budget)
         if is_decoding:
             self._along = pieces
-            self._target.read_along([piece.tokens for piece in pieces])
         elif pieces:
             self._target.read([piece.tokens for piece in pieces])
             self._have_read(pieces)
