@@ -7,7 +7,6 @@ Batches filled up to the size that a graph has.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -33,7 +32,6 @@ __all__ = [
     "pack_places",
     "pad_ids",
     "pad_rows",
-    "pad_states",
     "pad_to",
 ]
 
@@ -221,20 +219,3 @@ def pack_places(rows: Sequence[Sequence[int]], size: int) -> Tensor:
     missing = size - len(rows[0])
     first, *others = rows
     return host_integers([[*first, *[-1] * missing], *([*row, *[0] * missing] for row in others)])
-
-
-def pad_states(states: Sequence[Tensor], width: int) -> Tensor:
-    """[R, width, X] of R tensors [n, X], n at most ``width``; what is behind a row's end is any.
-
-    As many launches for many rows as for one.
-    """
-    if len(states) == 1:
-        return states[0].unsqueeze(0)
-    counts = [len(state) for state in states]
-    ends = itertools.accumulate(counts)
-    rows = [
-        [end - count + min(column, count - 1) for column in range(width)]
-        for end, count in zip(ends, counts, strict=True)
-    ]
-    flat = torch.cat(list(states))
-    return flat[host_integers(rows).to(flat.device, non_blocking=True)]

@@ -48,7 +48,6 @@ __all__ = [
     "SlotCache",
     "SlotLinearLayer",
     "StepPlan",
-    "copy_positions",
     "record_delta_rules",
     "recording",
 ]
@@ -392,7 +391,7 @@ class SlotCache(Cache):
     def copy_slot(self, source: int, destinations: Sequence[int], length: int) -> None:
         """Copy the first ``length`` positions and the linear states of one slot to others."""
         for layer in self._slotted:
-            copy_positions(layer.buffers(), source, destinations, length)
+            _copy_positions(layer.buffers(), source, destinations, length)
         saved = self.save_states([source])
         for slot in destinations:
             self.load_states([slot], saved)
@@ -540,7 +539,7 @@ def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
     return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)
 
 
-def copy_positions(
+def _copy_positions(
     buffers: Iterable[Tensor], source: int, destinations: Sequence[int], length: int
 ) -> None:
     """Copy the first ``length`` positions of one slot to others; buffers as of ``SlotLayer``."""
