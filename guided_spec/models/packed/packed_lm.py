@@ -24,7 +24,7 @@ from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows"]
+__all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows", "split_places"]
 
 LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
 
@@ -76,9 +76,25 @@ class Rows(NamedTuple):
         rows[2, :batch] = np.cumsum(counts)
         return places
 
+    def grow(self, tables: Tables) -> None:
+        """Give every slot blocks for its row, and bring the tables up to date.
+
+        Raises ModelError where none are free.
+        """
+        for slot, start, count in zip(*self, strict=True):
+            if count > 0 and not tables.grow(slot, start + count):
+                raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
+        tables.upload()
+
     def _spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
         spread: NDArray[np.int64] = np.repeat(values, self.counts)
         return spread
+
+
+def split_places(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """``SlotPlaces.tokens`` and ``rows`` out of what ``Rows.places`` made for ``size`` tokens."""
+    tokens, rows = places.split([2 * size, len(places) - 2 * size])
+    return tokens.view(2, size), rows.view(3, -1)
 
 
 class LineOutput(NamedTuple):
@@ -124,13 +140,13 @@ class PackedLM:
 
         Raises ModelError where no blocks are free for the rows.
         """
-        self._grow(rows)
+        rows.grow(self._tables)
         total, batch = len(token_ids), len(rows.slots)
         size, num_rows = self._graph_size(total, batch)
         places = torch.from_numpy(rows.places(size, num_rows))
         inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
         widest = max(rows.counts) if size > LARGEST_GRAPH else self._row_width(size)
-        body = partial(self._compute, num_rows, widest, layers)
+        body = partial(self._compute, widest, layers)
         if self._graphs is None or size > LARGEST_GRAPH:
             return LineOutput(*body(self._upload(inputs)))
         found = self._graphs.run((size, num_rows, layers), inputs, body)
@@ -148,16 +164,16 @@ class PackedLM:
         batch, width = token_ids.shape
         rows = Rows(rows.slots, rows.starts, [min(count, width) for count in rows.counts])
         index = torch.from_numpy(rows.places_in(width)).to(token_ids.device, non_blocking=True)
-        found = self.forward_line(token_ids.flatten()[index], rows, layers)
-        spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
-        (states, hidden), scores = found, None
+        (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
         if logits == "last":
             counts = np.array(rows.counts)
             last = torch.from_numpy(np.maximum(np.cumsum(counts) - 1, 0))
             scores = self.logits(states[last.to(self._device, non_blocking=True)]).unsqueeze(1)
-        elif logits == "all":
-            scores = self.logits(states)[spread]
-        return SlotOutput(scores, None if hidden is None else hidden[spread])
+        if logits == "all" or hidden is not None:
+            spread = torch.from_numpy(rows.padded(width)).to(self._device, non_blocking=True)
+            scores = self.logits(states)[spread] if logits == "all" else scores
+            hidden = None if hidden is None else hidden[spread]
+        return SlotOutput(scores, hidden)
 
     def logits(self, states: Tensor) -> Tensor:
         """``LineOutput.states`` [..., H] to logits [..., V]."""
@@ -177,7 +193,7 @@ class PackedLM:
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(unused.places(size, num_rows)),
             }
-            body = partial(self._compute, num_rows, self._row_width(size), layers)
+            body = partial(self._compute, self._row_width(size), layers)
             self._graphs.prepare((size, num_rows, layers), inputs, body)
             yield
 
@@ -192,22 +208,14 @@ class PackedLM:
             return total, batch
         return size, max(min(size, self._num_slots), batch)
 
-    def _grow(self, rows: Rows) -> None:
-        for slot, start, count in zip(*rows, strict=True):
-            if count > 0 and not self._tables.grow(slot, start + count):
-                raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
-        self._tables.upload()
-
     def _upload(self, inputs: Inputs) -> Inputs:
         return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
 
     def _compute(
-        self, num_rows: int, width: int, layers: tuple[int, ...], inputs: Inputs
+        self, width: int, layers: tuple[int, ...], inputs: Inputs
     ) -> tuple[Tensor, Tensor | None]:
-        token_ids, places = inputs["token_ids"], inputs["places"]
-        size = len(token_ids)
-        tokens, rows = places.split([2 * size, 3 * num_rows])
-        lines = tokens.view(2, size), rows.view(3, num_rows)
+        token_ids = inputs["token_ids"]
+        lines = split_places(inputs["places"], len(token_ids))
         where = SlotPlaces(*lines, self._tables.tables, self._tables.max_length, width)
         output = self._decoder.forward(token_ids, where, self.memory, layers)
         return output.states, output.hidden_states

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.errors import ModelError
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotRoom
@@ -33,7 +32,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_rows,
     pad_to,
 )
-from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, Rows
+from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, Rows, split_places
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -254,8 +253,9 @@ class PackedSlotHead:
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
         """See ``SlotHead.copy_slot``."""
         length = self._lengths[source]
+        count = len(destinations)
+        Rows(destinations, [0] * count, [length] * count).grow(self.blocks)
         for slot in destinations:
-            self._grow(slot, length)
             self.blocks.copy_own(source, slot, length, self._memory)
         self._hidden[self._index(destinations)] = self._hidden[source].clone()
         self._scored = None
@@ -364,7 +364,7 @@ class PackedSlotHead:
                 "places": torch.from_numpy(Rows((), (), ()).places(size, num_rows)),
                 "last": torch.zeros(num_rows, dtype=torch.int64),
             }
-            self.graphs.prepare(("read", size), inputs, partial(self._read, num_rows))
+            self.graphs.prepare(("read", size), inputs, self._read)
             yield
         for size in self.row_sizes:
             places = pack_places([[], []], size)
@@ -442,9 +442,7 @@ class PackedSlotHead:
 
     def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
         """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""
-        for slot, start, count in zip(*rows, strict=True):
-            self._grow(slot, start + count)
-        self.blocks.upload()
+        rows.grow(self.blocks)
         total, size = len(token_ids), bucket(len(token_ids))
         is_large = size > LARGEST_GRAPH
         size = total if is_large else size
@@ -455,29 +453,24 @@ class PackedSlotHead:
             "places": torch.from_numpy(rows.places(size, num_rows)),
             "last": pad_to(last, (num_rows,)),
         }
-        body = partial(self._read, num_rows)
         if is_large:
-            scored = body({k: v.to(self._device, non_blocking=True) for k, v in inputs.items()})
+            fed = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
+            scored = self._read(fed)
         else:
-            scored = self.graphs.run(("read", size), inputs, body)
+            scored = self.graphs.run(("read", size), inputs, self._read)
         self._keep(rows.slots, scored)
 
-    def _read(self, num_rows: int, inputs: Inputs) -> Scored:
-        size = len(inputs["token_ids"])
-        tokens, rows = inputs["places"].split([2 * size, 3 * num_rows])
+    def _read(self, inputs: Inputs) -> Scored:
+        token_ids = inputs["token_ids"]
+        tokens, rows = split_places(inputs["places"], len(token_ids))
         hidden = self._packed.head.features(inputs["states"].to(self._dtype))
-        places = self._places(tokens.view(2, size), rows.view(3, num_rows))
-        hidden = self._packed.forward(inputs["token_ids"], hidden, places, self._memory)
-        return self._score(rows[:num_rows], hidden[inputs["last"]])
+        hidden = self._packed.forward(token_ids, hidden, self._places(tokens, rows), self._memory)
+        return self._score(rows[0], hidden[inputs["last"]])
 
     def _places(self, tokens: Tensor, rows: Tensor) -> SlotPlaces:
         return SlotPlaces(
             tokens, rows, self.blocks.tables, self.blocks.max_length, self._room.width
         )
-
-    def _grow(self, slot: int, length: int) -> None:
-        if not self.blocks.grow(slot, length):
-            raise ModelError(f"slot {slot}: no blocks are free for {length} positions")
 
     def _walk(self, inputs: Inputs) -> Scored:
         """One step; the inputs are left as the next one needs them."""
