@@ -1,91 +1,143 @@
 """What a target's verify forward costs: ``python -m benchmarks.forwards``.
 
-Times the packed forward of a Llama with random weights, output head included, in a CUDA graph;
-beside it the matrix products alone, by the library, and what reading the weights takes.
+Times the packed forward of models with random weights, output head included, in a CUDA graph;
+beside it what reading the weights takes that so many tokens need.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, NamedTuple
 
 import torch
+import transformers
 import typer
 from rich.table import Table
-from torch import Tensor
-from torch.nn import functional
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.device_time import graph_seconds, read_bandwidth, require_graphs
 from benchmarks.lines import num_blocks, places_of
-from benchmarks.widening.shape import LLAMA_8B, Shape
+from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
+from guided_spec.config import Kernels
+from guided_spec.errors import ConfigError
+from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["main"]
 
 WIDEST = 64  # tokens a row
 
+QWEN3 = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
+# Configuration class, and the sizes of published checkpoints.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        "LlamaConfig",
+        {k: v for k, v in LLAMA_8B._asdict().items() if k != "draft_vocab_size"},
+    ),
+    "qwen3-8b": (
+        "Qwen3Config",
+        {**QWEN3, "hidden_size": 4096, "intermediate_size": 12288, "num_key_value_heads": 8},
+    ),
+    "qwen3-30b-a3b": (
+        "Qwen3MoeConfig",
+        {
+            **QWEN3,
+            **{"hidden_size": 2048, "num_key_value_heads": 4, "moe_intermediate_size": 768},
+            **{"num_experts": 128, "num_experts_per_tok": 8},
+        },
+    ),
+    "gpt-oss-20b": ("GptOssConfig", {"num_local_experts": 32}),
+    "gemma-3-12b": (
+        "Gemma3TextConfig",
+        {
+            **{"hidden_size": 3840, "intermediate_size": 15360, "num_attention_heads": 16},
+            **{"num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
+        },
+    ),
+}
+EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
+
+
+class Subject(NamedTuple):
+    """A model, its packed form and how many layers it has."""
+
+    model: PreTrainedModel
+    form: PackedForm
+
 
 @torch.inference_mode()
 def main(
-    batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64,256",
+    names: Annotated[str, typer.Option(help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
     tokens: Annotated[str, typer.Option(help="A row, separated by commas.")] = "1,6",
     context: Annotated[int, typer.Option(help="Tokens that each row holds.")] = 1000,
-    layers: Annotated[
-        int, typer.Option(help="Of Llama-3.1-8B's shape.")
-    ] = LLAMA_8B.num_hidden_layers,
+    layers: Annotated[int, typer.Option(help="Of each model.")] = 12,
     device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
 ) -> None:
-    """Median milliseconds of a forward in bfloat16, by batch size and tokens a row."""
-    place, shape = require_graphs(device), LLAMA_8B._replace(num_hidden_layers=layers)
-    model = _model(shape, place)
-    decoder = PackedDecoder.of(model, context + WIDEST, [None] * shape.num_hidden_layers)
-    assert decoder is not None
-    weights = _streamed(model)
-    floor = sum(weight.nbytes for weight in weights) / read_bandwidth(place)
-    table = Table("requests", "tokens", "forward ms", "products ms", "weights read ms")
-    for batch in map(int, batch_sizes.split(",")):
-        memory = _memory(shape, batch, context, place)
-        for width in map(int, tokens.split(",")):
-            seconds = _forward(decoder, memory, (batch, width), context)
-            alone = _products(weights, batch * width)
-            shown = [f"{value * 1e3:.2f}" for value in (seconds, alone, floor)]
-            table.add_row(str(batch), str(width), *shown)
-        del memory
+    """Median milliseconds of a forward in bfloat16, by model, batch size and tokens a row."""
+    place = require_graphs(device)
+    bandwidth = read_bandwidth(place)
+    table = Table("model", "requests", "tokens", "forward ms", "weights read ms", "ratio")
+    for name in names.split(","):
+        subject = _subject(name, layers, context + WIDEST, place)
+        for batch in map(int, batch_sizes.split(",")):
+            memory = _memory(subject.form, batch, context)
+            for width in map(int, tokens.split(",")):
+                seconds = _forward(subject, memory, (batch, width), context)
+                floor = _bytes_read(subject.model, batch * width) / bandwidth
+                shown = [f"{seconds * 1e3:.2f}", f"{floor * 1e3:.2f}", f"{seconds / floor:.2f}"]
+                table.add_row(name, str(batch), str(width), *shown)
+            del memory
+        del subject
+        torch.cuda.empty_cache()
     stdout().print(table)
 
 
-def _model(shape: Shape, device: torch.device) -> PreTrainedModel:
-    sizes = shape._asdict()
-    del sizes["draft_vocab_size"]
-    config = LlamaConfig(**sizes)
+def _subject(
+    name: str, layers: int, max_length: int, device: torch.device, kernels: Kernels = "auto"
+) -> Subject:
+    """Raises ConfigError for a name that is not there, ModelError for a model of no packed form."""
+    if name not in MODELS:
+        raise ConfigError("names", name, f"must be some of {', '.join(MODELS)}")
+    kind, sizes = MODELS[name]
+    config = getattr(transformers, kind)(**{**sizes, "num_hidden_layers": layers})
+    config.max_position_embeddings = max(config.max_position_embeddings, max_length)
     with device:
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.eval()
-    return model
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    form = PackedForm.of(model.eval(), kernels, max_length)
+    if form is None:
+        raise ConfigError("names", name, "runs by its stock modules, which is not timed here")
+    return Subject(model, form)
 
 
-def _streamed(model: Any) -> list[Tensor]:
-    """The weights that every forward reads: all matrices but the embeddings."""
-    embeddings = model.get_input_embeddings().weight
-    return [w for w in model.parameters() if w.dim() == 2 and w is not embeddings]
+def _bytes_read(model: Any, count: int) -> float:
+    """Bytes of the weights that a forward of ``count`` tokens reads, of random experts."""
+    config: Any = model.config.get_text_config()
+    sizes = [getattr(config, name, None) for name in EXPERTS_USED]
+    chosen, experts = sizes[0] or 1, sizes[1] or sizes[2] or 1
+    share = 1 - (1 - chosen / experts) ** count
+    embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    matrices = [w for w in model.parameters() if w.dim() == 2 and w is not embeddings]
+    read = sum(w.nbytes for w in matrices) + share * sum(
+        w.nbytes for w in model.parameters() if w.dim() == 3
+    )
+    return float(read + (head.nbytes if head is embeddings else 0))
 
 
-def _memory(shape: Shape, batch: int, context: int, device: torch.device) -> list[KeyValues]:
+def _memory(form: PackedForm, batch: int, context: int) -> list[KeyValues]:
     count = num_blocks(batch, context + WIDEST)
-    size = (count, shape.num_key_value_heads, BLOCK, shape.head_dim)
     return [
-        KeyValues(*(torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2)))
-        for _ in range(shape.num_hidden_layers)
+        KeyValues(*(torch.randn_like(like.new_empty(count, heads, BLOCK, size)) for _ in range(2)))
+        for heads, size, like in form.layers
     ]
 
 
 def _forward(
-    decoder: PackedDecoder, memory: list[KeyValues], size: tuple[int, int], context: int
+    subject: Subject, memory: Sequence[KeyValues], size: tuple[int, int], context: int
 ) -> float:
-    device = memory[0].keys.device
+    device, decoder = memory[0].keys.device, subject.form.decoder
     batch, width = size
     token_ids = torch.arange(batch * width, device=device)
     places = places_of([context] * batch, width, context + WIDEST, device)
@@ -94,20 +146,6 @@ def _forward(
         decoder.logits(decoder.forward(token_ids, places, memory).states)
 
     return graph_seconds(run, device)
-
-
-def _products(weights: list[Tensor], count: int) -> float:
-    """Every product by itself: those that the packed forward joins are apart here."""
-    states = {
-        width: torch.randn(count, width, device=weights[0].device, dtype=torch.bfloat16)
-        for width in {weight.shape[1] for weight in weights}
-    }
-
-    def run() -> None:
-        for weight in weights:
-            functional.linear(states[weight.shape[1]], weight)
-
-    return graph_seconds(run, weights[0].device)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,12 @@ class Case(NamedTuple):
     spans: list[Span]
     unused: Unused = NONE_UNUSED
     window: int | None = None
+    has_sinks: bool = False
+
+    def sinks(self) -> Tensor | None:
+        """Of each head, float32 [Hq]; far below the scores and far above them too."""
+        count = self.num_kv_heads * self.group
+        return torch.linspace(-4, 4, count) ** 3 if self.has_sinks else None
 
 
 class Data(NamedTuple):
@@ -173,4 +179,5 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
         spans=spans,
         unused=Unused(draw(st.integers(0, 3)), draw(st.integers(0, 3))),
         window=draw(st.none() | st.integers(1, 8)),
+        has_sinks=draw(st.booleans()),
     )

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, Blocks, WholeSlots
-from guided_spec.models.packed.decoder import PackedDecoder
+from guided_spec.models.packed.decoder import PackedDecoder, refusing_waits
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.stock.decoder import StockDecoder
@@ -22,6 +22,7 @@ from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = [
     "CausalLM",
@@ -34,6 +35,7 @@ __all__ = [
     "state_bytes_per_slot",
 ]
 
+PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2
 TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more behind windows
 
@@ -85,8 +87,8 @@ class PackedForm(NamedTuple):
             with errors_naming(model, "a forward in packed form failed"):
                 decoder: PackedDecoder | StockDecoder | None
                 decoder = PackedDecoder.of(model, max_length, windows)
-                decoder = decoder or StockDecoder.of(model, memory)
-                if decoder is None:
+                decoder = decoder or StockDecoder.of(model)
+                if decoder is None or not _can_be_captured(decoder, memory):
                     return None
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
                 tried = PackedLM(decoder, memory, tables)
@@ -298,6 +300,31 @@ class CausalLM:
     def _stock(self) -> StockSlots:
         assert self._slots is not None
         return self._slots
+
+
+def _can_be_captured(decoder: PackedDecoder | StockDecoder, memory: Sequence[KeyValues]) -> bool:
+    """Whether slots do for its attention, and nothing in it waits for the device.
+
+    memory: each slot one block. Writes to the first positions of slot 0.
+    """
+    device = memory[0].keys.device
+    ids = torch.tensor(PROBE, device=device)
+    steps = torch.arange(len(PROBE), device=device)
+    rows = torch.tensor([[0], [0], [len(PROBE)]], device=device)
+    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
+    last = memory[0].keys.shape[2] - 1
+    places = SlotPlaces(torch.stack([0 * steps, steps]), rows, tables, last)
+    try:
+        decoder.forward(ids, places, memory)  # the first one may set up libraries
+        with refusing_waits(device):
+            decoder.forward(ids, places, memory)
+    except ModelError:  # of the attention over slots, for what it does not support
+        return False
+    except RuntimeError as error:
+        if "synchronizing" not in str(error):
+            raise
+        return False
+    return True
 
 
 def _stock_slots(model: PreTrainedModel, num_slots: int, max_length: int) -> StockSlots:

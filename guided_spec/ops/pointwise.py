@@ -47,19 +47,22 @@ class AddedNorm(NamedTuple):
     normed: Tensor
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """[..., H]: x over its root mean square, times the weight (Zhang and Sennrich, 2019).
 
     x: [..., H]; weight: [H], of one floating dtype. In float32, rounded to the dtype of ``x``
-    before the weight.
+    before the weight. shift: added to the weight in float32, as of Gemma, where 1 is; then the
+    product alone is rounded, to the dtype of ``x``.
     """
-    normed: Tensor = _rms_norm(x, weight, eps)
+    normed: Tensor = _rms_norm(x, weight, eps, shift)
     return normed
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> AddedNorm:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> AddedNorm:
     """The sum of x and residual [..., H], rounded to their dtype, and ``rms_norm`` of it."""
-    return AddedNorm(*_add_rms_norm(x, residual, weight, eps))
+    return AddedNorm(*_add_rms_norm(x, residual, weight, eps, shift))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -77,17 +80,19 @@ def silu_mul_packed(gate_up: Tensor) -> Tensor:
     return silu_mul(gate, up)
 
 
-def _norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def _norm_reference(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     wide = x.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    if shift:
+        return (wide * (shift + weight.float())).to(x.dtype).contiguous()
     return (weight * wide.to(x.dtype)).contiguous()
 
 
 def _add_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     total = (x + residual).contiguous()
-    return total, _norm_reference(total, weight, eps)
+    return total, _norm_reference(total, weight, eps, shift)
 
 
 def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
@@ -125,20 +130,25 @@ def _like_first(x: Tensor, *_: Any) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _like_normed(x: Tensor, weight: Tensor, _: float) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.result_type(x, weight))
+def _like_normed(x: Tensor, weight: Tensor, _: float, shift: float) -> Tensor:
+    return x.new_empty(x.shape, dtype=x.dtype if shift else torch.result_type(x, weight))
 
 
-def _like_added(x: Tensor, _residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _like_normed(x, weight, eps)
+def _like_added(
+    x: Tensor, _residual: Tensor, weight: Tensor, eps: float, shift: float
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), _like_normed(x, weight, eps, shift)
 
 
 _rms_norm = _define(
-    "rms_norm", "(Tensor x, Tensor weight, float eps) -> Tensor", _norm_reference, _like_normed
+    "rms_norm",
+    "(Tensor x, Tensor weight, float eps, float shift) -> Tensor",
+    _norm_reference,
+    _like_normed,
 )
 _add_rms_norm = _define(
     "add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    "(Tensor x, Tensor residual, Tensor weight, float eps, float shift) -> (Tensor, Tensor)",
     _add_norm_reference,
     _like_added,
 )

@@ -23,14 +23,16 @@ __all__ = [
 BLOCK = 1024  # products a program of silu_mul
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
     """See ``guided_spec.ops.pointwise.rms_norm``; the arguments on one CUDA device."""
-    return _norm(x, None, weight, eps)[1]
+    return _norm(x, None, weight, eps, shift)[1]
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
+) -> tuple[Tensor, Tensor]:
     """(residual, normed): see ``guided_spec.ops.pointwise.add_rms_norm``."""
-    return _norm(x, residual, weight, eps)
+    return _norm(x, residual, weight, eps, shift)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -49,19 +51,22 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     return product.view(gate.shape)
 
 
-def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def _norm(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, shift: float
+) -> tuple[Tensor, Tensor]:
     """(x + residual, its norm); (x, its norm) where there is no residual."""
     width = x.shape[-1]
     rows = _dense(x.reshape(-1, width))
     added = rows if residual is None else _dense(residual.reshape(-1, width))
     total = rows if residual is None else rows.new_empty(rows.shape)
-    normed = rows.new_empty(rows.shape, dtype=torch.result_type(x, weight))
+    dtype = x.dtype if shift else torch.result_type(x, weight)
+    normed = rows.new_empty(rows.shape, dtype=dtype)
     block = triton.next_power_of_2(width)
     if normed.numel() > 0:
         with torch.cuda.device_of(x):
             _rms_norm[(len(rows),)](
-                *(rows, added, weight.contiguous(), total, normed, eps, width),
-                *(rows.stride(0), added.stride(0), residual is not None, block),
+                *(rows, added, weight.contiguous(), total, normed, eps, shift, width),
+                *(rows.stride(0), added.stride(0), residual is not None, shift != 0, block),
                 num_warps=min(max(block // 512, 1), 16),
                 **following(x),
             )
@@ -81,10 +86,12 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     total,
     normed,
     eps,
+    shift,
     width,
     x_row,
     residual_row,
     ADDS: tl.constexpr,
+    SHIFTS: tl.constexpr,
     BLOCK: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
@@ -100,9 +107,13 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     wide = states.to(tl.float32)
     # The root rounded to nearest and a division: rsqrt alone is an approximation.
     root = tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
-    rounded = (wide * tl.div_rn(1.0, root)).to(states.dtype)
-    scale = tl.load(weight + column, mask=mask, other=0.0)
-    result = rounded.to(tl.float32) * scale.to(tl.float32)
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    result = wide * tl.div_rn(1.0, root)
+    if SHIFTS:
+        scale += shift
+    else:
+        result = result.to(states.dtype).to(tl.float32)
+    result *= scale
     tl.store(normed + row * width + column, result.to(normed.dtype.element_ty), mask=mask)
 
 

@@ -36,8 +36,8 @@ __all__ = [
 # Written out, because not every supported version of torch infers it from postponed annotations.
 SCHEMA = (
     "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor tokens, "
-    "Tensor rows, Tensor tables, int max_length, float scale, int window, int width, int view) "
-    "-> Tensor"
+    "Tensor rows, Tensor tables, Tensor? sinks, int max_length, float scale, int window, "
+    "int width, int view) -> Tensor"
 )
 
 
@@ -113,7 +113,7 @@ class Rotation(NamedTuple):
     sin: Tensor
 
 
-def slot_attention(
+def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
     new: KeyValues | None,
     buffers: KeyValues,
@@ -121,6 +121,7 @@ def slot_attention(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """[N, Hq, D]: what each new token sees; contiguous, in the dtype of ``query``.
 
@@ -130,6 +131,9 @@ def slot_attention(
         device.
     scale: multiplies the scores. window: how many positions a token sees, itself included; None:
         all.
+    sinks: [Hq], a score of each head that takes its share of the softmax and adds nothing to the
+        sum, as of gpt-oss (Xiao et al., "Efficient streaming language models with attention
+        sinks", 2023); None for none.
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
@@ -140,11 +144,11 @@ def slot_attention(
     Scores, softmax and sums are float32. For inference: it has no gradient. Never waits for the
     device where a kernel runs. Raises ConfigError for shapes that do not fit.
     """
-    _check(query, new, buffers, window)
+    _check(query, new, buffers, window, sinks)
     key, value = (None, None) if new is None else new
     width = len(query) if places.width is None else places.width
     view = places.max_length if places.view is None else places.view
-    shared = (places.tokens, places.rows, places.tables, places.max_length)
+    shared = (places.tokens, places.rows, places.tables, sinks, places.max_length)
     attended: Tensor = _operator(
         query, key, value, *buffers, *shared, scale, window or 0, width, view
     )
@@ -157,7 +161,13 @@ def store_keys_values(new: KeyValues, buffers: KeyValues, places: SlotPlaces) ->
         _write(buffer, states, places.tokens, places.tables, places.max_length)
 
 
-def _check(query: Tensor, new: KeyValues | None, buffers: KeyValues, window: int | None) -> None:
+def _check(
+    query: Tensor,
+    new: KeyValues | None,
+    buffers: KeyValues,
+    window: int | None,
+    sinks: Tensor | None,
+) -> None:
     heads, size = buffers.keys.shape[1], buffers.keys.shape[3]
     if query.dim() != 3 or query.shape[1] % heads != 0 or query.shape[2] != size:
         fix = f"must be [N, a multiple of {heads}, {size}], as the buffers are"
@@ -170,6 +180,8 @@ def _check(query: Tensor, new: KeyValues | None, buffers: KeyValues, window: int
             raise ConfigError("buffers", tuple(buffer.shape), "must be alike and contiguous")
     if window is not None and window < 1:
         raise ConfigError("window", window, "must be at least 1, or None")
+    if sinks is not None and sinks.shape != query.shape[1:2]:
+        raise ConfigError("sinks", tuple(sinks.shape), f"must be [{query.shape[1]}], one a head")
 
 
 def _reference(  # noqa: PLR0913 - the schema of an operator is flat
@@ -181,6 +193,7 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     tokens: Tensor,
     rows: Tensor,
     tables: Tensor,
+    sinks: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
@@ -197,12 +210,15 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
         if end > first and slot >= 0:
             length = min(start + end - first, max_length)
             kept = KeyValues(*(_read(buffer, tables[slot], length) for buffer in (keys, values)))
-            attended[first:end] = _attend_row(query[first:end], kept, start, scale, window)
+            asked = query[first:end]
+            attended[first:end] = _attend_row(asked, kept, start, scale, window, sinks)
         first = max(end, first)
     return attended
 
 
-def _attend_row(query: Tensor, kept: KeyValues, start: int, scale: float, window: int) -> Tensor:
+def _attend_row(
+    query: Tensor, kept: KeyValues, start: int, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
     """[T, Hq, D] of one row: T queries from position ``start`` on over [Hkv, L, D] kept ones."""
     keys, values = kept
     positions = start + torch.arange(len(query), device=query.device).unsqueeze(1)
@@ -215,7 +231,10 @@ def _attend_row(query: Tensor, kept: KeyValues, start: int, scale: float, window
     grouped = query.float().transpose(0, 1).unflatten(0, (len(keys), -1))  # [Hkv, G, T, D]
     scores = grouped @ keys.float().mT.unsqueeze(1) * scale
     scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
-    probs = torch.softmax(scores, -1).masked_fill(~visible, 0)
+    if sinks is not None:
+        sunk = sinks.float().view(len(keys), -1, 1, 1).expand(*scores.shape[:3], 1)
+        scores = torch.cat([scores, sunk], -1)
+    probs = torch.softmax(scores, -1)[..., : keys.shape[1]].masked_fill(~visible, 0)
     return (probs @ seen_values.unsqueeze(1)).flatten(0, 1).transpose(0, 1).to(query.dtype)
 
 

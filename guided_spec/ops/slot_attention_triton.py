@@ -24,7 +24,7 @@ from guided_spec.ops.dependents_triton import follow, following
 
 __all__ = ["Tiling", "choose_tiling", "slot_attention"]
 
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
@@ -74,6 +74,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     tokens: Tensor,
     rows: Tensor,
     tables: Tensor,
+    sinks: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
@@ -102,6 +103,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     memory = (tables, tables.stride(0), max_length, block)
     lines = max(triton.next_power_of_2(num_rows), 2)
     cut = (num_kv_heads, group, size, padded, lines, tile.rows, tile.splits, tile.block, window)
+    sunk = (query if sinks is None else sinks, sinks is not None)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if key is not None and value is not None:
             key, value = _with_rows(key), _with_rows(value)
@@ -112,15 +114,15 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 **following(query),
             )
         _attend[(tiles, num_kv_heads, tile.splits)](
-            *(query, keys, values, rows, output, partial, lse, scale * LOG2_E),
-            *(num_rows, *memory, *query.stride()[:2], *cut),
+            *(query, keys, values, rows, output, partial, lse, sunk[0], scale * LOG2_E.value),
+            *(num_rows, *memory, *query.stride()[:2], *cut, sunk[1]),
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **following(query),
         )
         if tile.splits > 1:
             _combine[(count, heads)](
-                *(partial, lse, rows, output, num_rows, max_length, *cut),
+                *(partial, lse, rows, output, sunk[0], num_rows, max_length, *cut, sunk[1]),
                 num_warps=1 if tile.splits * padded <= 2048 else 4,
                 **following(query),
             )
@@ -219,6 +221,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     output,
     partial,
     lse,
+    sinks,
     scale,
     num_rows,
     tables,
@@ -236,6 +239,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     """ROWS queries of one row and key head over one split of what they see."""
@@ -289,6 +293,10 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
             gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
             top = higher
+        if SINKS and SPLITS == 1:
+            # The largest score is not raised to the sink's: where that is far above, all is 0.
+            sunk = tl.load(sinks + query_heads).to(tl.float32) * LOG2_E
+            total += tl.where(total > 0, tl.exp2(tl.minimum(sunk - top, 126.0)), 0.0)
         gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
         if SPLITS == 1:
             target = (line_of * (HEADS * GROUP) + query_heads) * WIDTH
@@ -310,6 +318,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     lse,
     rows,
     output,
+    sinks,
     num_rows,
     max_length,
     HEADS: tl.constexpr,
@@ -321,6 +330,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     """Weighs the splits of one query by the sums that each of them found."""
@@ -342,6 +352,9 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     highest = tl.max(sums, 0)
     weight = tl.where(sums > -1e29, tl.exp2(sums - highest), 0.0)
     total = tl.sum(weight, 0)
+    if SINKS:
+        sunk = tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += tl.where(total > 0, tl.exp2(tl.minimum(sunk - highest, 126.0)), 0.0)
     mask = worked[:, None] & (column < WIDTH)[None, :]
     parts = tl.load(partial + source[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
     found = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from benchmarks import attention, forwards
 from benchmarks.lines import num_blocks, places_of
-from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.decoder import PackedDecoder
 
 CPU = torch.device("cpu")
 
@@ -24,20 +23,38 @@ def test_rows_have_blocks_of_their_own() -> None:
     assert places.tables.shape[1] * BLOCK > places.max_length
 
 
+SMALL = {
+    **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "head_dim": 16},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2},
+}
+
+
+@pytest.mark.parametrize("name", forwards.MODELS)
 @torch.inference_mode()
-def test_a_forward_is_timed() -> None:
+def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU launch by launch; the command asks for CUDA graphs."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "head_dim": 16}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
-    shape = LLAMA_8B._replace(**sizes, **heads)
-    decoder = PackedDecoder.of(forwards._model(shape, CPU), 40 + forwards.WIDEST, [None] * 2)
-    assert decoder is not None
-    memory = forwards._memory(shape, 3, 40, CPU)
+    kind, sizes = forwards.MODELS[name]
+    monkeypatch.setitem(forwards.MODELS, name, (kind, {**sizes, **SMALL}))
+    subject = forwards._subject(name, 2, 40 + forwards.WIDEST, CPU, "packed")
+    memory = forwards._memory(subject.form, 3, 40)
     before = [layer.keys.clone() for layer in memory]
-    assert forwards._forward(decoder, memory, (3, 5), 40) > 0
+    assert forwards._forward(subject, memory, (3, 5), 40) > 0
     for layer, old in zip(memory, before, strict=True):
         written = (layer.keys != old).any(-1).any(1)
         assert written.sum() == 3 * 5  # and nowhere twice
+
+
+@torch.inference_mode()
+def test_the_weights_that_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the experts at one token, all of them at many."""
+    name = "qwen3-30b-a3b"
+    sizes = {**SMALL, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+    monkeypatch.setitem(forwards.MODELS, name, ("Qwen3MoeConfig", sizes))
+    model = forwards._subject(name, 2, 40, CPU, "packed").model
+    attention, router = 64 * 64 * 2 + 2 * 64 * 32, 4 * 64
+    dense, experts = 128 * 64 + 2 * (attention + router), 2 * 4 * 3 * 64 * 32
+    assert forwards._bytes_read(model, 1) == 2 * (dense + experts / 2)
+    assert forwards._bytes_read(model, 200) == pytest.approx(2 * (dense + experts))
 
 
 @torch.inference_mode()

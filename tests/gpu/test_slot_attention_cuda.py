@@ -42,8 +42,10 @@ def compare(
     data = make(given, num_slots=len(given.spans) + 1).to(dtype)
     data = data._replace(places=data.places._replace(width=width, view=view))
     device = data.to(CUDA)
-    found = slot_attention(*device, scale=0.1, window=given.window)
-    expected = slot_attention(*data, scale=0.1, window=given.window)
+    sinks = given.sinks()
+    on_device = None if sinks is None else sinks.to(CUDA)
+    found = slot_attention(*device, scale=0.1, window=given.window, sinks=on_device)
+    expected = slot_attention(*data, scale=0.1, window=given.window, sinks=sinks)
     used = data.places.tokens[0] >= 0
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found.cpu()[used], expected[used], atol=tolerance, rtol=tolerance)
@@ -75,6 +77,13 @@ def test_groups_of_heads(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("window", [1, 7, 64, 100])
 def test_windows(window: int, dtype: torch.dtype) -> None:
     compare(case(7, (8, 2), 6, 64, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("batch", [1, 64])
+def test_sinks(batch: int, dtype: torch.dtype) -> None:
+    """Of a text in parts, and of texts in one."""
+    compare(case(batch, (8, 2), 6, 64)._replace(has_sinks=True), dtype)
 
 
 @pytest.mark.parametrize("block", [1, 16, 40, 100, LENGTH, LENGTH + 1])
@@ -134,6 +143,7 @@ def test_pointwise_operators(width: int, dtype: torch.dtype) -> None:
     place = {torch.float32: 2e-6, torch.bfloat16: 1.6e-2, torch.float16: 2e-3}[dtype]
     pairs = [
         (rms_norm(x.cuda(), weight.cuda(), 1e-5), rms_norm(x, weight, 1e-5)),
+        (rms_norm(x.cuda(), weight.cuda(), 1e-5, 1.0), rms_norm(x, weight, 1e-5, 1.0)),
         (silu_mul_packed(x.cuda()), silu_mul_packed(x)),
         *zip(
             add_rms_norm(x.cuda(), residual.cuda(), weight.cuda(), 1e-5),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import (
     LlamaMLP,
     LlamaRMSNorm,
@@ -25,20 +26,24 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SHAPES = [(1, 1, 8), (3, 2, 40), (5, 17)]
 
 
-def norm_module(width: int, dtype: torch.dtype) -> Any:
-    module = LlamaRMSNorm(width, eps=1e-5)
+def norm_module(width: int, dtype: torch.dtype, kind: type[Any] = LlamaRMSNorm) -> Any:
+    module = kind(width, eps=1e-5)
     torch.nn.init.normal_(module.weight)
     return module.to(dtype).requires_grad_(requires_grad=False)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_rms_norm(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("kind", "shift"), [(LlamaRMSNorm, 0.0), (Gemma3RMSNorm, 1.0)])
+def test_rms_norm(
+    kind: type[Any], shift: float, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    module, x = norm_module(shape[-1], dtype), torch.randn(shape).to(dtype) * 3
-    found = rms_norm(x, module.weight, 1e-5)
+    module, x = norm_module(shape[-1], dtype, kind), torch.randn(shape).to(dtype) * 3
+    found = rms_norm(x, module.weight, 1e-5, shift)
     assert torch.equal(found, module(x))
     assert found.dtype == dtype
+    assert torch.equal(add_rms_norm(x, x, module.weight, 1e-5, shift).normed, module(x + x))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -57,6 +62,7 @@ def test_a_weight_in_float32_decides_the_dtype() -> None:
     assert rms_norm(x, weight, 1e-5).dtype == torch.float32
     found = add_rms_norm(x, x, weight, 1e-5)
     assert (found.residual.dtype, found.normed.dtype) == (torch.bfloat16, torch.float32)
+    assert rms_norm(x, weight, 1e-5, 1.0).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -76,8 +82,9 @@ def contracts() -> list[tuple[str, Callable[[], tuple[Any, ...]]]]:
         return torch.randn(shape)
 
     return [
-        ("rms_norm", lambda: (states(2, 3, 8), states(8), 1e-5)),
-        ("add_rms_norm", lambda: (states(2, 8), states(2, 8), states(8), 1e-5)),
+        ("rms_norm", lambda: (states(2, 3, 8), states(8), 1e-5, 0.0)),
+        ("rms_norm", lambda: (states(2, 3, 8), states(8).bfloat16(), 1e-5, 1.0)),
+        ("add_rms_norm", lambda: (states(2, 8), states(2, 8), states(8), 1e-5, 0.0)),
         ("silu_mul", lambda: (states(2, 3, 8), states(2, 3, 8))),
     ]
 

@@ -24,7 +24,9 @@ for dtype in TOLERANCE:
     for shape in ((1, 1, 8), (3, 2, 40), (2, 1030), (0, 8)):
         x, residual = torch.randn(2, *shape).to(dtype)
         weight = torch.randn(shape[-1]).to(dtype)
-        close(kernels.rms_norm(x, weight, 1e-5), pointwise._norm_reference(x, weight, 1e-5))
+        for shift in (0.0, 1.0):
+            expected = pointwise._norm_reference(x, weight, 1e-5, shift)
+            close(kernels.rms_norm(x, weight, 1e-5, shift), expected)
         found = kernels.add_rms_norm(x, residual, weight, 1e-5)
         expected = pointwise._add_norm_reference(x, residual, weight, 1e-5)
         assert torch.equal(found[0], expected[0])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
+from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention
 
 from guided_spec.errors import ConfigError
@@ -34,6 +37,16 @@ def text_of(case: Case, data: Data, buffer: Tensor, slot: int, seen: range) -> T
     return torch.stack(found, 1)
 
 
+def attend_once(query: Tensor, keys: Tensor, values: Tensor, sinks: Tensor | None) -> Tensor:
+    """[Hq, D]: a sink is one more key of each head, of any score, whose value is 0."""
+    bias = torch.zeros(len(query), 1, keys.shape[1])
+    if sinks is not None:
+        keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        bias = torch.cat([bias, sinks.view(-1, 1, 1)], -1)
+    found = scaled_dot_product_attention(query[:, None], keys, values, bias, scale=0.3)
+    return found[:, 0]
+
+
 def by_hand(case: Case, data: Data) -> Tensor:
     """[N, Hq, D]: torch's own attention over what each token sees; zeros where that is nothing."""
     buffers = written_by_hand(case, data)
@@ -45,9 +58,8 @@ def by_hand(case: Case, data: Data) -> Tensor:
             seen = range(low, min(position + 1, case.max_length))
             if slot >= 0 and seen:
                 keys, values = (text_of(case, data, buffer, slot, seen) for buffer in buffers)
-                outputs[at] = scaled_dot_product_attention(
-                    data.query[at, :, None], keys, values, scale=0.3, enable_gqa=True
-                )[:, 0]
+                keys, values = (part.repeat_interleave(case.group, 0) for part in (keys, values))
+                outputs[at] = attend_once(data.query[at], keys, values, case.sinks())
             at += 1
     return outputs
 
@@ -57,7 +69,7 @@ def is_used(data: Data) -> Tensor:
 
 
 def attend(case: Case, data: Data) -> Tensor:
-    return slot_attention(*data, scale=0.3, window=case.window)
+    return slot_attention(*data, scale=0.3, window=case.window, sinks=case.sinks())
 
 
 @settings(max_examples=60)
@@ -84,9 +96,8 @@ def test_only_the_new_tokens_are_written(case: Case) -> None:
             got, wanted = got.transpose(1, 2)[kept], wanted.transpose(1, 2)[kept]
             torch.testing.assert_close(got, wanted, equal_nan=True, atol=0, rtol=0)
     # What is there already is read all the same.
-    again = slot_attention(
-        data.query, None, stored.buffers, data.places, scale=0.3, window=case.window
-    )
+    options: dict[str, Any] = {"scale": 0.3, "window": case.window, "sinks": case.sinks()}
+    again = slot_attention(data.query, None, stored.buffers, data.places, **options)
     assert torch.equal(again, found)
 
 
@@ -140,8 +151,10 @@ def test_the_operator_keeps_its_contract() -> None:
     data = make(Case(2, 2, 16, max_length=9, block=4, spans=spans, unused=Unused(2, 1)))
     tokens, rows, tables, max_length, *_ = data.places
     buffers = [torch.nan_to_num(buffer) for buffer in data.buffers]
-    arguments = (data.query, *data.new, *buffers, tokens, rows, tables, max_length, 0.3, 4, 3, 9)
-    torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, arguments)
+    for sinks in (None, torch.randn(4)):
+        where = (tokens, rows, tables, sinks, max_length)
+        arguments = (data.query, *data.new, *buffers, *where, 0.3, 4, 3, 9)
+        torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, arguments)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
@@ -158,3 +171,5 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         slot_attention(query, new, cut, places, scale=1.0)
     with pytest.raises(ConfigError, match="window=0"):
         slot_attention(query, new, buffers, places, scale=1.0, window=0)
+    with pytest.raises(ConfigError, match=r"sinks=\(2,\): must be \[4\]"):
+        slot_attention(query, new, buffers, places, scale=1.0, sinks=torch.zeros(2))

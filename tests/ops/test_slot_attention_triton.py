@@ -37,7 +37,8 @@ torch.Tensor.new_empty = poisoned
 def compare(case, dtype, is_stored):
     drawn = make(case).to(dtype)
     tokens, rows, tables, max_length, *_ = drawn.places
-    places = (tokens, rows, tables, max_length, 0.3, case.window or 0, 3, max_length)
+    cut = (max_length, 0.3, case.window or 0, 3, max_length)
+    places = (tokens, rows, tables, case.sinks(), *cut)
     kept, used = kept_positions(drawn.places, case.block), tokens[0] >= 0
     theirs = drawn.clone()
     expected = _reference(theirs.query, *theirs.new, *theirs.buffers, *places)

@@ -4,150 +4,50 @@ The stock module makes some sixty small launches a layer; this one makes a dozen
 weights. It computes what the stock one does up to rounding, and serves where that one is not in the
 way: a single CUDA device and plain weights. Everything in it depends on shapes and on tensors that
 stay where they are, so that a CUDA graph can hold it.
-
-The attention and the MLP of a stock decoder layer, with their projections side by side.
-
-Queries, keys and values come from one matrix product, gate and up from another: fewer and larger
-products read the weights faster when there are few tokens. The packed weights take the place of the
-stock ones, whose parameters become views of them; so nothing is stored twice, and the stock layer
-computes what it did.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import PreTrainedModel
-from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import (
+    Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
+)
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 from transformers.models.mistral.modeling_mistral import MistralForCausalLM
+from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
-from guided_spec.ops.pointwise import add_rms_norm, rms_norm, rotate_and_store, silu_mul_packed
-from guided_spec.ops.slot_attention import (
-    HeadNorms,
-    HeadShape,
-    KeyValues,
-    Rotation,
-    SlotPlaces,
-    slot_attention,
-)
+from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.target import find_decoder
+from guided_spec.ops.pointwise import add_rms_norm, rms_norm
+from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 __all__ = [
-    "STATIC_ROPE",
     "PackedDecoder",
-    "PackedLayer",
     "PackedOutput",
     "has_hooks",
-    "has_whole_static_rope",
-    "rotation_table",
+    "has_static_rope",
+    "has_whole_rope",
+    "refusing_waits",
 ]
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-class PackedLayer:
-    """What a stock layer computes between its norms.
-
-    attention, mlp: of the llama family of transformers: projections q, k, v, o and gate, up, down,
-        SiLU, rotary embedding over whole heads. window: of sliding attention, None for all keys.
-    """
-
-    def __init__(self, attention: Any, mlp: Any, window: int | None = None) -> None:
-        size: int = attention.head_dim
-        self.shape = HeadShape(
-            attention.q_proj.out_features // size, attention.k_proj.out_features // size, size
-        )
-        self._qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
-        self._gate_up = _pack([mlp.gate_proj, mlp.up_proj])
-        self._output, self._down = attention.o_proj, mlp.down_proj
-        self._scale: float = attention.scaling
-        self._window = window
-        self._norms = None
-        if hasattr(attention, "q_norm"):
-            query, key = attention.q_norm, attention.k_norm
-            self._norms = HeadNorms(query.weight, key.weight, query.variance_epsilon)
-
-    @staticmethod
-    def fits(attention: Any, mlp: Any) -> bool:
-        """Whether the two are of the kind described above, with plain weights."""
-        linears = [getattr(attention, name, None) for name in PROJECTIONS]
-        linears += [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
-        is_silu = isinstance(getattr(mlp, "act_fn", None), type(ACT2FN["silu"]))
-        has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
-        return is_silu and has_size and all(map(_is_plain, linears))
-
-    def attend(
-        self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
-    ) -> Tensor:
-        """Normed states [N, X] to the attention's output [N, H].
-
-        rotation: of all positions. memory: the layer's blocks, where the tokens' keys and values
-            are kept.
-        """
-        packed = functional.linear(states, *self._qkv)
-        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
-        mixed = slot_attention(query, None, memory, places, scale=self._scale, window=self._window)
-        output: Tensor = self._output(mixed.flatten(1))
-        return output
-
-    def feed(self, states: Tensor) -> Tensor:
-        """Normed states [N, H] to the MLP's output [N, H]."""
-        output: Tensor = self._down(silu_mul_packed(functional.linear(states, *self._gate_up)))
-        return output
-
-
-class PackedWeights(NamedTuple):
-    """Of several linear maps of one input: [sum of outputs, inputs], and [sum of outputs]."""
-
-    weight: Tensor
-    bias: Tensor | None
-
-
-def _is_plain(linear: Any) -> bool:
-    """A quantized weight may stand in a plain linear layer, as a tensor of its own kind."""
-    return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
-
-
-def _pack(linears: Sequence[nn.Linear]) -> PackedWeights:
-    parts = [linear.weight.data for linear in linears]
-    weight = _joined(parts)
-    if weight is None:
-        weight = torch.cat(parts)
-        split = weight.split([len(part) for part in parts])
-        for linear, view in zip(linears, split, strict=True):
-            linear.weight.data = view
-    biases = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return PackedWeights(weight, None)
-    filled = [
-        weight.new_zeros(len(part)) if bias is None else bias.data
-        for part, bias in zip(parts, biases, strict=True)
-    ]
-    return PackedWeights(weight, torch.cat(filled))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over parts that lie behind one another already, as another user left them."""
-    first, width = parts[0], parts[0].shape[1]
-    end = first.data_ptr()
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.data_ptr() != end or not part.is_contiguous():
-            return None
-        end += part.nbytes
-    rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, width), (width, 1))
-
-
-FAMILY = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+FAMILY = (
+    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    *(MixtralForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM),
+    *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration),
+)
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
+CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 
 
 class PackedOutput(NamedTuple):
@@ -161,14 +61,21 @@ class PackedOutput(NamedTuple):
     hidden_states: Tensor | None
 
 
-def rotation_table(rotary: Any, states: Tensor, length: int) -> Rotation:
-    """The rotary embeddings of positions 0 to ``length`` - 1.
+class LayerNorms(NamedTuple):
+    """attended, fed: of what attention and MLP give, before it is added. inner: before the MLP."""
 
-    rotary: transformers' module. states: any tensor of the model's dtype and device.
-    """
-    positions = torch.arange(length, device=states.device).unsqueeze(0)
-    cos, sin = rotary(states, positions)
-    return Rotation(cos[0].contiguous(), sin[0].contiguous())
+    attended: Norm | None
+    inner: Norm
+    fed: Norm | None
+
+    @classmethod
+    def of(cls, layer: Any) -> LayerNorms:
+        """Of a stock layer; Gemma's norms stand on both sides of attention and MLP."""
+        behind = Norm.of(layer.post_attention_layernorm)
+        if not hasattr(layer, "pre_feedforward_layernorm"):
+            return cls(None, behind, None)
+        inner, fed = layer.pre_feedforward_layernorm, layer.post_feedforward_layernorm
+        return cls(behind, Norm.of(inner), Norm.of(fed))
 
 
 class PackedDecoder:
@@ -181,19 +88,18 @@ class PackedDecoder:
         self, model: PreTrainedModel, max_length: int, windows: Sequence[int | None]
     ) -> None:
         stock: Any = model
-        decoder, self._head = stock.get_decoder(), stock.get_output_embeddings()
+        decoder: Any = find_decoder(model)
+        self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
+        layers = decoder.layers
         self._layers = [
             PackedLayer(layer.self_attn, layer.mlp, window)
-            for layer, window in zip(decoder.layers, windows, strict=True)
+            for layer, window in zip(layers, windows, strict=True)
         ]
-        self._eps: float = decoder.norm.variance_epsilon
         # Norm i stands before layer i, the last one behind all layers.
-        self._norms = [layer.input_layernorm.weight for layer in decoder.layers]
-        self._norms.append(decoder.norm.weight)
-        self._inner_norms = [layer.post_attention_layernorm.weight for layer in decoder.layers]
-        probe = self._embed.weight[:1].unsqueeze(0)
-        self._rotation = rotation_table(decoder.rotary_emb, probe, max_length)
+        self._norms = [*(Norm.of(layer.input_layernorm) for layer in layers), Norm.of(decoder.norm)]
+        self._inner_norms = [LayerNorms.of(layer) for layer in layers]
+        self._rotations = _rotations(model, decoder, max_length, self._layers[0].shape.size)
 
     @classmethod
     def of(
@@ -215,15 +121,18 @@ class PackedDecoder:
         hidden_layers: as of ``CausalLM.forward``.
         """
         residual: Tensor = self._embed(token_ids)
-        normed = rms_norm(residual, self._norms[0], self._eps)
-        inputs = []
-        for layer, kept, inner, outer in zip(
-            self._layers, memory, self._inner_norms, self._norms[1:], strict=True
+        normed, inputs = rms_norm(residual, *self._norms[0]), []
+        for layer, rotation, kept, norms, outer in zip(
+            *(self._layers, self._rotations, memory, self._inner_norms, self._norms[1:]),
+            strict=True,
         ):
             inputs.append(residual)
-            change = layer.attend(normed, self._rotation, kept, places)
-            residual, normed = add_rms_norm(change, residual, inner, self._eps)
-            residual, normed = add_rms_norm(layer.feed(normed), residual, outer, self._eps)
+            change = layer.attend(normed, rotation, kept, places)
+            change = change if norms.attended is None else rms_norm(change, *norms.attended)
+            residual, normed = add_rms_norm(change, residual, *norms.inner)
+            change = layer.feed(normed)
+            change = change if norms.fed is None else rms_norm(change, *norms.fed)
+            residual, normed = add_rms_norm(change, residual, *outer)
         inputs.append(residual)
         captured = [normed if index < 0 else inputs[index] for index in hidden_layers]
         return PackedOutput(normed, torch.cat(captured, -1) if captured else None)
@@ -234,6 +143,23 @@ class PackedDecoder:
         return scores
 
 
+@contextmanager
+def refusing_waits(device: torch.device) -> Iterator[None]:
+    """RuntimeErrors for whatever waits for a CUDA device while it is open: no graph can hold it.
+
+    Some experts are chosen by the host, and so are some steps of quantized weights.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 def has_hooks(model: nn.Module) -> bool:
     """Whether hooks are registered on any module: a graph would pass them over.
 
@@ -242,19 +168,46 @@ def has_hooks(model: nn.Module) -> bool:
     return any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
 
 
-def has_whole_static_rope(config: Any) -> bool:
-    """Whether whole heads are rotated, and alike in texts of any length."""
+def has_static_rope(config: Any) -> bool:
+    """Whether texts of any length are rotated alike, in all layers."""
+    return all(one.get("rope_type", "default") in STATIC_ROPE for one in _ropes(config))
+
+
+def has_whole_rope(config: Any) -> bool:
+    """Whether whole heads are rotated, in all layers."""
+    return all(one.get("partial_rotary_factor", 1.0) == 1.0 for one in _ropes(config))
+
+
+def _ropes(config: Any) -> list[dict[str, Any]]:
+    """The parameters of the rotary embedding, or those of each kind of layer."""
     rope = getattr(config, "rope_parameters", None) or {}
-    is_static = rope.get("rope_type", "default") in STATIC_ROPE
-    return is_static and rope.get("partial_rotary_factor", 1.0) == 1.0
+    return [one for one in rope.values() if isinstance(one, dict)] or [rope]
+
+
+def _rotations(model: PreTrainedModel, decoder: Any, length: int, size: int) -> list[Rotation]:
+    """Of each layer; size: of a head."""
+    config: Any = model.config.get_text_config(decoder=True)
+    like, kinds = decoder.embed_tokens.weight[:1].unsqueeze(0), [None] * len(decoder.layers)
+    if any(isinstance(one, dict) for one in config.rope_parameters.values()):
+        kinds = config.layer_types
+    tables = {kind: rotation_table(decoder.rotary_emb, like, length, kind) for kind in set(kinds)}
+    for kind, table in tables.items():
+        if table.cos.shape[1] * 2 == size:  # some modules give one half, which is like the other
+            tables[kind] = Rotation(*(torch.cat([part, part], 1) for part in table))
+    return [tables[kind] for kind in kinds]
 
 
 def _is_served(model: PreTrainedModel) -> bool:
     stock: Any = model
+    config: Any = model.config.get_text_config(decoder=True)
     if type(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
         return False
-    if not has_whole_static_rope(model.config) or has_hooks(model):
+    if not (has_static_rope(config) and has_whole_rope(config)) or has_hooks(model):
         return False
-    layers = stock.get_decoder().layers
+    is_capped = any(getattr(config, name, None) is not None for name in CAPS)
+    if is_capped or getattr(config, "use_bidirectional_attention", False):
+        return False
+    decoder: Any = find_decoder(model)
+    attentions = [layer.self_attn for layer in decoder.layers]
     head = stock.get_output_embeddings()
-    return type(head) is nn.Linear and all(PackedLayer.fits(x.self_attn, x.mlp) for x in layers)
+    return type(head) is nn.Linear and all(map(PackedLayer.fits, attentions))

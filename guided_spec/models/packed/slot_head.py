@@ -19,7 +19,7 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotRoom
 from guided_spec.models.packed.blocks import Blocks
-from guided_spec.models.packed.decoder import PackedLayer, has_whole_static_rope, rotation_table
+from guided_spec.models.packed.decoder import has_static_rope, has_whole_rope
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
     ROW_SIZES,
@@ -32,6 +32,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_rows,
     pad_to,
 )
+from guided_spec.models.packed.layer import PackedLayer, rotation_table
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, Rows, split_places
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
@@ -103,12 +104,12 @@ class PackedEagle3:
 
 
 def _is_served(head: Eagle3Head) -> bool:
-    if not has_whole_static_rope(head.config):
+    if not (has_static_rope(head.config) and has_whole_rope(head.config)):
         return False
     layers: list[Any] = list(head.layers)
     if any(getattr(layer.self_attn, "sliding_window", None) for layer in layers):
         return False
-    return all(PackedLayer.fits(layer.self_attn, layer.mlp) for layer in layers)
+    return all(PackedLayer.fits(layer.self_attn) for layer in layers)
 
 
 class Picker(Protocol):

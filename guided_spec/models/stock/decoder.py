@@ -1,4 +1,4 @@
-"""The forward of any dense stock decoder over KV slots, with its attention alone replaced.
+"""The forward of any stock decoder over KV slots, with its attention alone replaced.
 
 For models that ``packed.decoder`` does not know. The stock modules run as they are, without
 a cache and without masks, so that a CUDA graph can hold them.
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.decoder import STATIC_ROPE, PackedOutput, has_hooks
+from guided_spec.models.packed.decoder import PackedOutput, has_hooks, has_static_rope
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
@@ -44,7 +44,6 @@ SLOT_ATTENTION = "guided_spec_slots"
 # What an attention function may be given that changes its result, and what to call it.
 REFUSED = {
     "softcap": "a cap on the scores (softcap)",
-    "s_aux": "attention sinks (s_aux)",
     "position_bias": "a position bias",
     "attention_mask": "a mask of its own",
 }
@@ -127,6 +126,7 @@ def _attend(
         attended.places,
         scale=query.shape[2] ** -0.5 if scaling is None else scaling,
         window=_window(module, options.get("sliding_window")),
+        sinks=options.get("s_aux"),
     )
     return found.unsqueeze(0), None
 
@@ -187,12 +187,11 @@ class StockDecoder:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: PreTrainedModel, memory: Sequence[KeyValues]) -> StockDecoder | None:
+    def of(cls, model: PreTrainedModel) -> StockDecoder | None:
         """For ``model``; None where it has no such form.
 
-        That is by its kind, or because its attention or what is behind its output head does more.
-        Whether the form then is right, ``SlotTrial`` has to find out.
-        memory: each slot one block. Writes to the first positions of slot 0.
+        That is by its kind, or because what is behind its output head does more. Whether the form
+        then is right, ``SlotTrial`` has to find out.
         """
         if not _may_be_served(model):
             return None
@@ -201,18 +200,7 @@ class StockDecoder:
         expected: Tensor = stock(input_ids=ids, use_cache=False).logits
         states = decoder._decoder(input_ids=ids, use_cache=False).last_hidden_state
         # By itself, and exactly: half precision would hide what a model does behind its head.
-        if not torch.equal(decoder.logits(states), expected):
-            return None
-        steps = torch.arange(len(PROBE), device=model.device)
-        rows = torch.tensor([[0], [0], [len(PROBE)]], device=model.device)
-        tables = torch.zeros(1, 1, dtype=torch.int32, device=model.device)
-        last = memory[0].keys.shape[2] - 1
-        places = SlotPlaces(torch.stack([0 * steps, steps]), rows, tables, last)
-        try:
-            decoder.forward(ids[0], places, memory)
-        except ModelError:  # of the attention over slots, for what it does not support
-            return None
-        return decoder
+        return decoder if torch.equal(decoder.logits(states), expected) else None
 
     def forward(
         self,
@@ -243,15 +231,8 @@ class StockDecoder:
 
 
 def _may_be_served(model: PreTrainedModel) -> bool:
-    """Whether the model is on one device, and nothing in it waits for that device."""
     stock: Any = model
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    kinds = [one for one in (rope, *rope.values()) if isinstance(one, dict)]
-    if any(one.get("rope_type", "default") not in STATIC_ROPE for one in kinds):
+    if not has_static_rope(model.config.get_text_config(decoder=True)) or has_hooks(model):
         return False
-    # Experts are chosen by the host, which a graph cannot wait for.
-    if any("expert" in name or "router" in name for name, _ in model.named_modules()):
-        return False
-    if len({p.device for p in model.parameters()}) != 1 or has_hooks(model):
-        return False
-    return isinstance(stock.get_output_embeddings(), nn.Module)
+    is_on_one_device = len({p.device for p in model.parameters()}) == 1
+    return is_on_one_device and isinstance(stock.get_output_embeddings(), nn.Module)

@@ -19,7 +19,7 @@ from tests.slot_lines import Span, Unused, make_tables, places_of
 MAX_LENGTH, NUM_SLOTS, BLOCK = 24, 5, 5
 TABLES = make_tables(NUM_SLOTS, MAX_LENGTH, BLOCK)
 SLOTS = [3, -1, 0, 4]
-MODELS = ["llama", "llama3_rope", "qwen3", "qwen3_moe", "mistral", "gemma3"]
+MODELS = ["llama", "llama3_rope", "qwen3", "qwen3_moe", "mistral", "gemma3", "gpt_oss"]
 # Tokens fed to each row at each step: prompts of different lengths, then a few, then one.
 STEPS = ([9, 0, 2, 5], [4, 0, 4, 4], [1, 0, 1, 1], [3, 0, 6, 2], [1, 0, 1, 1])
 
@@ -86,7 +86,7 @@ def test_rejected_tokens_leave_no_trace() -> None:
 
 @pytest.mark.parametrize(
     ("name", "feature"),
-    [("gemma2", "softcap"), ("gpt_oss", "s_aux"), ("deepseek_v3", "different sizes")],
+    [("gemma2", "softcap"), ("deepseek_v3", "different sizes")],
 )
 @torch.inference_mode()
 def test_unsupported_attention_is_refused_by_name(name: str, feature: str) -> None:

@@ -1,0 +1,191 @@
+"""What a stock decoder layer computes between its norms, in few kernels over the same weights.
+
+Queries, keys and values come from one matrix product, gate and up from another: fewer and larger
+products read the weights faster when there are few tokens. The packed weights take the place of the
+stock ones, whose parameters become views of them; so nothing is stored twice, and the stock layer
+computes what it did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+
+from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
+from guided_spec.ops.slot_attention import (
+    HeadNorms,
+    HeadShape,
+    KeyValues,
+    Rotation,
+    SlotPlaces,
+    slot_attention,
+)
+
+__all__ = ["Norm", "PackedLayer", "rotation_table"]
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+class Norm(NamedTuple):
+    """The arguments of ``rms_norm`` behind the states: weight [H], and what it takes besides."""
+
+    weight: Tensor
+    eps: float
+    shift: float = 0.0
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """Of a stock RMS norm; the weights of Gemma's lie around 0."""
+        if isinstance(module, Gemma3RMSNorm):
+            return cls(module.weight, module.eps, 1.0)
+        return cls(module.weight, module.variance_epsilon)
+
+
+class PackedLayer:
+    """The attention and the MLP of a stock layer.
+
+    attention: as of the llama family of transformers: projections q, k, v, o, rotary embedding over
+        whole heads; norms of heads, and sinks, where it has them. mlp: with gate, up and down, or
+        any other, which then runs as it is.
+    window: of sliding attention, None for all keys.
+    """
+
+    def __init__(self, attention: Any, mlp: Any, window: int | None = None) -> None:
+        size: int = attention.head_dim
+        self.shape = HeadShape(
+            attention.q_proj.out_features // size, attention.k_proj.out_features // size, size
+        )
+        self._qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._output = attention.o_proj
+        self._scale: float = attention.scaling
+        self._window = window
+        self._sinks: Tensor | None = attention.sinks if hasattr(attention, "sinks") else None
+        self._norms = None
+        if hasattr(attention, "q_norm"):
+            query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
+            self._norms = HeadNorms(_whole(query), _whole(key), query.eps)
+        self.feed = _packed_mlp(mlp) if _has_plain_projections(mlp) else _stock_mlp(mlp)
+
+    @staticmethod
+    def fits(attention: Any) -> bool:
+        """Whether the attention is of the kind described above, with plain weights."""
+        linears = [getattr(attention, name, None) for name in PROJECTIONS]
+        has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
+        return has_size and all(map(_is_plain, linears))
+
+    def attend(
+        self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
+    ) -> Tensor:
+        """Normed states [N, X] to the attention's output [N, H].
+
+        rotation: of all positions. memory: the layer's blocks, where the tokens' keys and values
+            are kept.
+        """
+        packed = functional.linear(states, *self._qkv)
+        query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
+        mixed = slot_attention(
+            *(query, None, memory, places),
+            scale=self._scale,
+            window=self._window,
+            sinks=self._sinks,
+        )
+        output: Tensor = self._output(mixed.flatten(1))
+        return output
+
+
+def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = None) -> Rotation:
+    """The rotary embeddings of positions 0 to ``length`` - 1.
+
+    rotary: transformers' module. like: any tensor of the model's dtype and device.
+    kind: of layer, for modules that turn each kind in a way of its own.
+    """
+    positions = torch.arange(length, device=like.device).unsqueeze(0)
+    cos, sin = rotary(like, positions) if kind is None else rotary(like, positions, kind)
+    return Rotation(cos[0].contiguous(), sin[0].contiguous())
+
+
+def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
+    gate_up, down, activation = _pack([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, mlp.act_fn
+    is_silu = isinstance(activation, type(ACT2FN["silu"]))
+
+    def feed(states: Tensor) -> Tensor:
+        """Normed states [N, H] to the MLP's output [N, H]."""
+        both = functional.linear(states, *gate_up)
+        if is_silu:
+            opened = silu_mul_packed(both)
+        else:
+            gate, up = both.chunk(2, -1)
+            opened = activation(gate) * up
+        output: Tensor = down(opened)
+        return output
+
+    return feed
+
+
+def _stock_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
+    def feed(states: Tensor) -> Tensor:
+        """As above; some give the weights of their experts besides."""
+        found = mlp(states.unsqueeze(0))
+        output: Tensor = found[0] if isinstance(found, tuple) else found
+        return output.view(states.shape)
+
+    return feed
+
+
+def _whole(norm: Norm) -> Tensor:
+    return norm.weight.float() + norm.shift if norm.shift else norm.weight
+
+
+class PackedWeights(NamedTuple):
+    """Of several linear maps of one input: [sum of outputs, inputs], and [sum of outputs]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+
+def _has_plain_projections(mlp: Any) -> bool:
+    linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
+    return hasattr(mlp, "act_fn") and all(map(_is_plain, linears))
+
+
+def _is_plain(linear: Any) -> bool:
+    """A quantized weight may stand in a plain linear layer, as a tensor of its own kind."""
+    return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
+
+
+def _pack(linears: Sequence[nn.Linear]) -> PackedWeights:
+    parts = [linear.weight.data for linear in linears]
+    weight = _joined(parts)
+    if weight is None:
+        weight = torch.cat(parts)
+        split = weight.split([len(part) for part in parts])
+        for linear, view in zip(linears, split, strict=True):
+            linear.weight.data = view
+    biases = [linear.bias for linear in linears]
+    if all(bias is None for bias in biases):
+        return PackedWeights(weight, None)
+    filled = [
+        weight.new_zeros(len(part)) if bias is None else bias.data
+        for part, bias in zip(parts, biases, strict=True)
+    ]
+    return PackedWeights(weight, torch.cat(filled))
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor | None:
+    """One tensor over parts that lie behind one another already, as another user left them."""
+    first, width = parts[0], parts[0].shape[1]
+    end = first.data_ptr()
+    for part in parts:
+        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not same or part.data_ptr() != end or not part.is_contiguous():
+            return None
+        end += part.nbytes
+    rows = sum(len(part) for part in parts)
+    return first.as_strided((rows, width), (width, 1))
