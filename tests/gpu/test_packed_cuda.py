@@ -31,7 +31,9 @@ CUDA = torch.device("cuda")
 
 
 # Heads of 16 dimensions at least: what the attention kernel takes.
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma3"])
+@pytest.mark.parametrize(
+    "name", ["llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "gpt_oss", "glm4_moe"]
+)
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     model = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
     prompts = prompts_of([5, 17, 90, 1, 23, 9, 8], VOCAB, 0)
@@ -105,22 +107,21 @@ def test_forwards_of_one_size_share_a_graph() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm4_moe"])
 @torch.inference_mode()
-def test_experts_are_chosen_inside_of_graphs(name: str) -> None:
-    """In bfloat16, which torch has grouped products for; others wait for the device."""
+def test_many_experts_in_half_precision(name: str) -> None:
+    """Those of a prompt go through torch's grouped product, which other dtypes do not have."""
     model = cast(Any, build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)).to(CUDA)
-    assert not CausalLM(model, num_slots=2, max_length=130).is_packed
-    lm = CausalLM(model.bfloat16(), num_slots=2, max_length=130)
+    model = model.bfloat16()
+    lm = CausalLM(model, num_slots=2, max_length=130)
     assert lm.is_packed
     text = torch.tensor([prompts_of([40], VOCAB, 0)[0]])
     expected = model(text.to(CUDA), use_cache=False).logits[0].float()
     found = []
-    for start, end in ((0, 30), (30, 36), (36, 40)):
+    for start, end in ((0, 30), (30, 39), (39, 40)):
         inputs = SlotInputs(text[:, start:end], [1], [start], [end - start])
         logits = lm.forward(inputs).logits
         assert logits is not None
         found.append(logits[0].float())
     errors = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert len(lm._packed._graphs) == 3  # type: ignore[union-attr]
     assert float(errors.median()) < 0.05  # rounding takes some tokens to other experts
 
 

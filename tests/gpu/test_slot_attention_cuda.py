@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from guided_spec.ops.expert_linear import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
 from guided_spec.ops.slot_attention import slot_attention
 from tests.slot_lines import Case, Span, Unused, kept_positions, make, places_of
@@ -153,6 +154,20 @@ def test_pointwise_operators(width: int, dtype: torch.dtype) -> None:
     ]
     for found, expected in pairs:
         torch.testing.assert_close(found.cpu(), expected, atol=place, rtol=place)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("inputs", [24, 700, 2880])
+def test_products_with_experts(inputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x, chosen, bias = torch.randn(3, inputs), torch.randint(5, (12,)), torch.randn(5, 300)
+    for weight in (torch.randn(5, 300, inputs), torch.randn(5, inputs, 300).mT):
+        given = [one.to(dtype) for one in (x, weight / inputs**0.5, bias)]
+        there = [one.cuda() for one in given]
+        found = expert_linear(there[0], chosen.cuda(), *there[1:])
+        expected = expert_linear(given[0], chosen, *given[1:])
+        tolerance = TOLERANCE[dtype]
+        torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 def test_kernels_that_follow_each_other_wait_for_each_other() -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
+from warnings import catch_warnings
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
@@ -89,6 +91,7 @@ class PackedDecoder:
     ) -> None:
         stock: Any = model
         decoder: Any = find_decoder(model)
+        self._config = model.config
         self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
         layers = decoder.layers
@@ -120,6 +123,16 @@ class PackedDecoder:
         token_ids: int64 [N] on the device. memory: [L] the layers' blocks.
         hidden_layers: as of ``CausalLM.forward``.
         """
+        with using_few_experts(self._config):
+            return self._forward(token_ids, places, memory, hidden_layers)
+
+    def _forward(
+        self,
+        token_ids: Tensor,
+        places: SlotPlaces,
+        memory: Sequence[KeyValues],
+        hidden_layers: Sequence[int],
+    ) -> PackedOutput:
         residual: Tensor = self._embed(token_ids)
         normed, inputs = rms_norm(residual, *self._norms[0]), []
         for layer, rotation, kept, norms, outer in zip(
@@ -153,7 +166,8 @@ def refusing_waits(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with catch_warnings(action="ignore", category=UserWarning):  # that this mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

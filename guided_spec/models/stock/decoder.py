@@ -29,6 +29,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.decoder import PackedOutput, has_hooks, has_static_rope
+from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
@@ -213,6 +214,7 @@ class StockDecoder:
         positions = places.tokens[1].clamp_max(places.max_length - 1)
         with (
             using_slot_attention(self._config),
+            using_few_experts(self._config),
             attending(memory, places),
             capture_hidden(self._decoder, hidden_layers) as captured,
         ):
