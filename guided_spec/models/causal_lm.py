@@ -30,6 +30,7 @@ __all__ = [
     "Rows",
     "SlotInputs",
     "SlotOutput",
+    "is_packed_on",
     "kv_bytes_per_token",
     "largest_context",
     "state_bytes_per_slot",
@@ -39,9 +40,16 @@ PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2
 TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more behind windows
 
-PACKED_DEVICES = ("cuda",)  # where "auto" is packed
+PACKED_DEVICES = ("cpu", "cuda")  # where "auto" is packed
 
 logger = logging.getLogger(__name__)
+
+
+def is_packed_on(device: torch.device, kernels: Kernels) -> bool:
+    """Whether ``kernels`` asks for the packed form of what has one."""
+    has_kernels = device.type != "cuda" or find_spec("triton") is not None
+    is_served = device.type in PACKED_DEVICES and has_kernels
+    return kernels == "packed" or (kernels == "auto" and is_served)
 
 
 class LayerShape(NamedTuple):
@@ -61,8 +69,7 @@ class PackedForm(NamedTuple):
     @staticmethod
     def is_wanted(model: PreTrainedModel, kernels: Kernels) -> bool:
         """Whether ``kernels`` asks for such a form on the model's device, where it has one."""
-        is_cuda = model.device.type in PACKED_DEVICES and find_spec("triton") is not None
-        return kernels == "packed" or (kernels == "auto" and is_cuda)
+        return is_packed_on(model.device, kernels)
 
     @classmethod
     @torch.inference_mode()
@@ -113,10 +120,10 @@ class CausalLM:
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
-    kernels: "auto" runs a llama-like model on one CUDA device in packed form and as CUDA graphs
-        (its projections become views of packed ones, its results change by rounding only);
-        "packed" does so on any device, for tests; "stock" never does. Models without a packed form
-        keep their stock one.
+    kernels: "auto" runs a llama-like model on one device in packed form, and as CUDA graphs where
+        there are any (its projections become views of packed ones, its results change by rounding
+        only); "packed" fills forwards up as graphs need it on any device, for tests; "stock" does
+        neither. Models without a packed form keep their stock one.
 
     Runs a few tokens through the model by itself and through the slots, see ``SlotTrial``, which
     also allocates the slots' memory. Raises ModelError, naming the model's type and the reason,
@@ -156,7 +163,9 @@ class CausalLM:
             return
         self.blocks = Blocks(num_slots, max_length, self.device, num_blocks)
         memory = [self.blocks.allocate(*layer) for layer in found.layers]
-        graphs = GraphPool(self.device, window)
+        # Without graphs there is nothing to fill a forward up for, other than in tests.
+        is_padded = self.device.type == "cuda" or kernels == "packed"
+        graphs = GraphPool(self.device, window) if is_padded else None
         self._packed = PackedLM(found.decoder, memory, self.blocks, width=width, graphs=graphs)
 
     @property

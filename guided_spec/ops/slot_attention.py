@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from guided_spec.errors import ConfigError
 
@@ -207,42 +208,63 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
     first = 0
     for slot, start, end in rows.T.tolist():
-        if end > first and slot >= 0:
-            length = min(start + end - first, max_length)
-            kept = KeyValues(*(_read(buffer, tables[slot], length) for buffer in (keys, values)))
+        # All between the first position that the first token sees and the last of the last one.
+        seen = range(
+            max(start - window + 1, 0) if window else 0, min(start + end - first, max_length)
+        )
+        if end > first and slot >= 0 and seen:
+            kept = KeyValues(*(_read(buffer, tables[slot], seen) for buffer in (keys, values)))
+            mask = _visible(range(start, start + end - first), seen, window, query.device)
             asked = query[first:end]
-            attended[first:end] = _attend_row(asked, kept, start, scale, window, sinks)
+            attended[first:end] = _attend_row(asked, kept, mask, scale, sinks).to(query.dtype)
         first = max(end, first)
     return attended
 
 
+def _visible(asking: range, seen: range, window: int, device: torch.device) -> Tensor | None:
+    """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all."""
+    if len(asking) == 1 and not window and seen.stop <= asking.start + 1:
+        return None
+    positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
+    stored = torch.arange(seen.start, seen.stop, device=device)
+    visible = stored <= positions
+    return visible & (stored > positions - window) if window else visible
+
+
 def _attend_row(
-    query: Tensor, kept: KeyValues, start: int, scale: float, window: int, sinks: Tensor | None
+    query: Tensor, kept: KeyValues, visible: Tensor | None, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """[T, Hq, D] of one row: T queries from position ``start`` on over [Hkv, L, D] kept ones."""
-    keys, values = kept
-    positions = start + torch.arange(len(query), device=query.device).unsqueeze(1)
-    stored = torch.arange(keys.shape[1], device=query.device)
-    visible = stored <= positions  # [T, L]
-    if window:
-        visible &= stored > positions - window
-    # A value that nobody sees is multiplied by 0, and 0 * NaN would show.
-    seen_values = values.float().masked_fill(~visible.any(0).unsqueeze(1), 0)
-    grouped = query.float().transpose(0, 1).unflatten(0, (len(keys), -1))  # [Hkv, G, T, D]
-    scores = grouped @ keys.float().mT.unsqueeze(1) * scale
-    scores = scores.masked_fill(~visible, torch.finfo(torch.float32).min)
-    if sinks is not None:
-        sunk = sinks.float().view(len(keys), -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores = torch.cat([scores, sunk], -1)
-    probs = torch.softmax(scores, -1)[..., : keys.shape[1]].masked_fill(~visible, 0)
-    return (probs @ seen_values.unsqueeze(1)).flatten(0, 1).transpose(0, 1).to(query.dtype)
+    """[T, Hq, D] of one row in float32: T queries over [Hkv, L, D] kept ones."""
+    keys, values = (part.float() for part in kept)
+    asked = query.float().transpose(0, 1)
+    mask = visible
+    if sinks is not None:  # one more key of each head, which scores as the sink does and holds 0
+        keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
+        mask = asked.new_zeros(*asked.shape[:2], keys.shape[1])
+        mask[:, :, -1] = sinks.float().unsqueeze(1)
+        if visible is not None:
+            mask[:, :, :-1].masked_fill_(~visible, -torch.inf)
+    found: Tensor = functional.scaled_dot_product_attention(
+        *(asked[None], keys[None], values[None], mask),
+        scale=scale,
+        enable_gqa=len(asked) > len(keys),
+    )
+    attended = found[0].transpose(0, 1)
+    if visible is None or bool(visible.any(1).all()):
+        return attended
+    return attended.masked_fill(~visible.any(1)[:, None, None], 0)
 
 
-def _read(buffer: Tensor, table: Tensor, length: int) -> Tensor:
-    """[Hkv, length, D]: the first positions of a slot."""
-    block = buffer.shape[2]
-    blocks = buffer[table[: -(-length // block)].long()]  # [P, Hkv, block, D]
-    return blocks.transpose(0, 1).flatten(1, 2)[:, :length]
+def _read(buffer: Tensor, table: Tensor, seen: range) -> Tensor:
+    """[Hkv, L, D]: these positions of a slot."""
+    heads, block, width = buffer.shape[1:]
+    first = seen.start // block
+    blocks = table[first : -(-seen.stop // block)].long()
+    # A head's part of a block lies together, so that a row of this view is one.
+    parts = blocks * heads + torch.arange(heads, device=blocks.device).unsqueeze(1)
+    found = buffer.view(-1, block * width).index_select(0, parts.flatten())
+    found = found.view(heads, -1, width)
+    return found[:, seen.start - first * block : seen.stop - first * block]
 
 
 def _write(buffer: Tensor, states: Tensor, tokens: Tensor, tables: Tensor, max_length: int) -> None:

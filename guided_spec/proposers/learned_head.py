@@ -24,6 +24,7 @@ from guided_spec.core import (
 )
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.causal_lm import is_packed_on
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotRoom
@@ -386,8 +387,7 @@ class _Runner(NamedTuple):
 
 
 def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _Runner:
-    kernels = context.config.kernels
-    if kernels == "packed" or (kernels == "auto" and context.device.type == "cuda"):
+    if is_packed_on(context.device, context.config.kernels):
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
             where: Any = {"device": context.device, "dtype": context.dtype}

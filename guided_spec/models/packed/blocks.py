@@ -109,14 +109,16 @@ class Blocks:
         return len(self._unused) + len(self._idle)
 
     def allocate(self, heads: int, size: int, like: Tensor, *, lag: int = 0) -> KeyValues:
-        """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each, zeros.
+        """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each.
+
+        It holds anything; on a CPU it is taken when it is first written to.
 
         like: of its dtype and device. lag: how many of a position's successors what is kept for it
             depends on.
         """
         self.lag = max(self.lag, lag)
         shape = (self.num_blocks + 1, heads, BLOCK, size)
-        return KeyValues(like.new_zeros(shape), like.new_zeros(shape))
+        return KeyValues(like.new_empty(shape), like.new_empty(shape))
 
     def length(self, slot: int) -> int:
         """Positions that the slot has blocks for."""

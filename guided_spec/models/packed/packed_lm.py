@@ -145,10 +145,9 @@ class PackedLM:
         size, num_rows = self._graph_size(total, batch)
         places = torch.from_numpy(rows.places(size, num_rows))
         inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
-        widest = max(rows.counts) if size > LARGEST_GRAPH else self._row_width(size)
-        body = partial(self._compute, widest, layers)
         if self._graphs is None or size > LARGEST_GRAPH:
-            return LineOutput(*body(self._upload(inputs)))
+            return LineOutput(*self._compute(max(rows.counts), layers, self._upload(inputs)))
+        body = partial(self._compute, self._row_width(size), layers)
         found = self._graphs.run((size, num_rows, layers), inputs, body)
         states, hidden = found
         return LineOutput(states[:total], None if hidden is None else hidden[:total])
@@ -204,7 +203,7 @@ class PackedLM:
     def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
         """Tokens and rows of the graph for so many; the same where there is none for them."""
         size = bucket(total)
-        if size > LARGEST_GRAPH:
+        if self._graphs is None or size > LARGEST_GRAPH:
             return total, batch
         return size, max(min(size, self._num_slots), batch)
 
