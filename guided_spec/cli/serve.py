@@ -55,6 +55,7 @@ def serve(
     max_output_tokens: Annotated[int | None, typer.Option(help="Of one text.")] = None,
     max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000,
     drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0,
+    playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True,
     _verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, for OpenAI's clients.
@@ -71,6 +72,7 @@ def serve(
     limits |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
     tokens = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     given: dict[str, Any] = {**limits, **tokens, "tool_format": tool_format}
+    given["playground"] = playground
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
     load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
     load |= {"device": device}

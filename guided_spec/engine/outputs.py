@@ -13,7 +13,7 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
-from guided_spec.trace.record import Trace
+from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import TokenLogprobs
 
 __all__ = [
@@ -222,6 +222,7 @@ class Chunk(NamedTuple):
         Their text may still be held back, as the beginning of a stop string or of a character.
     answer: all of the answer so far, see ``Completion``. grammar: of the request.
     token_ids: the tokens that were committed since the last chunk.
+    steps: of the trace, those since the last chunk; () if the call did not ask for one.
     """
 
     prompt_index: int
@@ -232,6 +233,7 @@ class Chunk(NamedTuple):
     answer: str = ""
     grammar: GrammarSpec | None = None
     token_ids: tuple[int, ...] = ()
+    steps: tuple[StepTrace, ...] = ()
 
     @property
     def parsed(self) -> Any:

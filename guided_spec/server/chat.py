@@ -28,6 +28,7 @@ from guided_spec.server.replies import (
     Delta,
     FinishReason,
     MessageReply,
+    TraceReply,
     Usage,
 )
 from guided_spec.server.sampling import (
@@ -38,7 +39,7 @@ from guided_spec.server.sampling import (
 )
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
-from guided_spec.types import TokenLogprobs
+from guided_spec.server.traces import SampleTraces
 
 __all__ = ["ChatAnswer", "ChatRun", "finish_reason"]
 
@@ -67,7 +68,9 @@ class ChatRun:
             service.metrics.prompt_tokens.inc(self.prompt_tokens)
             param = asked.param or ("tools" if self._body.tools else None)
             prompts = [request.prompt_ids]
-            stream = service.chunks(prompts, request.params, param, self._tally)
+            is_traced = self._body.trace is not None
+            args = (prompts, request.params, param, self._tally)
+            stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self.output_tokens += len(chunk.token_ids)
@@ -119,6 +122,7 @@ class ChatAnswer:
         self._service = service
         self._body = body
         self._run = ChatRun(service, body)
+        self._traces = SampleTraces(service, body.trace)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -148,7 +152,8 @@ class ChatAnswer:
                 if at not in streams:
                     streams[at] = ChatStream(request, at)
                     yield self._event(at, Delta(role="assistant", content=""))
-                for piece in self._pieces(streams[at].feed(chunk)):
+                trace = self._traces.piece(at, chunk)
+                for piece in self._pieces(streams[at].feed(chunk), trace):
                     yield piece
         options = self._body.stream_options
         if options is not None and options.include_usage:
@@ -175,9 +180,10 @@ class ChatAnswer:
             message=message,
             logprobs=None if logprobs is None else chat_logprobs(self._service, logprobs),
             finish_reason=finish_reason(answer.finish_reason),
+            trace=self._traces.whole(index, completion),
         )
 
-    def _pieces(self, chunk: ChatChunk) -> list[bytes]:
+    def _pieces(self, chunk: ChatChunk, trace: TraceReply | None) -> list[bytes]:
         calls = [
             CallDelta(
                 index=piece.call_index,
@@ -193,22 +199,17 @@ class ChatAnswer:
             tool_calls=calls or None,
         )
         pieces = []
-        if delta.model_dump() or chunk.logprobs:
-            pieces.append(self._event(chunk.sample_index, delta, chunk.logprobs))
+        if delta.model_dump() or chunk.logprobs or trace is not None:
+            tokens = chunk.logprobs
+            logprobs = chat_logprobs(self._service, tokens) if tokens else None
+            pieces.append(self._event(chunk.sample_index, delta, logprobs=logprobs, trace=trace))
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion.finish_reason)
-            pieces.append(self._event(chunk.sample_index, Delta(), reason=reason))
+            pieces.append(self._event(chunk.sample_index, Delta(), finish_reason=reason))
         return pieces
 
-    def _event(
-        self,
-        index: int,
-        delta: Delta,
-        tokens: tuple[TokenLogprobs, ...] = (),
-        reason: FinishReason | None = None,
-    ) -> bytes:
-        logprobs = chat_logprobs(self._service, tokens) if tokens else None
-        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+    def _event(self, index: int, delta: Delta, **fields: Any) -> bytes:
+        choice = ChatChunkChoice(index=index, delta=delta, **fields)
         return event(ChatChunkReply.model_validate({**self._head, "choices": [choice]}))
 
 

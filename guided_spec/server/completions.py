@@ -19,6 +19,7 @@ from guided_spec.server.replies import CompletionChoice, CompletionReply, Usage
 from guided_spec.server.sampling import asked_grammar, sampling_params
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
+from guided_spec.server.traces import SampleTraces
 
 __all__ = ["CompletionAnswer"]
 
@@ -32,6 +33,7 @@ class CompletionAnswer:
         self._service = service
         self._body = body
         self._tally = Tally(service.metrics)
+        self._traces = SampleTraces(service, body.trace)
         self._prompts = _listed(body.prompt)
         self._n = body.n or 1
         self._prompt_tokens = self._output_tokens = 0
@@ -90,7 +92,9 @@ class CompletionAnswer:
             service.metrics.prompt_tokens.inc(self._prompt_tokens)
             # Only the text itself can be echoed as it was.
             prompts: Sequence[Any] = self._prompts if body.echo else encoded
-            stream = service.chunks(prompts, params, asked.param, self._tally)
+            is_traced = body.trace is not None
+            args = (prompts, params, asked.param, self._tally)
+            stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
                     self._output_tokens += len(chunk.token_ids)
@@ -106,6 +110,7 @@ class CompletionAnswer:
             text=completion.text,
             logprobs=None if tokens is None else completion_logprobs(self._service, tokens, 0),
             finish_reason=finish_reason(completion.finish_reason),
+            trace=self._traces.whole(index, completion),
         )
 
     def _event(self, chunk: Chunk) -> bytes:
@@ -120,6 +125,7 @@ class CompletionAnswer:
             text=chunk.text,
             logprobs=logprobs,
             finish_reason=None if last is None else finish_reason(last.finish_reason),
+            trace=self._traces.piece(index, chunk),
         )
         return event(CompletionReply.model_validate({**self._head, "choices": [choice]}))
 

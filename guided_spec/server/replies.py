@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
 __all__ = [
     "CallDelta",
@@ -28,6 +28,7 @@ __all__ = [
     "Reply",
     "TokenLogprob",
     "TokenizeReply",
+    "TraceReply",
     "Usage",
 ]
 
@@ -120,13 +121,29 @@ class MessageReply(Reply):
     tool_calls: list[CallReply] | None = None
 
 
+class TraceReply(Reply):
+    """A trace, or a piece of one: the fields of ``guided_spec.trace.record.Trace``, or as HTML.
+
+    steps: records, or a row for each. summary: a table, at the end.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    absent = frozenset({"summary"})
+
+    steps: list[dict[str, Any]] | str
+    summary: str | None = None
+
+
 class ChatChoice(Reply):
-    """One answer."""
+    """One answer. trace: if the request asks for it."""
+
+    absent = frozenset({"trace"})
 
     index: int
     message: MessageReply
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    trace: TraceReply | None = None
 
 
 class ChatReply(Reply):
@@ -163,12 +180,15 @@ class Delta(Reply):
 
 
 class ChatChunkChoice(Reply):
-    """A piece of one answer."""
+    """A piece of one answer. trace: of the steps since the last piece."""
+
+    absent = frozenset({"trace"})
 
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    trace: TraceReply | None = None
 
 
 class ChatChunkReply(Reply):
@@ -194,12 +214,15 @@ class CompletionLogprobs(Reply):
 
 
 class CompletionChoice(Reply):
-    """One text, or a piece of one."""
+    """One text, or a piece of one. trace: of the text, or of the steps since the last piece."""
+
+    absent = frozenset({"trace"})
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    trace: TraceReply | None = None
 
 
 class CompletionReply(Reply):

@@ -75,13 +75,20 @@ class Service:
         return encoded
 
     async def chunks(
-        self, prompts: Sequence[Prompt], params: SamplingParams, param: str | None, tally: Tally
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        param: str | None,
+        tally: Tally,
+        *,
+        is_traced: bool,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate, and count it. Closing it frees the slots.
 
-        param: the argument that a grammar came in. Raises ApiError for a sample that fails.
+        param: the argument that a grammar came in. is_traced: whether steps are recorded.
+        Raises ApiError for a sample that fails.
         """
-        stream = self.llm.astream(list(prompts), params, on_error="return")
+        stream = self.llm.astream(list(prompts), params, on_error="return", trace=is_traced)
         async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 tally.count(chunk)

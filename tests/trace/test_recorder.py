@@ -279,12 +279,18 @@ def test_of_every_sample_and_of_streams() -> None:
 
         streamed = [c for c in asyncio.run(read()) if c is not None]
         assert llm.generate("The name", params)[0].trace is None
+        plain = list(llm.stream("The name", params))
     for completion in (*output.completions, *later.completions, *streamed):
         check_text(completion)
     finished = [chunk.completion for chunk in chunks if chunk.completion is not None]
     texts = sorted(trace_of(completion).text for completion in finished)
     assert texts == sorted(completion.text for completion in output.completions)
     assert len(texts) == len(streamed) == 3
+    for sample in range(3):
+        own = [chunk for chunk in chunks if chunk.sample_index == sample]
+        joined = tuple(step for chunk in own for step in chunk.steps)
+        assert joined == trace_of(own[-1].completion).steps
+    assert not any(chunk.steps for chunk in plain)
 
 
 def test_a_failed_request_keeps_what_it_has() -> None:
