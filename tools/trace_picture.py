@@ -58,13 +58,13 @@ def open_browser(browser: str, driver: str) -> Iterator[Any]:
         opened.quit()
 
 
-def show(driver: Any, page: Path, width: int, height: int, scheme: str = "light") -> None:
+def show(driver: Any, url: str, width: int, height: int, scheme: str = "light") -> None:
     """Open a page in a viewport of that many pixels. scheme: "light" or "dark"."""
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     feature = {"name": "prefers-color-scheme", "value": scheme}
     driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [feature]})
-    driver.get(page.as_uri())
+    driver.get(url)
 
 
 def _page() -> str:
@@ -85,7 +85,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, open_browser(*found) as driver:
         page = Path(folder) / "trace.html"
         page.write_text(_page(), encoding="utf-8")
-        show(driver, page, WIDTH, HEIGHT)
+        show(driver, page.as_uri(), WIDTH, HEIGHT)
         name = "tip-" + "-".join(map(str, TOKEN))
         driver.execute_script(f"document.querySelector('[aria-describedby={name}]').focus()")
         driver.execute_script("document.querySelector('.legend').scrollIntoView()")

@@ -71,12 +71,16 @@ def serve(
     limits |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
     limits |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
     tokens = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
-    given: dict[str, Any] = {**limits, **tokens, "tool_format": tool_format}
-    given["playground"] = playground
+    shape = {"tool_format": tool_format, "playground": playground}
+    given: dict[str, Any] = {**limits, **tokens, **shape}
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
     load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
-    load |= {"device": device}
-    load |= {"dtype": dtype, "max_model_len": max_model_len, "max_batch_size": max_batch_size}
+    load |= {
+        "device": device,
+        "dtype": dtype,
+        "max_model_len": max_model_len,
+        "max_batch_size": max_batch_size,
+    }
     _serve(load | {"num_draft_tokens": num_draft_tokens}, settings, host, port)
 
 

@@ -22,7 +22,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _CLIENT_LEFT = 499
-_OPEN_PATHS = ("/health",)
+_OPEN_PATHS = ("/", "/health")  # the page holds nothing that is secret
 
 
 class CountedRequests:
