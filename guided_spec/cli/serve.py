@@ -67,21 +67,16 @@ def serve(
     from guided_spec.server.settings import ServerSettings
 
     names, keys = tuple(served_model_name or [model or "bundled"]), tuple(api_key or ())
-    limits = {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
-    limits |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
-    limits |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
-    tokens = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
-    shape = {"tool_format": tool_format, "playground": playground}
-    given: dict[str, Any] = {**limits, **tokens, **shape}
+    given: dict[str, Any] = {"tool_format": tool_format, "playground": playground}
+    given |= {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
+    given |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
+    given |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
+    given |= {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
     load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
-    load |= {
-        "device": device,
-        "dtype": dtype,
-        "max_model_len": max_model_len,
-        "max_batch_size": max_batch_size,
-    }
-    _serve(load | {"num_draft_tokens": num_draft_tokens}, settings, host, port)
+    load |= {"device": device, "dtype": dtype, "num_draft_tokens": num_draft_tokens}
+    load |= {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
+    _serve(load, settings, host, port)
 
 
 def _require_packages() -> None:
