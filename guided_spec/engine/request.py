@@ -244,6 +244,20 @@ class Request:
         is_alike = self.job.prompt_ids == other.job.prompt_ids
         return is_alike and self.job.params.cache_salt == other.job.params.cache_salt
 
+    def num_before_marker(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens that may come next stand before the answer, the marker included.
+
+        0 for a text that has no marker, or is behind it.
+        """
+        marker, state = self.job.marker, self._marker_state
+        if marker is None or self._answer_at is not None:
+            return 0
+        for at, token_id in enumerate(token_ids):
+            state = marker.step(state, token_id) or 0
+            if state == len(marker):
+                return at + 1
+        return len(token_ids)
+
     def bind(self, grammar: CompiledGrammar) -> None:
         """Constrain the text to a grammar.
 
