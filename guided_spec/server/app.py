@@ -17,7 +17,7 @@ from guided_spec.server.bodies import ChatBody, CompletionBody, ResponsesBody, T
 from guided_spec.server.chat import ChatAnswer
 from guided_spec.server.completions import CompletionAnswer
 from guided_spec.server.faults import ApiError, add_handlers, json_response
-from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey
+from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
 from guided_spec.server.playground.page import render_playground
 from guided_spec.server.replies import (
     ChatReply,
@@ -74,6 +74,7 @@ def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     # The one that is added last sees a request first.
     app.add_middleware(BoundedBody, settings=settings)
     app.add_middleware(RequiredKey, keys=settings.api_keys)
+    app.add_middleware(TracedRequests)
     app.add_middleware(CountedRequests, metrics=service.metrics, paths=paths)
     return app
 

@@ -38,6 +38,7 @@ from guided_spec.server.sampling import (
     sampling_params,
 )
 from guided_spec.server.service import Service
+from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 from guided_spec.server.traces import SampleTraces
 
@@ -52,9 +53,9 @@ class ChatRun:
         self._body = body
         self._tally = Tally(service.metrics)
         self.num_samples = body.n or 1
-        self.prompt_tokens = 0
-        self.output_tokens = 0
         service.require_model(body.model)
+        asked = body.model or service.model_name
+        current_span().tell_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self.num_samples)
 
     async def requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
@@ -64,8 +65,7 @@ class ChatRun:
             asked = asked_grammar(self._body, service.settings.max_schema_bytes)
             request = await asyncio.to_thread(self._prepare, asked.spec)
             service.require_prompt(request.prompt_ids, "messages")
-            self.prompt_tokens = len(request.prompt_ids)
-            service.metrics.prompt_tokens.inc(self.prompt_tokens)
+            self._tally.count_prompts([request.prompt_ids])
             param = asked.param or ("tools" if self._body.tools else None)
             prompts = [request.prompt_ids]
             is_traced = self._body.trace is not None
@@ -73,13 +73,12 @@ class ChatRun:
             stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self.output_tokens += len(chunk.token_ids)
                     yield request, chunk
 
     @property
     def usage(self) -> Usage:
         """So far."""
-        return Usage.of(self.prompt_tokens, self.output_tokens, self._tally.cached_tokens)
+        return Usage.of(self._tally)
 
     def _prepare(self, grammar: Any) -> ChatRequest:
         """Render and encode the conversation; not on the event loop, for it may be long."""

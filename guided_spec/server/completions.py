@@ -18,6 +18,7 @@ from guided_spec.server.metrics import Tally
 from guided_spec.server.replies import CompletionChoice, CompletionReply, Usage
 from guided_spec.server.sampling import asked_grammar, sampling_params
 from guided_spec.server.service import Service
+from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 from guided_spec.server.traces import SampleTraces
 
@@ -36,7 +37,6 @@ class CompletionAnswer:
         self._traces = SampleTraces(service, body.trace)
         self._prompts = _listed(body.prompt)
         self._n = body.n or 1
-        self._prompt_tokens = self._output_tokens = 0
         self._offsets: dict[int, int] = {}  # characters of each choice so far
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -44,6 +44,8 @@ class CompletionAnswer:
             "model": service.model_name,
         }
         service.require_model(body.model)
+        asked = body.model or service.model_name
+        current_span().tell_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self._n * len(self._prompts))
         if body.best_of not in (None, self._n):
             _refuse("best_of", body.best_of, "this server takes none but n")
@@ -75,7 +77,7 @@ class CompletionAnswer:
 
     @property
     def _usage(self) -> Usage:
-        return Usage.of(self._prompt_tokens, self._output_tokens, self._tally.cached_tokens)
+        return Usage.of(self._tally)
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         service, body = self._service, self._body
@@ -88,8 +90,7 @@ class CompletionAnswer:
             params = sampling_params(body, service.llm.default_params, limit)
             params = replace(params, grammar=asked.spec)
             encoded = await service.encode(self._prompts)
-            self._prompt_tokens = sum(map(len, encoded))
-            service.metrics.prompt_tokens.inc(self._prompt_tokens)
+            self._tally.count_prompts(encoded)
             # Only the text itself can be echoed as it was.
             prompts: Sequence[Any] = self._prompts if body.echo else encoded
             is_traced = body.trace is not None
@@ -97,7 +98,6 @@ class CompletionAnswer:
             stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self._output_tokens += len(chunk.token_ids)
                     yield chunk
 
     def _index(self, chunk: Chunk) -> int:

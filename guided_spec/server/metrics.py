@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -117,18 +117,26 @@ class _Drafts(NamedTuple):
 
 
 class Tally:
-    """Counts one request's tokens as they come. It begins with the request's arrival."""
+    """Counts one request's tokens as they come. It begins with the request's arrival.
+
+    prompt_tokens: of each prompt once. cached_tokens: those found in the prefix cache.
+    first_seconds: from the arrival to the first token; None before it.
+    finish_reasons, steps, drafted_tokens, accepted_tokens: of the texts that have ended.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrived = time.perf_counter()
         self._last: dict[tuple[int, int], float] = {}
-        self.cached_tokens = 0  # of prompts, found in the prefix cache
+        self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
+        self.first_seconds: float | None = None
+        self.finish_reasons: list[str] = []
+        self.steps = self.drafted_tokens = self.accepted_tokens = 0
 
-    @property
-    def seconds(self) -> float:
-        """Since the arrival."""
-        return time.perf_counter() - self._arrived
+    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Enter the prompts' tokens."""
+        self.prompt_tokens = sum(map(len, prompts))
+        self._metrics.prompt_tokens.inc(self.prompt_tokens)
 
     def count(self, chunk: Chunk) -> None:
         """Enter a chunk of one of its samples."""
@@ -137,13 +145,20 @@ class Tally:
         last = self._last.get(place)
         if new:
             self._last[place] = now
+            self.output_tokens += new
             metrics.output_tokens.inc(new)
             if last is None:
                 metrics.first_token.observe(now - self._arrived)
+                self.first_seconds = self.first_seconds or now - self._arrived
             else:
                 for _ in chunk.token_ids:
                     metrics.between_tokens.observe((now - last) / new)
         if chunk.completion is not None:
             metrics.count_sample(chunk.completion)
+            stats = chunk.completion.stats
+            self.finish_reasons.append(chunk.completion.finish_reason)
+            self.steps += stats.steps
+            self.drafted_tokens += sum(stats.drafted)
+            self.accepted_tokens += sum(stats.accepted)
             if chunk.sample_index == 0:
-                self.cached_tokens += chunk.completion.stats.cached_tokens
+                self.cached_tokens += stats.cached_tokens

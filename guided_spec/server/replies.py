@@ -6,6 +6,8 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
 
+from guided_spec.server.metrics import Tally
+
 __all__ = [
     "CallDelta",
     "CallFunction",
@@ -61,13 +63,13 @@ class Usage(Reply):
     prompt_tokens_details: PromptDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """With their sum."""
+    def of(cls, tally: Tally) -> Usage:
+        """So far."""
         return cls(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.output_tokens,
+            total_tokens=tally.prompt_tokens + tally.output_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=tally.cached_tokens),
         )
 
 

@@ -122,6 +122,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "response_format": _response_format(body.text or {}),

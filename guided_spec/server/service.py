@@ -15,6 +15,7 @@ from guided_spec.server.admission import Admission
 from guided_spec.server.faults import ApiError, api_error
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.settings import ServerSettings
+from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
 __all__ = ["Service"]
@@ -88,13 +89,17 @@ class Service:
         param: the argument that a grammar came in. is_traced: whether steps are recorded.
         Raises ApiError for a sample that fails.
         """
+        current_span().tell_params(params)
         stream = self.llm.astream(list(prompts), params, on_error="return", trace=is_traced)
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                tally.count(chunk)
-                if chunk.completion is not None and chunk.completion.error is not None:
-                    raise api_error(chunk.completion.error, param)
-                yield chunk
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    tally.count(chunk)
+                    if chunk.completion is not None and chunk.completion.error is not None:
+                        raise api_error(chunk.completion.error, param)
+                    yield chunk
+        finally:
+            current_span().tell_outcome(self.model_name, tally)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token shows; its name where it shows nothing."""
