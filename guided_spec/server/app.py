@@ -13,22 +13,27 @@ from pydantic import BaseModel
 
 import guided_spec
 from guided_spec.engine.llm import LLM
-from guided_spec.server.bodies import ChatBody, CompletionBody, ResponsesBody, TokenizeBody
-from guided_spec.server.chat import ChatAnswer
-from guided_spec.server.completions import CompletionAnswer
-from guided_spec.server.faults import ApiError, add_handlers, json_response
-from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
-from guided_spec.server.playground.page import render_playground
-from guided_spec.server.replies import (
+from guided_spec.server.endpoints.bodies import (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    TokenizeBody,
+)
+from guided_spec.server.endpoints.chat import ChatAnswer
+from guided_spec.server.endpoints.completions import CompletionAnswer
+from guided_spec.server.endpoints.replies import (
     ChatReply,
     CompletionReply,
     ModelCard,
     ModelList,
     TokenizeReply,
 )
-from guided_spec.server.response_replies import ResponseReply
-from guided_spec.server.responses import ResponseAnswer
-from guided_spec.server.sampling import plain_messages
+from guided_spec.server.endpoints.responses.answer import ResponseAnswer
+from guided_spec.server.endpoints.responses.replies import ResponseReply
+from guided_spec.server.endpoints.sampling import plain_messages
+from guided_spec.server.faults import ApiError, add_handlers, json_response
+from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
+from guided_spec.server.playground.page import render_playground
 from guided_spec.server.service import Service
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.streaming import open_stream, whole_answer

@@ -10,17 +10,17 @@ from dataclasses import replace
 from typing import Any
 
 from guided_spec.engine.outputs import Chunk, Completion
-from guided_spec.server.bodies import CompletionBody
-from guided_spec.server.chat import finish_reason
+from guided_spec.server.endpoints.bodies import CompletionBody
+from guided_spec.server.endpoints.chat import finish_reason
+from guided_spec.server.endpoints.logprobs import completion_logprobs
+from guided_spec.server.endpoints.replies import CompletionChoice, CompletionReply, Usage
+from guided_spec.server.endpoints.sampling import asked_grammar, sampling_params
+from guided_spec.server.endpoints.traces import SampleTraces
 from guided_spec.server.faults import ApiError
-from guided_spec.server.logprobs import completion_logprobs
 from guided_spec.server.metrics import Tally
-from guided_spec.server.replies import CompletionChoice, CompletionReply, Usage
-from guided_spec.server.sampling import asked_grammar, sampling_params
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
-from guided_spec.server.traces import SampleTraces
 
 __all__ = ["CompletionAnswer"]
 

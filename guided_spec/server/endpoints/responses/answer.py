@@ -9,11 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from guided_spec.engine.chat_stream import ChatStream
-from guided_spec.server.bodies import ChatBody, ResponsesBody
-from guided_spec.server.chat import ChatRun
-from guided_spec.server.faults import ApiError
-from guided_spec.server.response_items import ResponseItems
-from guided_spec.server.response_replies import (
+from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
+from guided_spec.server.endpoints.chat import ChatRun
+from guided_spec.server.endpoints.responses.items import ResponseItems
+from guided_spec.server.endpoints.responses.replies import (
     IncompleteDetails,
     InputDetails,
     OutputDetails,
@@ -21,6 +20,7 @@ from guided_spec.server.response_replies import (
     ResponseReply,
     ResponseUsage,
 )
+from guided_spec.server.faults import ApiError
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 

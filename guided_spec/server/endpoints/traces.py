@@ -8,8 +8,8 @@ from dataclasses import asdict, replace
 from typing import Any, Literal
 
 from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.server.endpoints.replies import TraceReply
 from guided_spec.server.faults import ApiError
-from guided_spec.server.replies import TraceReply
 from guided_spec.server.service import Service
 from guided_spec.trace.page import summary
 from guided_spec.trace.record import StepTrace, Trace

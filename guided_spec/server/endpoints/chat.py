@@ -13,11 +13,9 @@ from typing import Any
 from guided_spec.engine.chat import ChatCompletion, ChatOptions, ChatRequest
 from guided_spec.engine.chat_stream import ChatChunk, ChatStream
 from guided_spec.engine.outputs import Chunk, Completion
-from guided_spec.server.bodies import ChatBody
-from guided_spec.server.faults import ApiError
-from guided_spec.server.logprobs import chat_logprobs
-from guided_spec.server.metrics import Tally
-from guided_spec.server.replies import (
+from guided_spec.server.endpoints.bodies import ChatBody
+from guided_spec.server.endpoints.logprobs import chat_logprobs
+from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
     CallReply,
@@ -31,16 +29,18 @@ from guided_spec.server.replies import (
     TraceReply,
     Usage,
 )
-from guided_spec.server.sampling import (
+from guided_spec.server.endpoints.sampling import (
     asked_grammar,
     plain_messages,
     require_length,
     sampling_params,
 )
+from guided_spec.server.endpoints.traces import SampleTraces
+from guided_spec.server.faults import ApiError
+from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
-from guided_spec.server.traces import SampleTraces
 
 __all__ = ["ChatAnswer", "ChatRun", "finish_reason"]
 
