@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tools.trace_picture import find_browser, open_browser
+from tools.pictures import find_browser, open_browser
 
 __all__ = ["CONTRAST", "HEIGHT", "NEEDS_BROWSER", "SCHEMES", "WIDTHS", "driver"]
 

@@ -18,7 +18,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.server.playground.page import render_playground
 from tests.browser import CONTRAST, HEIGHT, NEEDS_BROWSER, SCHEMES, WIDTHS, driver
 from tests.server.running import Running, running, until
-from tools.trace_picture import show
+from tools.pictures import show
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -10,7 +10,7 @@ from guided_spec.trace.page import render_page
 from tests.browser import CONTRAST, HEIGHT, NEEDS_BROWSER, SCHEMES, WIDTHS, driver
 from tests.trace.test_page import HOSTILE, hostile_trace
 from tests.trace.traces import make_step, make_token, make_trace
-from tools.trace_picture import show
+from tools.pictures import show
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
