@@ -20,7 +20,7 @@ EXTRAS = {
     "cli": ("cli",),
     "evaluate": ("plots",),
     "models": ("lora",),
-    "server": ("serve",),
+    "server": ("serve", "telemetry"),
     "training": ("train",),
 }
 # Engines with environments of their own: they load this package, or are measured.
@@ -29,12 +29,13 @@ HOSTS = {"integrations": ENGINES}
 
 
 def declared(*extras: str) -> set[str]:
-    """The import names of the dependencies; here they are those of the distributions."""
+    """The import names of the dependencies: those of the distributions, OpenTelemetry's apart."""
     requirements = list(PROJECT["dependencies"])
     for extra in extras:
         requirements += PROJECT["optional-dependencies"][extra]
     names = (re.match(r"[\w.-]+", requirement) for requirement in requirements)
-    return {name[0].lower().replace("-", "_") for name in names if name is not None}
+    found = {name[0].lower().replace("-", "_") for name in names if name is not None}
+    return found | {"opentelemetry" for name in found if name.startswith("opentelemetry_")}
 
 
 def imported(source: str) -> set[str]:

@@ -55,6 +55,7 @@ def serve(
     max_output_tokens: Annotated[int | None, typer.Option(help="Of one text.")] = None,
     max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000,
     drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0,
+    playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True,
     _verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, for OpenAI's clients.
@@ -66,16 +67,16 @@ def serve(
     from guided_spec.server.settings import ServerSettings
 
     names, keys = tuple(served_model_name or [model or "bundled"]), tuple(api_key or ())
-    limits = {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
-    limits |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
-    limits |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
-    tokens = {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
-    given: dict[str, Any] = {**limits, **tokens, "tool_format": tool_format}
+    given: dict[str, Any] = {"tool_format": tool_format, "playground": playground}
+    given |= {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
+    given |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
+    given |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
+    given |= {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
     load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
-    load |= {"device": device}
-    load |= {"dtype": dtype, "max_model_len": max_model_len, "max_batch_size": max_batch_size}
-    _serve(load | {"num_draft_tokens": num_draft_tokens}, settings, host, port)
+    load |= {"device": device, "dtype": dtype, "num_draft_tokens": num_draft_tokens}
+    load |= {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
+    _serve(load, settings, host, port)
 
 
 def _require_packages() -> None:

@@ -225,6 +225,18 @@ class Engine:
         return self._scheduler.num_free
 
     @property
+    def num_blocks(self) -> int:
+        """Of keys and values; a stock model's slots, each of which is one."""
+        blocks = self._model.blocks
+        return self._model.num_slots if blocks is None else blocks.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Those that can be taken; the prefix cache may hold text in them until then."""
+        blocks = self._model.blocks
+        return self._scheduler.num_free if blocks is None else blocks.num_free
+
+    @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot or for their grammar."""
         return self._scheduler.num_waiting
@@ -522,10 +534,11 @@ def _count(
     lookahead = step.lookahead
     share = lookahead.fill_seconds / len(requests)
     rows = zip(drafted, accepted, lookahead.forced, lookahead.starved, strict=True)
-    for request, row in zip(requests, rows, strict=True):
+    for request, row, known in zip(requests, rows, lookahead.drafted, strict=True):
         num_drafted, num_accepted, forced, starved = row
         stats = request.stats
-        stats.count_step(num_drafted, num_accepted, forced)
+        reasoning = request.num_before_marker(known[:num_drafted])
+        stats.count_step(num_drafted, num_accepted, forced, reasoning)
         stats.planned += planned
         stats.mask_seconds += share
         stats.starved += starved

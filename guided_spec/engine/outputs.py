@@ -13,7 +13,7 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.value import parse_partial, parse_value
-from guided_spec.trace.record import Trace
+from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import TokenLogprobs
 
 __all__ = [
@@ -35,6 +35,8 @@ class RequestStats:
     steps: target forwards that decoded this request, prefill not counted.
     drafted, accepted: [K] draft tokens proposed and accepted at each position of a draft.
     forced, forced_accepted: those of them that the grammar left no choice about.
+    reasoning, reasoning_accepted: those that stood before the marker of ``GrammarSpec.after``, as
+        reasoning does, where the grammar does not bind yet.
     planned: K of each of its steps, added up; forced tokens come on top of K.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
     steered: output tokens chosen where the mask lacked tokens behind which the text could no longer
@@ -55,6 +57,8 @@ class RequestStats:
     accepted: list[int] = field(default_factory=list)
     forced: int = 0
     forced_accepted: int = 0
+    reasoning: int = 0
+    reasoning_accepted: int = 0
     planned: int = 0
     starved: int = 0
     steered: int = 0
@@ -100,8 +104,18 @@ class RequestStats:
         if self._started:
             self.seconds = time.perf_counter() - self._started
 
-    def count_step(self, drafted: int, accepted: int, forced: list[int]) -> None:
-        """Add one step: ``accepted`` of ``drafted`` tokens, those at ``forced`` being forced."""
+    def count_step(
+        self, drafted: int, accepted: int, forced: list[int], reasoning: int = 0
+    ) -> None:
+        """Add one step: ``accepted`` of ``drafted`` tokens, those at ``forced`` being forced.
+
+        reasoning: how many, from the first on, stood before the marker; the forced ones among them
+            count as forced.
+        """
+        if reasoning:
+            chosen = [position for position in range(reasoning) if position not in forced]
+            self.reasoning += len(chosen)
+            self.reasoning_accepted += sum(position < accepted for position in chosen)
         self.steps += 1
         if drafted:
             _count(self.drafted, drafted)
@@ -222,6 +236,7 @@ class Chunk(NamedTuple):
         Their text may still be held back, as the beginning of a stop string or of a character.
     answer: all of the answer so far, see ``Completion``. grammar: of the request.
     token_ids: the tokens that were committed since the last chunk.
+    steps: of the trace, those since the last chunk; () if the call did not ask for one.
     """
 
     prompt_index: int
@@ -232,6 +247,7 @@ class Chunk(NamedTuple):
     answer: str = ""
     grammar: GrammarSpec | None = None
     token_ids: tuple[int, ...] = ()
+    steps: tuple[StepTrace, ...] = ()
 
     @property
     def parsed(self) -> Any:

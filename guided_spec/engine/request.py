@@ -23,7 +23,7 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.step import Committed
 from guided_spec.text import GuidedText
-from guided_spec.trace.record import Trace
+from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.trace.recorder import SeenStep, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs
 
@@ -220,6 +220,7 @@ class Request:
         self._sent = 0
         self._sent_logprobs = 0
         self._sent_tokens = len(job.prompt_ids)
+        self._sent_steps = 0
 
     @property
     def after_prompt(self) -> State:
@@ -242,6 +243,20 @@ class Request:
             return False
         is_alike = self.job.prompt_ids == other.job.prompt_ids
         return is_alike and self.job.params.cache_salt == other.job.params.cache_salt
+
+    def num_before_marker(self, token_ids: Sequence[int]) -> int:
+        """How many of the tokens that may come next stand before the answer, the marker included.
+
+        0 for a text that has no marker, or is behind it.
+        """
+        marker, state = self.job.marker, self._marker_state
+        if marker is None or self._answer_at is not None:
+            return 0
+        for at, token_id in enumerate(token_ids):
+            state = marker.step(state, token_id) or 0
+            if state == len(marker):
+                return at + 1
+        return len(token_ids)
 
     def bind(self, grammar: CompiledGrammar) -> None:
         """Constrain the text to a grammar.
@@ -349,16 +364,19 @@ class Request:
 
     def _send(self, completion: Completion | None) -> None:
         job, text, logprobs = self.job, "", tuple[TokenLogprobs, ...]()
-        token_ids = tuple[int, ...]()
+        token_ids, steps = tuple[int, ...](), tuple[StepTrace, ...]()
         if job.is_streamed:
             text = self._output.text[self._sent :]
             logprobs = tuple(self._logprobs[self._sent_logprobs :])
             token_ids = tuple(self.text.tokens[self._sent_tokens :])
+            steps = () if self.trace is None else self.trace.steps(self._sent_steps)
         if completion is not None or text:
             self._sent += len(text)
             self._sent_logprobs += len(logprobs)
             self._sent_tokens += len(token_ids)
+            self._sent_steps += len(steps)
             answer = self._answer() if completion is None else completion.answer
             place = (job.prompt_index, job.sample_index)
             grammar = job.params.grammar
-            self._report(Chunk(*place, text, completion, logprobs, answer, grammar, token_ids))
+            tokens = (token_ids, steps)
+            self._report(Chunk(*place, text, completion, logprobs, answer, grammar, *tokens))

@@ -17,15 +17,18 @@ __all__ = ["EngineWorker", "Load"]
 
 
 class Load(NamedTuple):
-    """How busy an engine is, in samples.
+    """How busy an engine is.
 
-    running: those that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of a
-        slot or of their grammar.
+    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
+        a slot or of their grammar.
+    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model.
     """
 
     num_slots: int
     running: int
     waiting: int
+    num_blocks: int
+    used_blocks: int
 
 
 class EngineWorker:
@@ -59,8 +62,13 @@ class EngineWorker:
     def load(self) -> Load:
         """As of now; what the engine has ended in its current step may still be among them."""
         engine = self.setup.engine
-        running = engine.num_slots - engine.num_free_slots
-        return Load(engine.num_slots, running, engine.num_waiting + len(self._incoming))
+        return Load(
+            num_slots=engine.num_slots,
+            running=engine.num_slots - engine.num_free_slots,
+            waiting=engine.num_waiting + len(self._incoming),
+            num_blocks=engine.num_blocks,
+            used_blocks=engine.num_blocks - engine.num_free_blocks,
+        )
 
     def close(self) -> None:
         """Cancel what runs and end the thread. May be called more than once."""

@@ -8,26 +8,32 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 
 import guided_spec
 from guided_spec.engine.llm import LLM
-from guided_spec.server.bodies import ChatBody, CompletionBody, ResponsesBody, TokenizeBody
-from guided_spec.server.chat import ChatAnswer
-from guided_spec.server.completions import CompletionAnswer
-from guided_spec.server.faults import ApiError, add_handlers, json_response
-from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey
-from guided_spec.server.replies import (
+from guided_spec.server.endpoints.bodies import (
+    ChatBody,
+    CompletionBody,
+    ResponsesBody,
+    TokenizeBody,
+)
+from guided_spec.server.endpoints.chat import ChatAnswer
+from guided_spec.server.endpoints.completions import CompletionAnswer
+from guided_spec.server.endpoints.replies import (
     ChatReply,
     CompletionReply,
     ModelCard,
     ModelList,
     TokenizeReply,
 )
-from guided_spec.server.response_replies import ResponseReply
-from guided_spec.server.responses import ResponseAnswer
-from guided_spec.server.sampling import plain_messages
+from guided_spec.server.endpoints.responses.answer import ResponseAnswer
+from guided_spec.server.endpoints.responses.replies import ResponseReply
+from guided_spec.server.endpoints.sampling import plain_messages
+from guided_spec.server.faults import ApiError, add_handlers, json_response
+from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
+from guided_spec.server.playground.page import render_playground
 from guided_spec.server.service import Service
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.streaming import open_stream, whole_answer
@@ -67,10 +73,13 @@ def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     _add_model_paths(app, service)
     _add_text_paths(app, service)
     _add_tokenize_path(app, service)
+    if settings.playground:
+        _add_playground(app, service)
     paths = frozenset(route.path for route in app.routes if hasattr(route, "path"))
     # The one that is added last sees a request first.
     app.add_middleware(BoundedBody, settings=settings)
     app.add_middleware(RequiredKey, keys=settings.api_keys)
+    app.add_middleware(TracedRequests)
     app.add_middleware(CountedRequests, metrics=service.metrics, paths=paths)
     return app
 
@@ -135,6 +144,17 @@ def _add_tokenize_path(app: FastAPI, service: Service) -> None:
             token_strs=texts if body.return_token_strs else None,
         )
         return json_response(reply.model_dump())
+
+
+def _add_playground(app: FastAPI, service: Service) -> None:
+    most = service.max_tokens(None, "max_tokens")
+    page = render_playground(most, asks_for_key=bool(service.settings.api_keys))
+    headers = {"Content-Security-Policy": page.policy, "X-Content-Type-Options": "nosniff"}
+
+    @app.get("/", response_class=HTMLResponse)
+    async def playground() -> Response:
+        """A page to try things on."""
+        return HTMLResponse(page.html, headers=headers)
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:

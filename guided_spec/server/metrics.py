@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from guided_spec.engine.outputs import Chunk, RequestStats
+from guided_spec.engine.outputs import Chunk, Completion, RequestStats
 from guided_spec.engine.worker import Load
+from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["Metrics", "Tally"]
 
@@ -41,14 +43,18 @@ class Metrics:
         self.cached_tokens = self._counter("cached_tokens", "Tokens of prompts found in the cache")
         self.output_tokens = self._counter("output_tokens", "Tokens that were generated")
         self.samples = self._counter("samples", "Texts that have ended", ["finish_reason"])
-        self.drafted = self._counter("drafted_tokens", "Tokens that were proposed")
-        self.accepted = self._counter("accepted_tokens", "Those of them that were accepted")
-        self.forced = self._counter("forced_tokens", "Accepted, and the grammar left no choice")
+        kind, position = ["kind"], ["position"]
+        self.drafted = self._counter("drafted_tokens", "Tokens that were proposed", kind)
+        self.accepted = self._counter("accepted_tokens", "Those that were accepted", kind)
+        self.drafted_at = self._counter("drafted_at", "The same, by place in a draft", position)
+        self.accepted_at = self._counter("accepted_at", "Those that were accepted", position)
         self.steps = self._counter("steps", "Forward passes, for each text that took part")
         self.starved = self._counter("starved_rows", "No legal token in the draft vocabulary")
         self.mask_seconds = self._counter("mask_seconds", "Host time for masks")
         self._gauge("slots", "Texts that can run at once", lambda: load().num_slots)
         self._gauge("running_samples", "Texts that hold a slot", lambda: load().running)
+        self._gauge("blocks", "Of keys and values; stock: slots", lambda: load().num_blocks)
+        self._gauge("used_blocks", "Those that texts hold", lambda: load().used_blocks)
         self._gauge("waiting_samples", "Texts that wait for a slot", lambda: load().waiting)
 
     def text(self) -> bytes:
@@ -60,13 +66,18 @@ class Metrics:
         self.requests.labels(endpoint, str(status)).inc()
         self.request_seconds.labels(endpoint).observe(seconds)
 
-    def count_sample(self, finish_reason: str, stats: RequestStats) -> None:
+    def count_sample(self, completion: Completion) -> None:
         """A text has ended."""
-        self.samples.labels(finish_reason).inc()
+        stats = completion.stats
+        self.samples.labels(completion.finish_reason).inc()
         self.cached_tokens.inc(stats.cached_tokens)
-        self.drafted.inc(sum(stats.drafted))
-        self.accepted.inc(sum(stats.accepted))
-        self.forced.inc(stats.forced_accepted)
+        for kind, (drafted, accepted) in _by_kind(stats, completion.grammar).items():
+            self.drafted.labels(kind).inc(drafted)
+            self.accepted.labels(kind).inc(accepted)
+        for place, drafted in enumerate(stats.drafted, 1):
+            self.drafted_at.labels(str(place)).inc(drafted)
+        for place, accepted in enumerate(stats.accepted, 1):
+            self.accepted_at.labels(str(place)).inc(accepted)
         self.steps.inc(stats.steps)
         self.starved.inc(stats.starved)
         self.mask_seconds.inc(stats.mask_seconds)
@@ -85,19 +96,47 @@ class Metrics:
         gauge.set_function(read)
 
 
+def _by_kind(stats: RequestStats, grammar: GrammarSpec | None) -> dict[str, _Drafts]:
+    """A text's draft tokens by what the grammar left of the choice."""
+    every = _Drafts(sum(stats.drafted), sum(stats.accepted))
+    if grammar is None:
+        return {"free": every}
+    found = {
+        "forced": _Drafts(stats.forced, stats.forced_accepted),
+        "reasoning": _Drafts(stats.reasoning, stats.reasoning_accepted),
+    }
+    drafted, accepted = (sum(counts) for counts in zip(*found.values(), strict=True))
+    return found | {"constrained": _Drafts(every.drafted - drafted, every.accepted - accepted)}
+
+
+class _Drafts(NamedTuple):
+    """How many tokens were drafted, and how many of them accepted."""
+
+    drafted: int
+    accepted: int
+
+
 class Tally:
-    """Counts one request's tokens as they come. It begins with the request's arrival."""
+    """Counts one request's tokens as they come. It begins with the request's arrival.
+
+    prompt_tokens: of each prompt once. cached_tokens: those found in the prefix cache.
+    first_seconds: from the arrival to the first token; None before it.
+    finish_reasons, steps, drafted_tokens, accepted_tokens: of the texts that have ended.
+    """
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._arrived = time.perf_counter()
         self._last: dict[tuple[int, int], float] = {}
-        self.cached_tokens = 0  # of prompts, found in the prefix cache
+        self.prompt_tokens = self.output_tokens = self.cached_tokens = 0
+        self.first_seconds: float | None = None
+        self.finish_reasons: list[str] = []
+        self.steps = self.drafted_tokens = self.accepted_tokens = 0
 
-    @property
-    def seconds(self) -> float:
-        """Since the arrival."""
-        return time.perf_counter() - self._arrived
+    def count_prompts(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Enter the prompts' tokens."""
+        self.prompt_tokens = sum(map(len, prompts))
+        self._metrics.prompt_tokens.inc(self.prompt_tokens)
 
     def count(self, chunk: Chunk) -> None:
         """Enter a chunk of one of its samples."""
@@ -106,13 +145,20 @@ class Tally:
         last = self._last.get(place)
         if new:
             self._last[place] = now
+            self.output_tokens += new
             metrics.output_tokens.inc(new)
             if last is None:
                 metrics.first_token.observe(now - self._arrived)
+                self.first_seconds = self.first_seconds or now - self._arrived
             else:
                 for _ in chunk.token_ids:
                     metrics.between_tokens.observe((now - last) / new)
         if chunk.completion is not None:
-            metrics.count_sample(chunk.completion.finish_reason, chunk.completion.stats)
+            metrics.count_sample(chunk.completion)
+            stats = chunk.completion.stats
+            self.finish_reasons.append(chunk.completion.finish_reason)
+            self.steps += stats.steps
+            self.drafted_tokens += sum(stats.drafted)
+            self.accepted_tokens += sum(stats.accepted)
             if chunk.sample_index == 0:
-                self.cached_tokens += chunk.completion.stats.cached_tokens
+                self.cached_tokens += stats.cached_tokens

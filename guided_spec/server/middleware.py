@@ -1,4 +1,4 @@
-"""What happens to every request before and after its endpoint: counting, keys, the body."""
+"""What happens to every request before and after its endpoint: counting, spans, keys, the body."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from guided_spec.server.caller import CALLER
 from guided_spec.server.faults import ApiError
 from guided_spec.server.metrics import Metrics
 from guided_spec.server.settings import ServerSettings
+from guided_spec.server.spans import open_span
 
-__all__ = ["BoundedBody", "CountedRequests", "RequiredKey"]
+__all__ = ["BoundedBody", "CountedRequests", "RequiredKey", "TracedRequests"]
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -22,7 +23,7 @@ Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Message, Receive, Send], Awaitable[None]]
 
 _CLIENT_LEFT = 499
-_OPEN_PATHS = ("/health",)
+_OPEN_PATHS = ("/", "/health")  # the page holds nothing that is secret
 
 
 class CountedRequests:
@@ -60,6 +61,28 @@ class CountedRequests:
         finally:
             path = scope["path"] if scope["path"] in self._paths else "other"
             self._metrics.count_request(path, status, time.perf_counter() - began)
+
+
+class TracedRequests:
+    """Opens a span for each request that generates. What follows tells it more."""
+
+    def __init__(self, app: Application) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = {name.decode("latin-1"): v.decode("latin-1") for name, v in scope["headers"]}
+        with open_span(scope["path"], headers) as span:
+
+            async def watched_send(message: Message) -> None:
+                if message["type"] == "http.response.start":
+                    span.tell_status(message["status"])
+                await send(message)
+
+            await self._app(scope, receive, watched_send)
 
 
 class RequiredKey:

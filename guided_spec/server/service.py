@@ -15,6 +15,7 @@ from guided_spec.server.admission import Admission
 from guided_spec.server.faults import ApiError, api_error
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.settings import ServerSettings
+from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
 __all__ = ["Service"]
@@ -75,19 +76,30 @@ class Service:
         return encoded
 
     async def chunks(
-        self, prompts: Sequence[Prompt], params: SamplingParams, param: str | None, tally: Tally
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        param: str | None,
+        tally: Tally,
+        *,
+        is_traced: bool,
     ) -> AsyncGenerator[Chunk, None]:
         """Generate, and count it. Closing it frees the slots.
 
-        param: the argument that a grammar came in. Raises ApiError for a sample that fails.
+        param: the argument that a grammar came in. is_traced: whether steps are recorded.
+        Raises ApiError for a sample that fails.
         """
-        stream = self.llm.astream(list(prompts), params, on_error="return")
-        async with aclosing(stream) as chunks:
-            async for chunk in chunks:
-                tally.count(chunk)
-                if chunk.completion is not None and chunk.completion.error is not None:
-                    raise api_error(chunk.completion.error, param)
-                yield chunk
+        current_span().tell_params(params)
+        stream = self.llm.astream(list(prompts), params, on_error="return", trace=is_traced)
+        try:
+            async with aclosing(stream) as chunks:
+                async for chunk in chunks:
+                    tally.count(chunk)
+                    if chunk.completion is not None and chunk.completion.error is not None:
+                        raise api_error(chunk.completion.error, param)
+                    yield chunk
+        finally:
+            current_span().tell_outcome(self.model_name, tally)
 
     def token_bytes(self, token_id: int) -> bytes:
         """What a token shows; its name where it shows nothing."""

@@ -24,6 +24,7 @@ class ServerSettings:
     tool_format: how calls are written, where the chat template does not tell; see ``TOOL_FORMATS``.
     max_connections: open at the same time; further ones are answered with 503.
     drain_seconds: after SIGTERM, in which running and waiting requests may finish.
+    playground: whether ``/`` is a page to try things on, and requests may ask for a ``trace``.
 
     Raises ConfigError for a value out of range.
     """
@@ -40,6 +41,7 @@ class ServerSettings:
     tool_format: str | None = None
     max_connections: int = 1000
     drain_seconds: float = 60.0
+    playground: bool = True
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -49,6 +51,9 @@ class ServerSettings:
             elif field.name == "tool_format":
                 if value is not None:
                     get_tool_format(value)
+            elif field.name == "playground":
+                if not isinstance(value, bool):
+                    raise ConfigError(field.name, value, "must be True or False")
             elif value is not None:
                 _require_number(field.name, value, low=0 if field.name == "max_queue" else 1)
         if not self.model_names:

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from guided_spec.errors import GuidedSpecError
 from guided_spec.server.faults import ApiError, api_error, json_response
 from guided_spec.server.middleware import Message, Receive, Send
+from guided_spec.server.spans import current_span
 
 __all__ = ["EventStream", "event", "open_stream", "whole_answer"]
 
@@ -101,6 +102,8 @@ class EventStream(Response):
             await asyncio.wait({sending, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
                 sending.result()
+            else:
+                current_span().tell_status(499, "client_left")
         finally:
             await _end(sending)
             await _end(leaving)
@@ -124,4 +127,5 @@ def _body(piece: bytes, *, more_body: bool = True) -> Message:
 
 
 def _failure(fault: ApiError) -> bytes:
+    current_span().tell_status(fault.status, fault.code or fault.kind)
     return f"data: {_dump(fault.body())}\n\n".encode("utf-8", "backslashreplace")

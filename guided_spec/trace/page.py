@@ -7,27 +7,16 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
-from typing import NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.trace.plots import Bars, Curve, bar_plot, curve_plot
-from guided_spec.trace.record import FORCED, StepTrace, TokenTrace, Trace
+from guided_spec.trace.record import FORCED, Trace
+from guided_spec.trace.steps import StepMarkup, legend
 
-__all__ = ["render_page"]
+__all__ = ["asset", "render_page", "summary"]
 
 MOST_TRACES = 2  # side by side, each in a colour of its own
 TITLE = "What speculation did, step by step"
-SIGNS = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"}
-UNSEEN = re.compile("[ \n\t\r]")
-
-LEGEND = (
-    ("accepted", "drafted and accepted"),
-    ("accepted forced", "forced by the grammar, and accepted"),
-    ("rejected", "rejected by the target"),
-    ("replacement", "what the target drew in its place"),
-    ("unused", "drafted behind a rejected token"),
-    ("bonus", "drawn behind a draft that was accepted whole"),
-)
 
 
 def render_page(traces: Sequence[Trace], *, title: str = TITLE, prompt: str = "") -> str:
@@ -40,15 +29,21 @@ def render_page(traces: Sequence[Trace], *, title: str = TITLE, prompt: str = ""
     if not 1 <= len(traces) <= MOST_TRACES:
         fix = f"pass one trace, or {MOST_TRACES} to compare"
         raise ConfigError("traces", f"{len(traces)} of them", fix)
-    page = files("guided_spec") / "trace" / "page.html"
-    return Template(page.read_text(encoding="utf-8")).substitute(
+    return Template(asset("page.html")).substitute(
         title=escape(title),
+        style=asset("page.css"),
+        script=asset("page.js"),
         prompt=_prompt(prompt),
-        summary=_summary(traces),
+        summary=summary(traces),
         plots="\n".join(_plots(traces)),
-        legend=_legend(),
-        runs="\n".join(_Run(number, trace).html() for number, trace in enumerate(traces)),
+        legend=legend(),
+        runs="\n".join(_run(number, trace) for number, trace in enumerate(traces)),
     )
+
+
+def asset(name: str) -> str:
+    """One of the files of the page: ``page.css``, ``page.js`` (keys and details), its template."""
+    return (files("guided_spec") / "trace" / name).read_text(encoding="utf-8")
 
 
 def _prompt(prompt: str) -> str:
@@ -57,7 +52,8 @@ def _prompt(prompt: str) -> str:
     return f"<details><summary>Prompt</summary><pre>{escape(prompt)}</pre></details>"
 
 
-def _summary(traces: Sequence[Trace]) -> str:
+def summary(traces: Sequence[Trace]) -> str:
+    """A table of their figures, a column for each."""
     heads = [
         f'<th scope="col" class="run-{number}"><span class="dot"></span> {_name(t)}</th>'
         for number, t in enumerate(traces)
@@ -117,120 +113,14 @@ def _plots(traces: Sequence[Trace]) -> list[str]:
     ]
 
 
-def _legend() -> str:
-    items = [
-        f'<li><span class="chip {kind}" aria-hidden="true">abc</span>{words}</li>'
-        for kind, words in LEGEND
-    ]
-    return f'<ul class="legend" aria-label="Kinds of tokens">{"".join(items)}</ul>'
-
-
-class _Run(NamedTuple):
+def _run(number: int, trace: Trace) -> str:
     """One trace on the page, the ``number``-th one."""
-
-    number: int
-    trace: Trace
-
-    def html(self) -> str:
-        label = f"run-{self.number}"
-        steps = "".join(self._step(number, s) for number, s in enumerate(self.trace.steps))
-        return (
-            f'<section class="run {label}" aria-labelledby="{label}">'
-            f'<h3 id="{label}"><span class="dot"></span> {_name(self.trace)}</h3>'
-            f"<pre>{escape(self.trace.text)}</pre>"
-            f'<ol class="steps">{steps}</ol></section>'
-        )
-
-    def _step(self, number: int, step: StepTrace) -> str:
-        kept, requests = step.num_kept, step.num_requests
-        head = [
-            f"<strong>Step {number + 1}</strong>",
-            f"{kept} token{'' if kept == 1 else 's'}",
-            f"{step.seconds * 1e3:.1f} ms",
-        ]
-        if requests > 1:
-            head.append(f"{requests} requests together")
-        chips, place = [], ""
-        for at, shown in enumerate(_shown(step)):
-            name = f"{self.number}-{number}-{at}"
-            is_new = shown.token.place not in (None, "", place)
-            chips.append(self._chip(shown, name, shown.token.place if is_new else None))
-            place = shown.token.place or place
-        spans = "".join(f"<span>{part}</span>" for part in head)
-        return (
-            f'<li class="step"><p class="step-head">{spans}</p>'
-            f'<ol class="chips">{"".join(chips)}</ol></li>'
-        )
-
-    def _chip(self, shown: _Shown, name: str, place: str | None) -> str:
-        token = shown.token
-        kinds: list[str] = [token.outcome]
-        kinds += ["forced"] * (token.source == FORCED) + ["dropped"] * shown.is_dropped
-        label = f"{', '.join(kinds)}: {token.text or self._unwritten(token)}"
-        likely = "" if token.target_prob is None else f' style="--likely:{token.target_prob:.3f}"'
-        where = "" if place is None else f'<span class="place">{escape(place)}</span>'
-        return (
-            f'<li>{where}<button type="button" class="chip {" ".join(kinds)}"{likely} '
-            f'aria-label="{escape(label)}" aria-describedby="tip-{name}">{self._text(token)}'
-            f'</button><div class="tip" role="tooltip" id="tip-{name}">'
-            f"<dl>{self._details(shown)}</dl></div></li>"
-        )
-
-    def _text(self, token: TokenTrace) -> str:
-        """What a chip shows, white space by signs."""
-        if not token.text:
-            return f'<span class="unseen">{self._unwritten(token)}</span>'
-        return UNSEEN.sub(
-            lambda found: f'<span class="unseen">{SIGNS[found[0]]}</span>', escape(token.text)
-        )
-
-    def _unwritten(self, token: TokenTrace) -> str:
-        return "end" if token.id in self.trace.stop_token_ids else f"#{token.id}"
-
-    def _details(self, shown: _Shown) -> str:
-        token, vocab_size = shown.token, self.trace.vocab_size
-        rows = {
-            "token": f"{token.text!r}, id {token.id}",
-            "output position": str(shown.position),
-            "by": "the grammar" if token.source == FORCED else token.source,
-            "outcome": token.outcome + (", behind the end of the text" * shown.is_dropped),
-            "draft probability": _percent(token.draft_prob),
-            "target probability": _percent(token.target_prob),
-            "with temperature, filters": _percent(token.processed_prob),
-        }
-        if token.allowed is not None:
-            rows["allowed tokens"] = f"{token.allowed:,} of {vocab_size:,}"
-        if token.place is not None:
-            rows["place in the JSON"] = token.place or "the whole text"
-        return "".join(
-            f"<dt>{name}</dt><dd>{escape(value)}</dd>" for name, value in rows.items() if value
-        )
-
-
-class _Shown(NamedTuple):
-    """A token of a step as the page shows it. position: in the output. is_dropped: not in it."""
-
-    token: TokenTrace
-    position: int
-    is_dropped: bool
-
-
-def _shown(step: StepTrace) -> list[_Shown]:
-    """The tokens of a step, the drawn one right behind what was accepted or rejected."""
-    num_accepted = sum(token.outcome == "accepted" for token in step.drafted)
-    drafted = [
-        _Shown(token, step.start + at, step.num_kept <= at < num_accepted)
-        for at, token in enumerate(step.drafted)
-    ]
-    if step.drawn is None:
-        return drafted
-    drawn = _Shown(step.drawn, step.start + num_accepted, step.num_kept <= num_accepted)
-    split = num_accepted + 1
-    return [*drafted[:split], drawn, *drafted[split:]]
-
-
-def _percent(probability: float | None) -> str:
-    if probability is None:
-        return ""
-    percent = 100 * probability
-    return f"{percent:.2f} %" if percent >= 0.01 or percent == 0 else f"{percent:.1e} %"
+    label = f"run-{number}"
+    markup = StepMarkup(number, trace.vocab_size, trace.stop_token_ids)
+    steps = "".join(markup.step(at, step) for at, step in enumerate(trace.steps))
+    return (
+        f'<section class="run {label}" aria-labelledby="{label}">'
+        f'<h3 id="{label}"><span class="dot"></span> {_name(trace)}</h3>'
+        f"<pre>{escape(trace.text)}</pre>"
+        f'<ol class="steps">{steps}</ol></section>'
+    )

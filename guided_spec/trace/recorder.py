@@ -129,6 +129,10 @@ class TraceRecorder:
         is_json = params.grammar is not None and params.grammar.is_json
         self._place = JsonPlace() if is_json else None
 
+    def steps(self, start: int = 0) -> tuple[StepTrace, ...]:
+        """Those so far, from the ``start``-th on."""
+        return tuple(self._steps[start:])
+
     def add(self, seen: SeenStep, num_kept: int) -> None:
         """One more step, of whose accepted and drawn tokens the text has ``num_kept``."""
         self._began = seen.started if self._began is None else self._began
@@ -162,7 +166,7 @@ class TraceRecorder:
             stop_token_ids=tuple(self._vocabulary.stop_token_ids),
             text=text,
             finish_reason=finish_reason,
-            steps=tuple(self._steps),
+            steps=self.steps(),
         )
 
     def _drafted(self, seen: SeenStep, at: int, place: str | None) -> TokenTrace:

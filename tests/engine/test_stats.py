@@ -20,6 +20,15 @@ def test_steps_are_counted_by_position() -> None:
     assert (stats.forced, stats.forced_accepted) == (4, 3)
 
 
+def test_what_stands_before_the_marker() -> None:
+    stats = RequestStats()
+    stats.count_step(4, 4, [2, 3], 3)
+    stats.count_step(4, 1, [], 2)
+    stats.count_step(2, 2, [1])
+    assert (stats.reasoning, stats.reasoning_accepted) == (4, 3)
+    assert (stats.forced, stats.forced_accepted) == (3, 3)
+
+
 def test_ratios() -> None:
     stats = RequestStats(output_tokens=12, steps=4, seconds=0.5)
     assert stats.acceptance_length == pytest.approx(3.0)

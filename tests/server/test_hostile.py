@@ -192,7 +192,7 @@ def test_what_is_no_http(attacked: Running) -> None:
 
 def test_paths_that_are_not_there(attacked: Running) -> None:
     for method, path, expected in (
-        ("GET", "/", 404),
+        ("POST", "/", 405),
         ("GET", "/docs", 404),
         ("GET", CHAT, 405),
         ("DELETE", "/v1/models", 405),

@@ -10,11 +10,26 @@ from typing import Any
 import pytest
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Completion
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.server.metrics import Metrics
+from guided_spec.types import SamplingParams
 from tests.docs.pages import ROOT
-from tests.server.running import ASK, Contact, Running, running
+from tests.server.running import ASK, LONG, Contact, Running, running, until
 
 SCHEMA = {"name": "contact", "schema": Contact.model_json_schema()}
 DASHBOARD = ROOT / "examples" / "serve" / "grafana.json"
+
+
+def total(found: dict[str, float], name: str) -> float:
+    """Over all labels."""
+    return sum(value for key, value in found.items() if key.startswith(f"{name}{{"))
+
+
+def by_place(found: dict[str, float], what: str) -> list[float]:
+    """Tokens at each position of a draft."""
+    longest = sum(name.startswith(f"{what}_at_total{{") for name in found)
+    return [found[f"{what}_at_total{{{place}}}"] for place in range(1, longest + 1)]
 
 
 def test_counters(llm: LLM) -> None:
@@ -43,26 +58,69 @@ def test_counters(llm: LLM) -> None:
     assert found["time_to_first_token_seconds_count"] == 4
     assert 0 < found["time_between_tokens_seconds_count"] < output
     assert found["request_seconds_count{/v1/chat/completions}"] == 1
-    assert 0 < found["accepted_tokens_total"] <= found["drafted_tokens_total"]
-    assert 0 < found["forced_tokens_total"] <= found["accepted_tokens_total"]
-    assert found["steps_total"] + found["accepted_tokens_total"] >= output
+    kinds = {"forced", "constrained", "reasoning", "free"}
+    for kind in kinds - {"reasoning"}:
+        accepted = found[f"accepted_tokens_total{{{kind}}}"]
+        assert 0 < accepted <= found[f"drafted_tokens_total{{{kind}}}"]
+    assert found["drafted_tokens_total{reasoning}"] == 0
+    assert found["steps_total"] + total(found, "accepted_tokens_total") >= output
+    for what in ("drafted", "accepted"):
+        places = by_place(found, what)
+        assert places == sorted(places, reverse=True), "what is drafted at 2 is drafted at 1"
+        assert sum(places) == total(found, f"{what}_tokens_total")
     assert found["mask_seconds_total"] > 0
     assert found["starved_rows_total"] == 0
     assert (found["slots"], found["running_samples"], found["waiting_samples"]) == (4, 0, 0)
+    assert (found["blocks"], found["used_blocks"]) == (llm.load.num_blocks, 0)
 
 
 def test_stats_are_those_of_the_engine(llm: LLM, served: Running) -> None:
     """What one request adds is what the engine says of the same text."""
     stats = llm.chat(ASK, response_format={"type": "json_schema", "json_schema": SCHEMA}).completion
-    names = ("steps", "drafted_tokens", "accepted_tokens", "forced_tokens", "output_tokens")
+    one = stats.stats
+    expected = {"steps_total": one.steps, "output_tokens_total": one.output_tokens}
+    for what, counts, forced in (
+        ("drafted", one.drafted, one.forced),
+        ("accepted", one.accepted, one.forced_accepted),
+    ):
+        expected[f"{what}_tokens_total{{forced}}"] = forced
+        expected[f"{what}_tokens_total{{constrained}}"] = sum(counts) - forced
+        places = enumerate(counts, 1)
+        expected |= {f"{what}_at_total{{{place}}}": count for place, count in places}
     before = served.metrics()
     form = {"type": "json_schema", "json_schema": SCHEMA}
     served.post("/v1/chat/completions", {"messages": ASK, "response_format": form})
     after = served.metrics()
-    added = [after[f"guided_spec_{n}_total"] - before[f"guided_spec_{n}_total"] for n in names]
-    one = stats.stats
-    expected = [one.steps, sum(one.drafted), sum(one.accepted), one.forced_accepted]
-    assert added == [*expected, one.output_tokens]
+    names = {name: f"guided_spec_{name}" for name in expected}
+    added = {name: after[full] - before.get(full, 0) for name, full in names.items()}
+    assert added == expected
+
+
+def test_blocks_are_told() -> None:
+    with (
+        LLM(proposer="none", kernels="packed", max_model_len=1024, max_batch_size=2) as packed,
+        running(packed) as served,
+    ):
+        assert served.metrics()["guided_spec_blocks"] == packed.load.num_blocks > 2
+        for _ in packed.stream("Hello", SamplingParams(**LONG)):
+            assert 0 < served.metrics()["guided_spec_used_blocks"] < packed.load.num_blocks
+            break  # which ends the text
+        until(lambda: served.metrics()["guided_spec_used_blocks"] == 0)
+
+
+def test_drafts_of_reasoning_are_counted_apart(llm: LLM) -> None:
+    """Those before the marker, and nothing of them elsewhere."""
+    spec = GrammarSpec.choice(["yes", "no"]).after("=", reasoning_budget=8)
+    stats = llm.generate("A", SamplingParams(grammar=spec, max_tokens=20))[0].stats
+    assert 0 < stats.reasoning < sum(stats.drafted)
+    metrics = Metrics(lambda: llm.load)
+    metrics.count_sample(Completion("", [], "stop", None, stats, grammar=spec))
+    lines = metrics.text().decode().splitlines()
+    for what, counts in (("drafted", stats.drafted), ("accepted", stats.accepted)):
+        found = dict(line.rsplit(" ", 1) for line in lines if f"{what}_tokens_total{{" in line)
+        assert sum(map(float, found.values())) == sum(counts)
+    name = 'guided_spec_drafted_tokens_total{kind="reasoning"}'
+    assert f"{name} {float(stats.reasoning)}" in lines
 
 
 @pytest.mark.parametrize("path", [DASHBOARD, ROOT / "docs" / "serve.md"], ids=lambda p: p.name)

@@ -27,7 +27,8 @@ EXAMPLES = ROOT / "examples" / "serve"
 def options() -> dict[str, Any]:
     """Of the command, by their spelling."""
     command: Any = typer.main.get_command(app)
-    return {name: p for p in command.commands["serve"].params for name in p.opts}
+    params = command.commands["serve"].params
+    return {name: p for p in params for name in (*p.opts, *p.secondary_opts)}
 
 
 @pytest.mark.parametrize("page", [PAGE, README], ids=lambda page: page.name)

@@ -2,62 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from guided_spec.trace.page import render_page
+from tests.browser import CONTRAST, HEIGHT, NEEDS_BROWSER, SCHEMES, WIDTHS, driver
 from tests.trace.test_page import HOSTILE, hostile_trace
 from tests.trace.traces import make_step, make_token, make_trace
-from tools.trace_picture import find_browser, open_browser, show
+from tools.pictures import show
 
 pytest.importorskip("selenium", reason="selenium is not installed")
 from selenium.webdriver.common.action_chains import ActionChains  # noqa: E402
 from selenium.webdriver.common.by import By  # noqa: E402
 from selenium.webdriver.common.keys import Keys  # noqa: E402
 
-FOUND = find_browser()
-pytestmark = pytest.mark.skipif(FOUND is None, reason="chromium or its driver is not installed")
+pytestmark = NEEDS_BROWSER
 
-WIDTHS = (400, 1280)
-HEIGHT = 900
-SCHEMES = ("light", "dark")
-
-# The smallest contrast of any text with what is behind it (WCAG 2, relative luminance).
-CONTRAST = """
-const channel = (c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4;
-const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
-const light = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-const behind = (element) => {
-  for (let at = element; at; at = at.parentElement) {
-    const colour = numbers(getComputedStyle(at).backgroundColor);
-    if (colour.length === 3 || colour[3] > 0) return colour;
-  }
-};
-const ratio = (element) => {
-  const a = light(numbers(getComputedStyle(element).color)), b = light(behind(element));
-  return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-};
-const texts = [...document.querySelectorAll("main *, header *")].filter((element) =>
-  [...element.childNodes].some((node) => node.nodeType === 3 && node.data.trim())
-  && !element.closest("svg"));
-return Math.min(...texts.map(ratio));
-"""
+__all__ = ["driver"]  # a fixture
 
 BOX = "return arguments[0].getBoundingClientRect().toJSON()"
 
 
 @pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    assert FOUND is not None
-    with open_browser(*FOUND) as driver:
-        yield driver
-
-
-@pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     words = [make_token(f"word{at}", "accepted", target_prob=0.5) for at in range(30)]
     kinds = [
         make_token("forced", "accepted", source="forced", place="/a/very/long/place" * 9),
@@ -71,7 +39,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     other = make_trace([make_step(kinds, drawn, 2), bonus, dropped], proposer="chain:" + "a+b" * 30)
     path = tmp_path_factory.mktemp("page") / "trace.html"
     path.write_text(render_page([other, hostile_trace()], prompt=HOSTILE[0]), encoding="utf-8")
-    return path
+    return path.as_uri()
 
 
 def chips(driver: Any) -> list[Any]:
@@ -93,7 +61,7 @@ def press(driver: Any, key: str) -> Any:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
-def test_it_is_shown_without_errors(driver: Any, page: Path, width: int, scheme: str) -> None:
+def test_it_is_shown_without_errors(driver: Any, page: str, width: int, scheme: str) -> None:
     show(driver, page, width, HEIGHT, scheme)
     chips(driver)[0].send_keys(Keys.ARROW_RIGHT)
     assert driver.get_log("browser") == []
@@ -103,7 +71,7 @@ def test_it_is_shown_without_errors(driver: Any, page: Path, width: int, scheme:
     assert driver.execute_script(CONTRAST) >= 4.5
 
 
-def test_the_two_schemes_differ(driver: Any, page: Path) -> None:
+def test_the_two_schemes_differ(driver: Any, page: str) -> None:
     colours = []
     for scheme in SCHEMES:
         show(driver, page, 1280, HEIGHT, scheme)
@@ -112,7 +80,7 @@ def test_the_two_schemes_differ(driver: Any, page: Path) -> None:
     assert colours[0] != colours[1]
 
 
-def test_two_runs_stand_side_by_side_where_there_is_room(driver: Any, page: Path) -> None:
+def test_two_runs_stand_side_by_side_where_there_is_room(driver: Any, page: str) -> None:
     tops = []
     for width in WIDTHS:
         show(driver, page, width, HEIGHT)
@@ -122,7 +90,7 @@ def test_two_runs_stand_side_by_side_where_there_is_room(driver: Any, page: Path
     assert wide[0] == wide[1]
 
 
-def test_every_chip_is_reached_by_keyboard(driver: Any, page: Path) -> None:
+def test_every_chip_is_reached_by_keyboard(driver: Any, page: str) -> None:
     show(driver, page, 1280, HEIGHT)
     everything = chips(driver)
     for _ in range(12):  # past what can be folded out
@@ -137,7 +105,7 @@ def test_every_chip_is_reached_by_keyboard(driver: Any, page: Path) -> None:
     assert len(stops) == steps
 
 
-def test_keys_between_rows(driver: Any, page: Path) -> None:
+def test_keys_between_rows(driver: Any, page: str) -> None:
     show(driver, page, 1280, HEIGHT)
     rows = [
         row.find_elements(By.CSS_SELECTOR, "button")
@@ -155,7 +123,7 @@ def test_keys_between_rows(driver: Any, page: Path) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-def test_details_on_focus_and_on_hover(driver: Any, page: Path, width: int) -> None:
+def test_details_on_focus_and_on_hover(driver: Any, page: str, width: int) -> None:
     show(driver, page, width, HEIGHT)
     first, second = chips(driver)[:2]
     assert not tip_of(driver, second).is_displayed()

@@ -267,6 +267,25 @@ def test_places_begin_behind_the_marker() -> None:
     assert "/ok" in {token.place for token in tokens[marker + 1 :]}
 
 
+def test_drafts_before_a_marker_are_counted_as_reasoning() -> None:
+    """By the texts that the trace has: the marker is one character here."""
+    spec = CONTACT.after("=", reasoning_budget=12)
+    with make_llm("llama", "chain:grammar_forced+draft_model", near_copy("llama")) as llm:
+        (output,) = llm.generate("x", SamplingParams(grammar=spec, max_tokens=80), trace=True)
+    drafted = accepted = 0
+    text = ""
+    for step in trace_of(output.completions[0]).steps:
+        ahead = text
+        for token in step.drafted:
+            is_before = "=" not in ahead and token.source != "forced"
+            drafted += is_before
+            accepted += is_before and token.outcome == "accepted"
+            ahead += token.text
+        text += "".join(token.text for token in step.tokens)
+    assert (output.stats.reasoning, output.stats.reasoning_accepted) == (drafted, accepted)
+    assert 0 < drafted < sum(output.stats.drafted)
+
+
 def test_of_every_sample_and_of_streams() -> None:
     params = SamplingParams(n=3, temperature=1.0, seed=3, grammar=GrammarSpec.regex("[a-z]{12}"))
     with make_llm("llama", "chain:grammar_forced+draft_model", near_copy("llama")) as llm:
@@ -279,12 +298,18 @@ def test_of_every_sample_and_of_streams() -> None:
 
         streamed = [c for c in asyncio.run(read()) if c is not None]
         assert llm.generate("The name", params)[0].trace is None
+        plain = list(llm.stream("The name", params))
     for completion in (*output.completions, *later.completions, *streamed):
         check_text(completion)
     finished = [chunk.completion for chunk in chunks if chunk.completion is not None]
     texts = sorted(trace_of(completion).text for completion in finished)
     assert texts == sorted(completion.text for completion in output.completions)
     assert len(texts) == len(streamed) == 3
+    for sample in range(3):
+        own = [chunk for chunk in chunks if chunk.sample_index == sample]
+        joined = tuple(step for chunk in own for step in chunk.steps)
+        assert joined == trace_of(own[-1].completion).steps
+    assert not any(chunk.steps for chunk in plain)
 
 
 def test_a_failed_request_keeps_what_it_has() -> None:

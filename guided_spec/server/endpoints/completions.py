@@ -10,14 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from guided_spec.engine.outputs import Chunk, Completion
-from guided_spec.server.bodies import CompletionBody
-from guided_spec.server.chat import finish_reason
+from guided_spec.server.endpoints.bodies import CompletionBody
+from guided_spec.server.endpoints.chat import finish_reason
+from guided_spec.server.endpoints.logprobs import completion_logprobs
+from guided_spec.server.endpoints.replies import CompletionChoice, CompletionReply, Usage
+from guided_spec.server.endpoints.sampling import asked_grammar, sampling_params
+from guided_spec.server.endpoints.traces import SampleTraces
 from guided_spec.server.faults import ApiError
-from guided_spec.server.logprobs import completion_logprobs
 from guided_spec.server.metrics import Tally
-from guided_spec.server.replies import CompletionChoice, CompletionReply, Usage
-from guided_spec.server.sampling import asked_grammar, sampling_params
 from guided_spec.server.service import Service
+from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 
 __all__ = ["CompletionAnswer"]
@@ -32,9 +34,9 @@ class CompletionAnswer:
         self._service = service
         self._body = body
         self._tally = Tally(service.metrics)
+        self._traces = SampleTraces(service, body.trace)
         self._prompts = _listed(body.prompt)
         self._n = body.n or 1
-        self._prompt_tokens = self._output_tokens = 0
         self._offsets: dict[int, int] = {}  # characters of each choice so far
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
@@ -42,6 +44,8 @@ class CompletionAnswer:
             "model": service.model_name,
         }
         service.require_model(body.model)
+        asked = body.model or service.model_name
+        current_span().tell_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self._n * len(self._prompts))
         if body.best_of not in (None, self._n):
             _refuse("best_of", body.best_of, "this server takes none but n")
@@ -73,7 +77,7 @@ class CompletionAnswer:
 
     @property
     def _usage(self) -> Usage:
-        return Usage.of(self._prompt_tokens, self._output_tokens, self._tally.cached_tokens)
+        return Usage.of(self._tally)
 
     async def _chunks(self) -> AsyncGenerator[Chunk, None]:
         service, body = self._service, self._body
@@ -86,14 +90,14 @@ class CompletionAnswer:
             params = sampling_params(body, service.llm.default_params, limit)
             params = replace(params, grammar=asked.spec)
             encoded = await service.encode(self._prompts)
-            self._prompt_tokens = sum(map(len, encoded))
-            service.metrics.prompt_tokens.inc(self._prompt_tokens)
+            self._tally.count_prompts(encoded)
             # Only the text itself can be echoed as it was.
             prompts: Sequence[Any] = self._prompts if body.echo else encoded
-            stream = service.chunks(prompts, params, asked.param, self._tally)
+            is_traced = body.trace is not None
+            args = (prompts, params, asked.param, self._tally)
+            stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self._output_tokens += len(chunk.token_ids)
                     yield chunk
 
     def _index(self, chunk: Chunk) -> int:
@@ -106,6 +110,7 @@ class CompletionAnswer:
             text=completion.text,
             logprobs=None if tokens is None else completion_logprobs(self._service, tokens, 0),
             finish_reason=finish_reason(completion.finish_reason),
+            trace=self._traces.whole(index, completion),
         )
 
     def _event(self, chunk: Chunk) -> bytes:
@@ -120,6 +125,7 @@ class CompletionAnswer:
             text=chunk.text,
             logprobs=logprobs,
             finish_reason=None if last is None else finish_reason(last.finish_reason),
+            trace=self._traces.piece(index, chunk),
         )
         return event(CompletionReply.model_validate({**self._head, "choices": [choice]}))
 

@@ -9,11 +9,10 @@ from contextlib import aclosing
 from typing import Any
 
 from guided_spec.engine.chat_stream import ChatStream
-from guided_spec.server.bodies import ChatBody, ResponsesBody
-from guided_spec.server.chat import ChatRun
-from guided_spec.server.faults import ApiError
-from guided_spec.server.response_items import ResponseItems
-from guided_spec.server.response_replies import (
+from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
+from guided_spec.server.endpoints.chat import ChatRun
+from guided_spec.server.endpoints.responses.items import ResponseItems
+from guided_spec.server.endpoints.responses.replies import (
     IncompleteDetails,
     InputDetails,
     OutputDetails,
@@ -21,6 +20,7 @@ from guided_spec.server.response_replies import (
     ResponseReply,
     ResponseUsage,
 )
+from guided_spec.server.faults import ApiError
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
@@ -122,6 +122,7 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         "tool_choice": _tool_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
         "max_tokens": body.max_output_tokens,
+        "stream": body.stream,
         "temperature": body.temperature,
         "top_p": body.top_p,
         "response_format": _response_format(body.text or {}),

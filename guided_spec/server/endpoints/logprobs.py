@@ -4,7 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from guided_spec.server.replies import ChatLogprobs, CompletionLogprobs, LikelyToken, TokenLogprob
+from guided_spec.server.endpoints.replies import (
+    ChatLogprobs,
+    CompletionLogprobs,
+    LikelyToken,
+    TokenLogprob,
+)
 from guided_spec.server.service import Service
 from guided_spec.types import TokenLogprobs
 

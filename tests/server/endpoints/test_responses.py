@@ -11,11 +11,11 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from guided_spec.engine.chat_stream import ChatChunk
-from guided_spec.server.bodies import ResponsesBody
+from guided_spec.server.endpoints.bodies import ResponsesBody
+from guided_spec.server.endpoints.responses.answer import as_chat
+from guided_spec.server.endpoints.responses.items import ResponseItems
+from guided_spec.server.endpoints.responses.replies import MessageItem, ReasoningItem
 from guided_spec.server.faults import ApiError
-from guided_spec.server.response_items import ResponseItems
-from guided_spec.server.response_replies import MessageItem, ReasoningItem
-from guided_spec.server.responses import as_chat
 from tests.server.running import ASK, BOOK, Contact, Running
 
 TEXT = ASK[0]["content"]

@@ -8,8 +8,13 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.server.bodies import ChatBody, CompletionBody, SamplingBody, StructuredOutputs
 from guided_spec.server.caller import cache_salt
+from guided_spec.server.endpoints.bodies import (
+    ChatBody,
+    CompletionBody,
+    SamplingBody,
+    StructuredOutputs,
+)
 from guided_spec.server.faults import ApiError, api_error
 from guided_spec.types import MAX_SEED, SamplingParams
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from guided_spec.engine.chat_stream import ChatChunk, ToolCallDelta
-from guided_spec.server.response_replies import (
+from guided_spec.server.endpoints.responses.replies import (
     CallItem,
     ItemStatus,
     MessageItem,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+
+from guided_spec.server.metrics import Tally
 
 __all__ = [
     "CallDelta",
@@ -28,6 +30,7 @@ __all__ = [
     "Reply",
     "TokenLogprob",
     "TokenizeReply",
+    "TraceReply",
     "Usage",
 ]
 
@@ -60,13 +63,13 @@ class Usage(Reply):
     prompt_tokens_details: PromptDetails
 
     @classmethod
-    def of(cls, prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
-        """With their sum."""
+    def of(cls, tally: Tally) -> Usage:
+        """So far."""
         return cls(
-            prompt_tokens=prompt_tokens,
-            completion_tokens=completion_tokens,
-            total_tokens=prompt_tokens + completion_tokens,
-            prompt_tokens_details=PromptDetails(cached_tokens=cached_tokens),
+            prompt_tokens=tally.prompt_tokens,
+            completion_tokens=tally.output_tokens,
+            total_tokens=tally.prompt_tokens + tally.output_tokens,
+            prompt_tokens_details=PromptDetails(cached_tokens=tally.cached_tokens),
         )
 
 
@@ -120,13 +123,29 @@ class MessageReply(Reply):
     tool_calls: list[CallReply] | None = None
 
 
+class TraceReply(Reply):
+    """A trace, or a piece of one: the fields of ``guided_spec.trace.record.Trace``, or as HTML.
+
+    steps: records, or a row for each. summary: a table, at the end.
+    """
+
+    model_config = ConfigDict(extra="allow")
+    absent = frozenset({"summary"})
+
+    steps: list[dict[str, Any]] | str
+    summary: str | None = None
+
+
 class ChatChoice(Reply):
-    """One answer."""
+    """One answer. trace: if the request asks for it."""
+
+    absent = frozenset({"trace"})
 
     index: int
     message: MessageReply
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
+    trace: TraceReply | None = None
 
 
 class ChatReply(Reply):
@@ -163,12 +182,15 @@ class Delta(Reply):
 
 
 class ChatChunkChoice(Reply):
-    """A piece of one answer."""
+    """A piece of one answer. trace: of the steps since the last piece."""
+
+    absent = frozenset({"trace"})
 
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
+    trace: TraceReply | None = None
 
 
 class ChatChunkReply(Reply):
@@ -194,12 +216,15 @@ class CompletionLogprobs(Reply):
 
 
 class CompletionChoice(Reply):
-    """One text, or a piece of one."""
+    """One text, or a piece of one. trace: of the text, or of the steps since the last piece."""
+
+    absent = frozenset({"trace"})
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
+    trace: TraceReply | None = None
 
 
 class CompletionReply(Reply):

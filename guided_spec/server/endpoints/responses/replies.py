@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from guided_spec.server.replies import Reply
+from guided_spec.server.endpoints.replies import Reply
 
 __all__ = [
     "CallItem",

@@ -87,6 +87,9 @@ class SamplingBody(BaseModel):
     guided_grammar: str | None = None
     cache_salt: str | None = Field(None, max_length=1024)
 
+    # Ours: every step of the texts, as records or as rows of HTML.
+    trace: Literal["json", "html"] | None = None
+
     user: Any = None
     metadata: Any = None
     store: Any = None

@@ -10,10 +10,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from guided_spec.server import replies, response_replies
+from guided_spec.server.endpoints import replies
+from guided_spec.server.endpoints.responses import replies as response_replies
 
-# Fields that OpenAI's types lack: vLLM's names, and one of ours.
-OURS = {"reasoning_content", "max_model_len", "status"}
+# Fields that OpenAI's types lack: vLLM's names, and two of ours.
+OURS = {"reasoning_content", "max_model_len", "status", "trace"}
 PAIRS: list[tuple[type[BaseModel], type[BaseModel]]] = [
     (replies.ChatReply, ChatCompletion),
     (replies.ChatChunkReply, ChatCompletionChunk),

@@ -13,11 +13,9 @@ from typing import Any
 from guided_spec.engine.chat import ChatCompletion, ChatOptions, ChatRequest
 from guided_spec.engine.chat_stream import ChatChunk, ChatStream
 from guided_spec.engine.outputs import Chunk, Completion
-from guided_spec.server.bodies import ChatBody
-from guided_spec.server.faults import ApiError
-from guided_spec.server.logprobs import chat_logprobs
-from guided_spec.server.metrics import Tally
-from guided_spec.server.replies import (
+from guided_spec.server.endpoints.bodies import ChatBody
+from guided_spec.server.endpoints.logprobs import chat_logprobs
+from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
     CallReply,
@@ -28,17 +26,21 @@ from guided_spec.server.replies import (
     Delta,
     FinishReason,
     MessageReply,
+    TraceReply,
     Usage,
 )
-from guided_spec.server.sampling import (
+from guided_spec.server.endpoints.sampling import (
     asked_grammar,
     plain_messages,
     require_length,
     sampling_params,
 )
+from guided_spec.server.endpoints.traces import SampleTraces
+from guided_spec.server.faults import ApiError
+from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
+from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
-from guided_spec.types import TokenLogprobs
 
 __all__ = ["ChatAnswer", "ChatRun", "finish_reason"]
 
@@ -51,9 +53,9 @@ class ChatRun:
         self._body = body
         self._tally = Tally(service.metrics)
         self.num_samples = body.n or 1
-        self.prompt_tokens = 0
-        self.output_tokens = 0
         service.require_model(body.model)
+        asked = body.model or service.model_name
+        current_span().tell_request(asked, is_streamed=bool(body.stream))
         service.require_samples(self.num_samples)
 
     async def requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
@@ -63,20 +65,20 @@ class ChatRun:
             asked = asked_grammar(self._body, service.settings.max_schema_bytes)
             request = await asyncio.to_thread(self._prepare, asked.spec)
             service.require_prompt(request.prompt_ids, "messages")
-            self.prompt_tokens = len(request.prompt_ids)
-            service.metrics.prompt_tokens.inc(self.prompt_tokens)
+            self._tally.count_prompts([request.prompt_ids])
             param = asked.param or ("tools" if self._body.tools else None)
             prompts = [request.prompt_ids]
-            stream = service.chunks(prompts, request.params, param, self._tally)
+            is_traced = self._body.trace is not None
+            args = (prompts, request.params, param, self._tally)
+            stream = service.chunks(*args, is_traced=is_traced)
             async with aclosing(stream) as chunks:
                 async for chunk in chunks:
-                    self.output_tokens += len(chunk.token_ids)
                     yield request, chunk
 
     @property
     def usage(self) -> Usage:
         """So far."""
-        return Usage.of(self.prompt_tokens, self.output_tokens, self._tally.cached_tokens)
+        return Usage.of(self._tally)
 
     def _prepare(self, grammar: Any) -> ChatRequest:
         """Render and encode the conversation; not on the event loop, for it may be long."""
@@ -119,6 +121,7 @@ class ChatAnswer:
         self._service = service
         self._body = body
         self._run = ChatRun(service, body)
+        self._traces = SampleTraces(service, body.trace)
         self._head = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -148,7 +151,8 @@ class ChatAnswer:
                 if at not in streams:
                     streams[at] = ChatStream(request, at)
                     yield self._event(at, Delta(role="assistant", content=""))
-                for piece in self._pieces(streams[at].feed(chunk)):
+                trace = self._traces.piece(at, chunk)
+                for piece in self._pieces(streams[at].feed(chunk), trace):
                     yield piece
         options = self._body.stream_options
         if options is not None and options.include_usage:
@@ -175,9 +179,10 @@ class ChatAnswer:
             message=message,
             logprobs=None if logprobs is None else chat_logprobs(self._service, logprobs),
             finish_reason=finish_reason(answer.finish_reason),
+            trace=self._traces.whole(index, completion),
         )
 
-    def _pieces(self, chunk: ChatChunk) -> list[bytes]:
+    def _pieces(self, chunk: ChatChunk, trace: TraceReply | None) -> list[bytes]:
         calls = [
             CallDelta(
                 index=piece.call_index,
@@ -193,22 +198,17 @@ class ChatAnswer:
             tool_calls=calls or None,
         )
         pieces = []
-        if delta.model_dump() or chunk.logprobs:
-            pieces.append(self._event(chunk.sample_index, delta, chunk.logprobs))
+        if delta.model_dump() or chunk.logprobs or trace is not None:
+            tokens = chunk.logprobs
+            logprobs = chat_logprobs(self._service, tokens) if tokens else None
+            pieces.append(self._event(chunk.sample_index, delta, logprobs=logprobs, trace=trace))
         if chunk.completion is not None:
             reason = finish_reason(chunk.completion.finish_reason)
-            pieces.append(self._event(chunk.sample_index, Delta(), reason=reason))
+            pieces.append(self._event(chunk.sample_index, Delta(), finish_reason=reason))
         return pieces
 
-    def _event(
-        self,
-        index: int,
-        delta: Delta,
-        tokens: tuple[TokenLogprobs, ...] = (),
-        reason: FinishReason | None = None,
-    ) -> bytes:
-        logprobs = chat_logprobs(self._service, tokens) if tokens else None
-        choice = ChatChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
+    def _event(self, index: int, delta: Delta, **fields: Any) -> bytes:
+        choice = ChatChunkChoice(index=index, delta=delta, **fields)
         return event(ChatChunkReply.model_validate({**self._head, "choices": [choice]}))
 
 

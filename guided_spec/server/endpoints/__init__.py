@@ -1,0 +1,1 @@
+"""What the paths of the interface take and answer: bodies, replies, and what runs between."""

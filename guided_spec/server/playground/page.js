@@ -1,0 +1,185 @@
+"use strict";
+// The playground: sends a request of the form to the server's own chat endpoint, and shows its stream.
+(() => {
+  const get = (id) => document.getElementById(id);
+  const examples = JSON.parse(get("examples").textContent);
+  const names = { schema: "JSON schema", regex: "Regular expression" };
+  const sources = { schema: "", regex: "" };
+  let kind = "schema";
+  let running = null; // the AbortController of what runs
+
+  // JSON with what is short on one line.
+  const layOut = (value, pad = "", before = 0) => {
+    const flat = JSON.stringify(value, null, 1).replace(/\n\s*/g, " ");
+    if (typeof value !== "object" || before + flat.length <= 44) return flat;
+    const inner = `${pad}  `;
+    const items = Array.isArray(value)
+      ? value.map((item) => inner + layOut(item, inner))
+      : Object.entries(value).map(([name, item]) => {
+        const head = `${inner}"${name}": `;
+        return head + layOut(item, inner, head.length);
+      });
+    const [open, close] = Array.isArray(value) ? "[]" : "{}";
+    return `${open}\n${items.join(",\n")}\n${pad}${close}`;
+  };
+  const showKind = (next) => {
+    if (kind in sources) sources[kind] = get("source").value;
+    kind = get("kind").value = next;
+    get("source-field").hidden = kind === "free";
+    if (kind === "free") return;
+    get("source").value = sources[kind];
+    get("source").rows = kind === "schema" ? 14 : 3;
+    get("source-field").querySelector("label").textContent = names[kind];
+    refuse("");
+  };
+  const showExample = (example) => {
+    showKind("free"); // keeps nothing of what stood there
+    sources.schema = example.schema ? layOut(example.schema) : "";
+    sources.regex = example.regex ?? "";
+    get("prompt").value = example.prompt;
+    showKind(example.schema ? "schema" : "regex");
+  };
+  const refuse = (reason) => {
+    get("source-error").textContent = reason;
+    get("source").setAttribute("aria-invalid", String(Boolean(reason)));
+    if (reason) get("source").focus();
+  };
+
+  // What the form asks for; null where its grammar cannot be read.
+  const readForm = () => {
+    const body = {
+      messages: [{ role: "user", content: get("prompt").value }],
+      temperature: get("temperature").valueAsNumber,
+      max_tokens: get("max-tokens").valueAsNumber,
+      stream: true,
+      stream_options: { include_usage: true },
+      trace: "html",
+    };
+    if (get("seed").value) body.seed = get("seed").valueAsNumber;
+    const source = get("source").value;
+    refuse("");
+    if (kind !== "free" && !source.trim()) {
+      refuse(`Write a ${names[kind].toLowerCase().replace("json", "JSON")}, or choose free text.`);
+      return null;
+    }
+    if (kind === "regex") body.structured_outputs = { regex: source };
+    if (kind === "schema") {
+      try {
+        const schema = JSON.parse(source);
+        body.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+      } catch (error) {
+        refuse(`This is no JSON: ${error.message}`);
+        return null;
+      }
+    }
+    return body;
+  };
+
+  const clear = (body) => {
+    for (const id of ["answer", "reasoning", "steps", "summary", "error"]) get(id).replaceChildren();
+    get("reasoning-box").hidden = get("figures").hidden = true;
+    get("no-steps").hidden = false;
+    get("request").textContent = JSON.stringify(body, null, 2);
+  };
+
+  // The records of a stream of server-sent events.
+  async function* events(response) {
+    const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+    let text = "";
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const pieces = (text + value).split("\n\n");
+      text = pieces.pop();
+      for (const piece of pieces) {
+        const data = piece.replace(/^data: /, "");
+        if (data !== "[DONE]") yield JSON.parse(data);
+      }
+    }
+  }
+
+  const show = (choice) => {
+    get("answer").append(choice.delta.content ?? "");
+    if (choice.delta.reasoning_content) {
+      get("reasoning-box").hidden = false;
+      get("reasoning").append(choice.delta.reasoning_content);
+    }
+    if (!choice.trace) return;
+    get("no-steps").hidden = true;
+    // The server has escaped whatever the model wrote.
+    get("steps").insertAdjacentHTML("beforeend", choice.trace.steps);
+    get("summary").innerHTML = choice.trace.summary ?? "";
+    get("figures").hidden = !choice.trace.summary;
+  };
+
+  const ended = {
+    stop: "Done",
+    length: "Cut off by the most tokens, or by the context",
+    tool_calls: "Done, with calls",
+  };
+
+  const send = async (body, signal) => {
+    const headers = { "Content-Type": "application/json" };
+    const key = get("key")?.value.trim();
+    if (key) headers.Authorization = `Bearer ${key}`;
+    const options = { method: "POST", headers, body: JSON.stringify(body), signal };
+    const response = await fetch("v1/chat/completions", options);
+    if (!response.ok) throw new Error((await response.json()).error.message);
+    const began = performance.now();
+    let reason = null;
+    let usage = null;
+    for await (const event of events(response)) {
+      if (event.error) throw new Error(event.error.message);
+      event.choices.forEach(show);
+      reason = event.choices[0]?.finish_reason ?? reason;
+      usage = event.usage ?? usage;
+    }
+    if (!usage) throw new Error("the connection was lost before the answer's end");
+    const seconds = ((performance.now() - began) / 1000).toFixed(2);
+    const cached = usage.prompt_tokens_details.cached_tokens;
+    return `${ended[reason]}: ${usage.completion_tokens} tokens in ${seconds} s, behind a prompt of `
+      + `${usage.prompt_tokens}${cached ? ` (${cached} of them cached)` : ""}.`;
+  };
+
+  const setRunning = (controller) => {
+    running = controller;
+    get("stop").disabled = !running;
+    get("run").disabled = Boolean(running);
+    get("answer").setAttribute("aria-busy", String(Boolean(running)));
+  };
+
+  const run = async () => {
+    const body = readForm();
+    if (running || !body) return;
+    clear(body);
+    const controller = new AbortController();
+    setRunning(controller);
+    get("status").textContent = "Writing \u2026";
+    const title = get("answer-title");
+    if (title.getBoundingClientRect().top > innerHeight / 2) title.scrollIntoView();
+    try {
+      get("status").textContent = await send(body, controller.signal);
+    } catch (error) {
+      const isStopped = error.name === "AbortError";
+      get("status").textContent = isStopped ? "Stopped." : "It failed.";
+      if (!isStopped) get("error").textContent = error.message;
+    } finally {
+      const wasInForm = document.activeElement === get("stop");
+      setRunning(null);
+      if (wasInForm) get("run").focus();
+    }
+  };
+
+  get("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    run();
+  });
+  get("stop").addEventListener("click", () => running?.abort());
+  get("kind").addEventListener("change", (event) => showKind(event.target.value));
+  get("example").addEventListener("change", (event) => showExample(examples[event.target.value]));
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) get("ask").requestSubmit();
+    if (event.key === "Escape") running?.abort();
+  });
+  showExample(examples[0]);
+})();
