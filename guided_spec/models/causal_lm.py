@@ -94,7 +94,7 @@ class PackedForm(NamedTuple):
             with errors_naming(model, "a forward in packed form failed"):
                 decoder: PackedDecoder | StockDecoder | None
                 decoder = PackedDecoder.of(model, max_length, windows)
-                decoder = decoder or StockDecoder.of(model)
+                decoder = decoder or StockDecoder.of(model, max_length)
                 if decoder is None or not _can_be_captured(decoder, memory):
                     return None
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)

@@ -13,9 +13,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.target import SlotTarget
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
+from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.types import MAX_SEED, SamplingParams
 from tests.tiny_llm import make_llm, near_copy, tiny_model
@@ -151,17 +152,25 @@ def test_samples_share_one_prefill(
     architecture: str, prefill_tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read: list[int] = []
-    original = SlotTarget.prefill
+    prompt = list(range(5, 25))
+    of_rows, of_line = CausalLM.forward, CausalLM.forward_line
 
-    def counted(
-        self: SlotTarget, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]
-    ) -> None:
-        read.extend(map(len, tokens))
-        original(self, slots, starts, tokens)
+    def count(starts: Sequence[int], counts: Sequence[int]) -> None:
+        last = len(prompt) - 1  # which is left for the first step
+        pairs = zip(starts, counts, strict=True)
+        read.extend(max(min(start + count, last) - start, 0) for start, count in pairs)
 
-    monkeypatch.setattr(SlotTarget, "prefill", counted)
+    def forward(self: CausalLM, inputs: SlotInputs, **options: Any) -> SlotOutput:
+        count(inputs.starts, inputs.counts)
+        return of_rows(self, inputs, **options)
+
+    def forward_line(self: CausalLM, tokens: Tensor, rows: Rows, *layers: Any) -> LineOutput:
+        count(rows.starts, rows.counts)
+        return of_line(self, tokens, rows, *layers)
+
+    monkeypatch.setattr(CausalLM, "forward", forward)
+    monkeypatch.setattr(CausalLM, "forward_line", forward_line)
     with make_llm(architecture, "none", prefill_tokens=prefill_tokens) as llm:
-        prompt = list(range(5, 25))
         group = llm.generate(prompt, SamplingParams(n=5, temperature=1.0, seed=0, max_tokens=4))[0]
     assert sum(read) == len(prompt) - 1
     assert len(group.completions) == 5

@@ -13,7 +13,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models import causal_lm
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.stock import kv_cache
 from tests.models.families import ENCODER, FAMILIES, NOT_BUILT, build_family
@@ -108,9 +107,8 @@ def test_the_page_has_every_family() -> None:
 
 @pytest.mark.parametrize("family", ["diffllama", "mpt"])
 def test_auto_keeps_the_stock_form_where_the_packed_one_is_wrong(
-    family: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(causal_lm, "PACKED_DEVICES", ("cpu",))
     with caplog.at_level(logging.WARNING):
         lm = CausalLM(build_family(family), num_slots=2, max_length=80)
     assert not lm.is_packed
@@ -161,6 +159,7 @@ def test_a_table_of_positions_that_is_too_short_is_named() -> None:
     model = build_family("gpt2")
     CausalLM(model, num_slots=1, max_length=512)
     assert "row 512 of an embedding of 512 rows" in refusal(model, 513)
+    assert "row 599 of an embedding of 512 rows" in refusal(model, 600)
 
 
 def test_logits_that_are_no_numbers_are_refused() -> None:

@@ -204,7 +204,7 @@ class PackedLM:
         """Tokens and rows of the graph for so many; the same where there is none for them."""
         size = bucket(total)
         if self._graphs is None or size > LARGEST_GRAPH:
-            return total, batch
+            return max(total, 1), batch
         return size, max(min(size, self._num_slots), batch)
 
     def _upload(self, inputs: Inputs) -> Inputs:

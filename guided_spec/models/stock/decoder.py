@@ -30,6 +30,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.decoder import PackedOutput, has_hooks, has_static_rope
 from guided_spec.models.stock.experts import using_few_experts
+from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
@@ -188,11 +189,12 @@ class StockDecoder:
 
     @classmethod
     @torch.inference_mode()
-    def of(cls, model: PreTrainedModel) -> StockDecoder | None:
-        """For ``model``; None where it has no such form.
+    def of(cls, model: PreTrainedModel, max_length: int) -> StockDecoder | None:
+        """For ``model`` and texts of so many tokens; None where it has no such form.
 
         That is by its kind, or because what is behind its output head does more. Whether the form
-        then is right, ``SlotTrial`` has to find out.
+        then is right, ``SlotTrial`` has to find out. Raises IndexError where the model has no
+        position for so long a text.
         """
         if not _may_be_served(model):
             return None
@@ -200,6 +202,9 @@ class StockDecoder:
         ids = torch.tensor([PROBE], device=model.device)
         expected: Tensor = stock(input_ids=ids, use_cache=False).logits
         states = decoder._decoder(input_ids=ids, use_cache=False).last_hidden_state
+        last = torch.full_like(ids, max_length - 1)
+        with CheckedEmbeddings():
+            decoder._decoder(input_ids=ids, position_ids=last, use_cache=False)
         # By itself, and exactly: half precision would hide what a model does behind its head.
         return decoder if torch.equal(decoder.logits(states), expected) else None
 

@@ -131,10 +131,10 @@ def test_what_a_model_does_behind_its_head_is_not_passed_over(dtype: torch.dtype
     assert CausalLM(plain, num_slots=1, max_length=8, kernels="packed").is_packed
 
 
-def test_stock_is_stock_and_auto_is_stock_on_a_cpu() -> None:
+def test_stock_is_stock_and_auto_is_packed() -> None:
     model = make("llama")
     assert not CausalLM(model, num_slots=1, max_length=8, kernels="stock").is_packed
-    assert not CausalLM(model, num_slots=1, max_length=8).is_packed
+    assert CausalLM(model, num_slots=1, max_length=8).is_packed
 
 
 @pytest.mark.parametrize("logits", ["all", "last", "none"])
