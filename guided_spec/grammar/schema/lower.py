@@ -69,8 +69,9 @@ def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
         parts = [lowering.positive(branch, at.below("oneOf", index))]
         here = at._replace(types=at.types & lowering.disjoint.types(branch))
         for other, rival in branches:
-            if other != index and not apart(branch, rival, rest):
-                parts.append(lowering.exclude(rival, branch, "oneOf", here))
+            shared = lowering.disjoint.shared_types(branch, rival, rest) & here.types
+            if other != index and shared:
+                parts.append(lowering.exclude(rival, branch, "oneOf", here, shared))
         chosen.append(join_all(parts))
     return [any_of(chosen)]
 
@@ -113,6 +114,9 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
     parts = []
     for name, schema in words["dependentSchemas"].items():
         if "object" in at.types:
+            if isinstance(schema, dict) and "$ref" not in schema:
+                # The key is there, which may be what keeps the branches of a oneOf apart.
+                schema = {**schema, "required": [*schema.get("required", ()), name]}
             needed = lowering.positive(schema, at.below("dependentSchemas", name))
             without = [] if name in required else [{"properties": {name: False}}]
             parts.append(any_of([*without, needed]))

@@ -192,19 +192,24 @@ class Lowering:
             self.report.note(at.pointer, "format", reason, fix)
         return plain
 
-    def exclude(self, node: Any, beside: Any, keyword: str, at: At) -> Any:
+    def exclude(
+        self, node: Any, beside: Any, keyword: str, at: At, shared: frozenset[str] = ALL_TYPES
+    ) -> Any:
         """A schema for values of ``at.types`` that ``node`` does not admit.
 
         What cannot be along with ``beside`` is left out. ``at`` is where ``keyword`` stands.
+        shared: types of the values that ``node`` may admit; all others are none of its.
         """
-        at = at._replace(types=at.types & self.disjoint.types(beside))
-        found = self._rules.negate(self, node, at)
+        types = at.types & self.disjoint.types(beside)
+        found = self._rules.negate(self, node, at._replace(types=types & shared))
+        own = sorted(types - shared)
+        schemas = [{"type": own}, *found.schemas] if own else found.schemas
         if not found.exact:
-            if not found.schemas and not self.harder:
+            if not schemas and not self.harder:
                 reason = "there is no positive spelling of what it excludes"
                 fix = "list what is allowed, with enum or anyOf"
                 self.report.error(at.pointer, keyword, reason, fix)
                 return {}
             reason = "more is excluded than it asks for"
             self.report.note(at.pointer, keyword, reason, "list what is allowed, with anyOf")
-        return any_of(found.schemas)
+        return any_of(schemas)

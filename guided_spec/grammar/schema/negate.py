@@ -37,10 +37,13 @@ _KNOWN = frozenset(
     | {"required", "items", "prefixItems", "contains", "dependentRequired", "dependentSchemas"}
     | {"pattern", "propertyNames", *_BOUNDS}
 )
-_INEXACT = frozenset(
-    {"multipleOf", "format", "patternProperties", "additionalProperties", "uniqueItems"}
-    | {"unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}
-)
+# Without a negation, and the type of the values that they are about.
+_INEXACT = {
+    **dict.fromkeys(("patternProperties", "additionalProperties"), "object"),
+    **dict.fromkeys(("uniqueItems", "unevaluatedItems"), "array"),
+    **{"unevaluatedProperties": "object", "multipleOf": "number", "format": "string"},
+    **dict.fromkeys(("$dynamicRef", "$recursiveRef")),
+}
 
 
 def negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
@@ -57,7 +60,9 @@ def negate(lowering: Lowering, node: Any, at: At) -> Disjuncts:
     exact = True
     for keyword in words:
         if keyword in _INEXACT:
-            exact = exact and _is_void(keyword, words[keyword])
+            kind = _INEXACT[keyword]
+            is_void = kind is not None and kind not in at.types
+            exact = exact and (is_void or _is_void(keyword, words[keyword]))
         elif keyword in _KNOWN:
             part = _negate_keyword(lowering, node, words, keyword, at)
             found += part.schemas
