@@ -163,7 +163,7 @@ def _lacks_a_key(schema: Any) -> bool:
 
 
 def _with_valid_values(schema: dict[str, Any]) -> dict[str, Any]:
-    """``schema`` with an ``enum`` of lists and objects judged here: there one takes milliseconds."""
+    """``schema`` with an ``enum`` of lists and objects judged here: there each takes its time."""
     rest = {keyword: value for keyword, value in schema.items() if keyword != "enum"}
     values = schema.get("enum", ())
     if not rest.keys() <= _JUDGED or not any(isinstance(value, list | dict) for value in values):
@@ -382,6 +382,7 @@ class LLGuidanceBackend:
             source,
             None if style is None else source._replace(text=style),
             self._without_bytes,
+            pattern=_pattern_of(document),
         )
         try:
             _require_compiled(spec, source, grammar)
@@ -423,12 +424,14 @@ class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    pattern: of a regex or a choice, as ``to_fullmatch`` writes it.
     """
 
     source: LLGuidanceSource
     style: LLGuidanceSource | None = None
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
+    pattern: str | None = None
     backend: ClassVar[str] = "llguidance"
 
     def new_matcher(self) -> LLGuidanceMatcher:
@@ -477,11 +480,9 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
         case "json_schema" | "json_object":
             options = _FLEXIBLE if any_whitespace else _FIXED
             text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
-        case "regex":
-            text = _regex_rule(to_fullmatch(spec.source))
-        case "choice":
-            options_ = "|".join(to_fullmatch(re.escape(option)) for option in document.value)
-            text = _regex_rule(options_)
+        case "regex" | "choice":
+            pattern = _pattern_of(document)
+            text = f"start: /(?:{pattern})/" if pattern else 'start: ""'
         case "lark":
             _refuse_surrogates(spec.source)
             _refuse_token_names(spec.source)
@@ -492,8 +493,12 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
     return _OPTIONS + text
 
 
-def _regex_rule(pattern: str) -> str:
-    return f"start: /(?:{pattern})/" if pattern else 'start: ""'
+def _pattern_of(document: SpecDocument) -> str | None:
+    if document.spec.kind == "regex":
+        return to_fullmatch(document.spec.source)
+    if document.spec.kind == "choice":
+        return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
+    return None
 
 
 def _refuse_surrogates(source: str) -> None:

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError
+from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import (
     NEVER,
@@ -39,6 +40,7 @@ from guided_spec.grammar.completion.endings import (
     pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
+from guided_spec.grammar.completion.rules import read_regex, read_rules
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
@@ -217,10 +219,9 @@ class EndingsCache:
         if isinstance(compiled, AfterGrammar):
             inner = self.of(compiled.inner)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
-        if isinstance(compiled, XGrammarGrammar):
-            endings = self._by_rules(compiled)
-            if endings is not None:
-                return endings
+        endings = self._by_rules(compiled)
+        if endings is not None:
+            return endings
         return SearchEndings(compiled, self.vocabulary, self._spelling, self._tokens)
 
     @cached_property
@@ -231,10 +232,16 @@ class EndingsCache:
     def _tokens(self) -> SearchTokens:
         return SearchTokens(self.vocabulary)
 
-    def _by_rules(self, compiled: XGrammarGrammar) -> RuleEndings | None:
-        """None where the printed grammar is not understood, or says something else."""
+    def _by_rules(self, compiled: CompiledGrammar) -> RuleEndings | None:
+        """None where no rules are known or understood, or where they say something else."""
         try:
-            places = Places(str(compiled.compiled.grammar), self._spelling.longest)
+            if isinstance(compiled, XGrammarGrammar):
+                rules = read_rules(str(compiled.compiled.grammar))
+            elif isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
+                rules = read_regex(compiled.pattern)
+            else:
+                return None
+            places = Places(rules, self._spelling.longest)
             if not places.shortest_bytes <= self._spelling.single_bytes:
                 return None
             endings = RuleEndings(places, self._spelling)
