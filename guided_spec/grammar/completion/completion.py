@@ -49,7 +49,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
-    as_matcher,
+    WrappedMatcher,
 )
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -301,7 +301,7 @@ class _Known(NamedTuple):
     until: int
 
 
-class CompletingMatcher(Matcher):
+class CompletingMatcher(WrappedMatcher):
     """A ``GrammarMatcher`` that keeps a way to the end of the text within the budget.
 
     inner: at the start of the grammar.
@@ -313,7 +313,7 @@ class CompletingMatcher(Matcher):
     def __init__(self, grammar: CompletingGrammar, inner: GrammarMatcher) -> None:
         self._endings = grammar.endings
         self._grammar = grammar
-        self._inner = as_matcher(inner)
+        super().__init__(inner)
         self._token_ids: list[int] = []
         self._known = [self._at(grammar.endings.start, 0)]
         self._steered: set[int] = set()
@@ -332,21 +332,6 @@ class CompletingMatcher(Matcher):
     def remaining(self) -> int:
         """Tokens that the text may still get."""
         return self._grammar.max_tokens - len(self._token_ids)
-
-    @property
-    def fault(self) -> str | None:
-        """As the inner matcher has it."""
-        return self._inner.fault
-
-    @property
-    def may_fail(self) -> bool:
-        """As the inner matcher has it."""
-        return self._inner.may_fail
-
-    @property
-    def inner(self) -> Matcher:
-        """The grammar's own matcher."""
-        return self._inner
 
     @property
     def row_source(self) -> GrammarMatcher:
@@ -394,10 +379,6 @@ class CompletingMatcher(Matcher):
             del self._token_ids[-num_tokens:]
             # The row of the position that is left now stays as it was.
             self._steered = {at for at in self._steered if at <= len(self._token_ids)}
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token has been accepted."""
-        return self._inner.is_terminated()
 
     def _at(self, state: Any, since: int) -> _Known:
         stride = self._endings.stride(state, self._grammar.max_tokens - since)
