@@ -14,6 +14,7 @@ __all__ = [
     "GrammarBackend",
     "GrammarMatcher",
     "Matcher",
+    "WrappedMatcher",
     "as_matcher",
     "follow",
 ]
@@ -133,6 +134,35 @@ class _PlainMatcher(Matcher):
 def as_matcher(matcher: GrammarMatcher) -> Matcher:
     """The matcher itself where it is a ``Matcher``, else one around it that moves it."""
     return matcher if isinstance(matcher, Matcher) else _PlainMatcher(matcher)
+
+
+class WrappedMatcher(Matcher):
+    """A matcher around another one, whose faults are its own.
+
+    inner: at the start of its grammar.
+    """
+
+    def __init__(self, inner: GrammarMatcher) -> None:
+        self._inner = as_matcher(inner)
+
+    @property
+    def inner(self) -> Matcher:
+        """The grammar's own matcher."""
+        return self._inner
+
+    @property
+    def fault(self) -> str | None:
+        """As the inner matcher has it."""
+        return self._inner.fault
+
+    @property
+    def may_fail(self) -> bool:
+        """As the inner matcher has it."""
+        return self._inner.may_fail
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._inner.is_terminated()
 
 
 def follow(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:

@@ -240,7 +240,7 @@ class _Writer:
         if len(ranges) == 1 and ranges[0][0] == ranges[0][1]:
             return f"\\u{{{ranges[0][0]:x}}}"
         parts = [part for length in _LENGTHS if (part := intersect(ranges, length))]
-        if self.place == "json_string" and len(parts) > 1:
+        if len(parts) > 1:
             # One class over several would take overlong UTF-8, which decodes to more characters.
             return f"(?:{'|'.join(map(_write_class, parts))})"
         return _write_class(ranges)

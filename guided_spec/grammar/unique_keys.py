@@ -18,7 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.key_tokens import START, Keys, KeyTokens, Mode, Place
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
+from guided_spec.grammar.protocol import (
+    CompiledGrammar,
+    GrammarMatcher,
+    Matcher,
+    WrappedMatcher,
+)
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -109,7 +114,7 @@ class _Judged(NamedTuple):
     is_unique: bool
 
 
-class UniqueKeysMatcher(Matcher):
+class UniqueKeysMatcher(WrappedMatcher):
     """A ``GrammarMatcher`` that knows the keys of the objects that are open.
 
     inner: at the start of the grammar.
@@ -118,7 +123,7 @@ class UniqueKeysMatcher(Matcher):
     def __init__(self, grammar: UniqueKeysGrammar[Any], inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._tokens = grammar.tokens
-        self._inner = as_matcher(inner)
+        super().__init__(inner)
         self._places = [START]  # before every token and behind the last one
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
@@ -127,16 +132,6 @@ class UniqueKeysMatcher(Matcher):
     def lenient(self) -> Matcher:
         """The grammar's own matcher."""
         return self._inner
-
-    @property
-    def fault(self) -> str | None:
-        """As the inner matcher has it."""
-        return self._inner.fault
-
-    @property
-    def may_fail(self) -> bool:
-        """As the inner matcher has it."""
-        return self._inner.may_fail
 
     @property
     def row_source(self) -> GrammarMatcher:
@@ -212,10 +207,6 @@ class UniqueKeysMatcher(Matcher):
         self._inner.rollback(num_tokens)
         if num_tokens > 0:
             del self._places[-num_tokens:]
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token has been accepted."""
-        return self._inner.is_terminated()
 
     def _may_differ(self, place: Place) -> bool:
         """Whether the row may lack tokens that the inner matcher's has."""

@@ -199,6 +199,13 @@ def test_loops_of_what_can_be_empty(pattern: str, matching: str, other: str | No
     assert isinstance(EndingsCache(BYTES).of(grammar), RuleEndings)
 
 
+@pytest.mark.parametrize("pattern", [r"(\w+ )*\w+", 'say "(a|b)+\\\\"', "", "é{2}|[^\\n]"])
+def test_a_regex_is_one_automaton(pattern: str) -> None:
+    """Of rules that repeat a group each row would look at the whole vocabulary."""
+    grammar: Any = BACKEND.compile(GrammarSpec.regex(pattern))
+    assert str(grammar.compiled.grammar).startswith('root ::= Regex("')
+
+
 def test_a_warning_of_re_is_a_refusal_where_it_is_an_error() -> None:
     with pytest.raises(GrammarCompileError, match="nested set"):
         to_fullmatch("[[:alpha:]]")

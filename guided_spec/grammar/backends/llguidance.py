@@ -19,11 +19,12 @@ narrower, or refused:
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -40,6 +41,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.lowering import Lowered
 from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.values import keep_valid, merge
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -63,6 +65,9 @@ _KEPT = frozenset(
     | _MAPS
 )
 _REFUSED = frozenset({"uniqueItems"})
+# Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
+_JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
+_MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
 _LARGEST = 2**53
 _MAX_DEPTH = 128
@@ -90,6 +95,7 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
     if not isinstance(schema, dict):
         return schema
     _check(schema, pointer)
+    schema = _with_valid_values(_with_few_branches(schema))
     result = {
         keyword: _rewrite_value(keyword, value, f"{pointer}/{keyword}", depth + 1)
         for keyword, value in schema.items()
@@ -116,6 +122,54 @@ def _rewrite_value(keyword: str, value: Any, path: str, depth: int) -> Any:
     if keyword in _ONE:
         return _rewrite(value, path, depth)
     return _search(value) if keyword == "pattern" else value
+
+
+def _with_few_branches(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with neighbours in ``allOf`` that are alternatives joined into one list of them.
+
+    llguidance writes out every combination together with what else is in ``allOf``. Most cannot be:
+    a ``oneOf`` of four keys has 4 of 256. Here these go before there is anything large in them.
+    """
+    joined: list[Any] = []
+    for part in schema.get("allOf", ()):
+        options = _combined(joined[-1], part) if joined else None
+        if options is None:
+            joined.append(part)
+        else:
+            joined[-1] = {"anyOf": options}
+    return {**schema, "allOf": joined} if joined else schema
+
+
+def _combined(one: Any, other: Any) -> list[Any] | None:
+    """The alternatives of both; None where these are no two lists of some that are plain."""
+    if not all(isinstance(part, dict) and part.keys() == {"anyOf"} for part in (one, other)):
+        return None
+    pairs = itertools.product(one["anyOf"], other["anyOf"])
+    if len(one["anyOf"]) * len(other["anyOf"]) > _MOST_BRANCHES:
+        return None
+    merged = [merge(left, right) for left, right in pairs]
+    if None in merged:
+        return None
+    found = [option for option in merged if option is not False and not _lacks_a_key(option)]
+    return found if len(found) <= max(len(one["anyOf"]), len(other["anyOf"])) else None
+
+
+def _lacks_a_key(schema: Any) -> bool:
+    """Whether it is of objects alone, with a key that must be there and cannot."""
+    if not isinstance(schema, dict) or schema.get("type") != "object":
+        return False
+    properties = schema.get("properties", {})
+    return any(properties.get(name) is False for name in schema.get("required", ()))
+
+
+def _with_valid_values(schema: dict[str, Any]) -> dict[str, Any]:
+    """``schema`` with an ``enum`` of lists and objects judged here: there each takes its time."""
+    rest = {keyword: value for keyword, value in schema.items() if keyword != "enum"}
+    values = schema.get("enum", ())
+    if not rest.keys() <= _JUDGED or not any(isinstance(value, list | dict) for value in values):
+        return schema
+    kept = keep_valid(values, rest)
+    return schema if kept is None else {"enum": kept}
 
 
 class _Key(NamedTuple):
@@ -216,6 +270,7 @@ def _is_inexact(value: Any) -> bool:
     return isinstance(value, int | float) and abs(value) > _LARGEST
 
 
+@lru_cache(maxsize=1024)
 def _search(pattern: str) -> str:
     """A pattern for the whole string such that ``re.search(pattern, string)`` succeeds."""
     anything = "(?s:.*)"
@@ -327,6 +382,7 @@ class LLGuidanceBackend:
             source,
             None if style is None else source._replace(text=style),
             self._without_bytes,
+            pattern=_pattern_of(document),
         )
         try:
             _require_compiled(spec, source, grammar)
@@ -368,12 +424,14 @@ class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    pattern: of a regex or a choice, as ``to_fullmatch`` writes it.
     """
 
     source: LLGuidanceSource
     style: LLGuidanceSource | None = None
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
+    pattern: str | None = None
     backend: ClassVar[str] = "llguidance"
 
     def new_matcher(self) -> LLGuidanceMatcher:
@@ -422,11 +480,9 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
         case "json_schema" | "json_object":
             options = _FLEXIBLE if any_whitespace else _FIXED
             text = f"start: %json {json.dumps({**prepared, 'x-guidance': options})}"
-        case "regex":
-            text = _regex_rule(to_fullmatch(spec.source))
-        case "choice":
-            options_ = "|".join(to_fullmatch(re.escape(option)) for option in document.value)
-            text = _regex_rule(options_)
+        case "regex" | "choice":
+            pattern = _pattern_of(document)
+            text = f"start: /(?:{pattern})/" if pattern else 'start: ""'
         case "lark":
             _refuse_surrogates(spec.source)
             _refuse_token_names(spec.source)
@@ -437,8 +493,12 @@ def _to_lark(document: SpecDocument, prepared: dict[str, Any], *, any_whitespace
     return _OPTIONS + text
 
 
-def _regex_rule(pattern: str) -> str:
-    return f"start: /(?:{pattern})/" if pattern else 'start: ""'
+def _pattern_of(document: SpecDocument) -> str | None:
+    if document.spec.kind == "regex":
+        return to_fullmatch(document.spec.source)
+    if document.spec.kind == "choice":
+        return "|".join(to_fullmatch(re.escape(option)) for option in document.value)
+    return None
 
 
 def _refuse_surrogates(source: str) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.backends.ebnf import schema_ebnf
+from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -50,7 +50,8 @@ def prepare_tag(tag: Any) -> Any:
 def bound_whitespace(tag: Any) -> Any:
     """The prepared tag with JSON written as ``json_schema`` writes it: ``", "`` and ``": "``.
 
-    xgrammar has no such option inside a tag, so plain JSON becomes the grammar of its schema.
+    xgrammar has no such option inside a tag, so plain JSON becomes the grammar of its schema. A
+    regex becomes a grammar too, see ``regex_ebnf``.
     Content with options of its own, and XML, get one whitespace character in a row at most. Raises
     RuntimeError and ValueError for a schema that xgrammar does not take.
     """
@@ -58,6 +59,8 @@ def bound_whitespace(tag: Any) -> Any:
         return [bound_whitespace(part) for part in tag]
     if not isinstance(tag, dict):
         return tag
+    if tag.keys() == {"type", "pattern"} and tag["type"] == "regex":
+        return {"type": "grammar", "grammar": regex_ebnf(tag["pattern"])}
     if tag.get("type") == "qwen_xml_parameter":  # an old spelling, without the option
         tag = {**tag, "type": "json_schema", "style": "qwen_xml"}
     if tag.get("type") != "json_schema" or not isinstance(tag.get("json_schema"), dict | bool):

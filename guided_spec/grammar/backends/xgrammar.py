@@ -17,7 +17,7 @@ from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
 )
-from guided_spec.grammar.backends.ebnf import any_order_ebnf
+from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
 from guided_spec.grammar.document import SpecDocument, compile_as_asked
 from guided_spec.grammar.protocol import GrammarMatcher
@@ -209,7 +209,9 @@ def _run(compiler: Any, spec: GrammarSpec, source: str, *, any_whitespace: bool)
             return compiler.compile_json_schema(
                 source, any_whitespace=any_whitespace, strict_mode=False
             )
-        case "regex" | "choice":
+        case "regex":
+            return compiler.compile_grammar(regex_ebnf(source))
+        case "choice":
             return compiler.compile_regex(source)
         case "ebnf":
             # A rule above the root: the mask is too strict for a root that refers to itself.

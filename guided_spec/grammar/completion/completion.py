@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError
+from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import (
     NEVER,
@@ -39,6 +40,7 @@ from guided_spec.grammar.completion.endings import (
     pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
+from guided_spec.grammar.completion.rules import read_regex, read_rules
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
@@ -47,7 +49,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
-    as_matcher,
+    WrappedMatcher,
 )
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -217,10 +219,9 @@ class EndingsCache:
         if isinstance(compiled, AfterGrammar):
             inner = self.of(compiled.inner)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
-        if isinstance(compiled, XGrammarGrammar):
-            endings = self._by_rules(compiled)
-            if endings is not None:
-                return endings
+        endings = self._by_rules(compiled)
+        if endings is not None:
+            return endings
         return SearchEndings(compiled, self.vocabulary, self._spelling, self._tokens)
 
     @cached_property
@@ -231,10 +232,16 @@ class EndingsCache:
     def _tokens(self) -> SearchTokens:
         return SearchTokens(self.vocabulary)
 
-    def _by_rules(self, compiled: XGrammarGrammar) -> RuleEndings | None:
-        """None where the printed grammar is not understood, or says something else."""
+    def _by_rules(self, compiled: CompiledGrammar) -> RuleEndings | None:
+        """None where no rules are known or understood, or where they say something else."""
         try:
-            places = Places(str(compiled.compiled.grammar), self._spelling.longest)
+            if isinstance(compiled, XGrammarGrammar):
+                rules = read_rules(str(compiled.compiled.grammar))
+            elif isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
+                rules = read_regex(compiled.pattern)
+            else:
+                return None
+            places = Places(rules, self._spelling.longest)
             if not places.shortest_bytes <= self._spelling.single_bytes:
                 return None
             endings = RuleEndings(places, self._spelling)
@@ -294,7 +301,7 @@ class _Known(NamedTuple):
     until: int
 
 
-class CompletingMatcher(Matcher):
+class CompletingMatcher(WrappedMatcher):
     """A ``GrammarMatcher`` that keeps a way to the end of the text within the budget.
 
     inner: at the start of the grammar.
@@ -306,7 +313,7 @@ class CompletingMatcher(Matcher):
     def __init__(self, grammar: CompletingGrammar, inner: GrammarMatcher) -> None:
         self._endings = grammar.endings
         self._grammar = grammar
-        self._inner = as_matcher(inner)
+        super().__init__(inner)
         self._token_ids: list[int] = []
         self._known = [self._at(grammar.endings.start, 0)]
         self._steered: set[int] = set()
@@ -325,21 +332,6 @@ class CompletingMatcher(Matcher):
     def remaining(self) -> int:
         """Tokens that the text may still get."""
         return self._grammar.max_tokens - len(self._token_ids)
-
-    @property
-    def fault(self) -> str | None:
-        """As the inner matcher has it."""
-        return self._inner.fault
-
-    @property
-    def may_fail(self) -> bool:
-        """As the inner matcher has it."""
-        return self._inner.may_fail
-
-    @property
-    def inner(self) -> Matcher:
-        """The grammar's own matcher."""
-        return self._inner
 
     @property
     def row_source(self) -> GrammarMatcher:
@@ -387,10 +379,6 @@ class CompletingMatcher(Matcher):
             del self._token_ids[-num_tokens:]
             # The row of the position that is left now stays as it was.
             self._steered = {at for at in self._steered if at <= len(self._token_ids)}
-
-    def is_terminated(self) -> bool:
-        """Whether a stop token has been accepted."""
-        return self._inner.is_terminated()
 
     def _at(self, state: Any, since: int) -> _Known:
         stride = self._endings.stride(state, self._grammar.max_tokens - since)

@@ -24,7 +24,6 @@ from guided_spec.grammar.completion.endings import (
 )
 from guided_spec.grammar.completion.rules import (
     longest_rest,
-    read_rules,
     require_no_left_recursion,
     rest_of_call,
     shortest_texts,
@@ -101,13 +100,13 @@ class Run(NamedTuple):
 class Places:
     """The places of one grammar, made as they are reached. Used by several threads.
 
-    text: the grammar as xgrammar prints it. num_bytes: of the longest token.
+    num_bytes: of the longest token.
 
-    Raises UnreadableGrammarError for a grammar that is not understood.
+    Raises UnreadableGrammarError for rules that no text matches, or that begin with themselves.
     """
 
-    def __init__(self, text: str, num_bytes: int) -> None:
-        self._rules: Rules = read_rules(text)
+    def __init__(self, rules: Rules, num_bytes: int) -> None:
+        self._rules = rules
         self._texts = shortest_texts(self._rules)
         require_no_left_recursion(self._rules, self._texts)
         if self._texts[self._rules.root] is None:

@@ -30,6 +30,7 @@ __all__ = [
     "RegexReader",
     "longest_rest",
     "read_free_text",
+    "read_regex",
     "read_rules",
     "require_no_left_recursion",
     "rest_of_call",
@@ -50,7 +51,7 @@ class RegexReader:
         the backslash, even if the regex holds them.
     """
 
-    def __init__(self, rules: Rules, text: str, *, in_json: bool) -> None:
+    def __init__(self, rules: Rules, text: str, *, in_json: bool = False) -> None:
         self._rules = rules
         self._text = text
         self._in_json = in_json
@@ -101,12 +102,6 @@ class RegexReader:
         if self._in_json:
             ranges = list(intersect(normalize(ranges), JSON_PLAIN))
         self._rules.set(state, ranges, then)
-        if any(low <= 0xFFFF < high for low, high in ranges):
-            # A class across both lengths: the backend begins the longer ones at F0 80 80 80.
-            at = self._rules.step(state, 0xF0, 0xF0)
-            for low, high in ((0x80, 0x8F), (0x80, 0xBF)):
-                at = self._rules.step(at, low, high)
-            self._rules.chars[at].append((0x80, 0xBF, then))
 
     def _group(self, state: int) -> int:
         rules = self._rules
@@ -123,6 +118,17 @@ class RegexReader:
             least, most = int(repeat.group(1)), int(repeat.group(2) or -1)
         rules.calls[state].append(Call(first, then, least, most))
         return then
+
+
+def read_regex(pattern: str) -> Rules:
+    """The rules of a regex as ``to_fullmatch`` writes it, whoever compiles it.
+
+    Raises UnreadableGrammarError.
+    """
+    rules = Rules()
+    rules.root = rules.new_state()
+    RegexReader(rules, pattern).read(rules.root, rules.new_state(is_end=True))
+    return rules
 
 
 _TEXT = r'"((?:[^"\\]|\\.)*)"'

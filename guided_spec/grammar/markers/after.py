@@ -11,8 +11,7 @@ from guided_spec.grammar.markers.marker import Marker
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
-    Matcher,
-    as_matcher,
+    WrappedMatcher,
 )
 
 __all__ = ["AfterGrammar", "AfterMatcher"]
@@ -41,7 +40,7 @@ class AfterGrammar:
         return None if style is None else AfterMatcher(self, style)
 
 
-class AfterMatcher(Matcher):
+class AfterMatcher(WrappedMatcher):
     """A ``GrammarMatcher`` in two parts: the marker's automaton, then the inner matcher.
 
     inner: at its start; it moves only on tokens behind the marker.
@@ -50,7 +49,7 @@ class AfterMatcher(Matcher):
     def __init__(self, grammar: AfterGrammar, inner: GrammarMatcher) -> None:
         self._grammar = grammar
         self._marker = grammar.marker
-        self._inner = as_matcher(inner)
+        super().__init__(inner)
         self._states = [0]  # of the automaton, before every token of the free part and behind it
         self._num_bound = 0  # tokens the inner matcher has accepted
 
@@ -58,21 +57,6 @@ class AfterMatcher(Matcher):
     def is_bound(self) -> bool:
         """Whether the marker is complete: from here on the inner grammar rules."""
         return self._states[-1] == len(self._marker)
-
-    @property
-    def inner(self) -> Matcher:
-        """The grammar's own matcher."""
-        return self._inner
-
-    @property
-    def fault(self) -> str | None:
-        """As the inner matcher has it."""
-        return self._inner.fault
-
-    @property
-    def may_fail(self) -> bool:
-        """As the inner matcher has it."""
-        return self._inner.may_fail
 
     @property
     def row_source(self) -> GrammarMatcher:

@@ -136,6 +136,15 @@ class Disjointness:
         beside = [] if context is None else [context]
         return self._apart([one, *beside], [other, *beside], _DEPTH)
 
+    def shared_types(self, one: Any, other: Any, context: Any = None) -> frozenset[str]:
+        """The types of values valid under both and ``context``; perhaps too many, never too few."""
+        if self.apart(one, other, context):
+            return frozenset()
+        beside = [] if context is None else [context]
+        left, right = self._joined([one, *beside]), self._joined([other, *beside])
+        types = left.types & right.types
+        return frozenset(kind for kind in types if not self._apart_as(kind, left, right, _DEPTH))
+
     def _apart(self, one: list[Any], other: list[Any], depth: int) -> bool:
         self._steps += 1
         if depth <= 0 or self._steps > _MOST_STEPS:

@@ -8,13 +8,15 @@ values, a note says so; where a keyword has no such spelling, an error does.
 
 from __future__ import annotations
 
-from typing import Any
+import itertools
+import math
+from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema.closed import AdditionalProperties, close_objects
-from guided_spec.grammar.schema.lowering import Applicator, At, Lowered, Lowering, Rules
-from guided_spec.grammar.schema.negate import negate
-from guided_spec.grammar.schema.special import SPECIAL
-from guided_spec.grammar.schema.values import any_of, join_all
+from guided_spec.grammar.schema.dialect import spell
+from guided_spec.grammar.schema.formats import FORMATS
+from guided_spec.grammar.schema.lowering import Applicator, At, Lowered, Lowering
+from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 
 __all__ = ["lower", "needs_lowering"]
 
@@ -25,6 +27,12 @@ _CAUSES = frozenset(
     | {"minProperties", "maxProperties", "uniqueItems"}
 )
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
+_PLACES = 4  # where the first item that is asked for may stand
+_MOST_SUBSETS = 70
+_DEPTH = 16
+_BRANCHING = frozenset(
+    {"anyOf", "oneOf", "if", "dependentSchemas", "not", "$dynamicRef", "$recursiveRef"}
+)
 
 
 def _without(node: dict[str, Any], *keywords: str) -> dict[str, Any]:
@@ -69,8 +77,9 @@ def _one_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
         parts = [lowering.positive(branch, at.below("oneOf", index))]
         here = at._replace(types=at.types & lowering.disjoint.types(branch))
         for other, rival in branches:
-            if other != index and not apart(branch, rival, rest):
-                parts.append(lowering.exclude(rival, branch, "oneOf", here))
+            shared = lowering.disjoint.shared_types(branch, rival, rest) & here.types
+            if other != index and shared:
+                parts.append(lowering.exclude(rival, branch, "oneOf", here, shared))
         chosen.append(join_all(parts))
     return [any_of(chosen)]
 
@@ -113,10 +122,308 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
     parts = []
     for name, schema in words["dependentSchemas"].items():
         if "object" in at.types:
+            if isinstance(schema, dict) and "$ref" not in schema:
+                # The key is there, which may be what keeps the branches of a oneOf apart.
+                schema = {**schema, "required": [*schema.get("required", ()), name]}
             needed = lowering.positive(schema, at.below("dependentSchemas", name))
             without = [] if name in required else [{"properties": {name: False}}]
             parts.append(any_of([*without, needed]))
     return parts
+
+
+def _contains(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    """The items asked for stand together, behind at most three others."""
+    del node
+    low, high = int(words.get("minContains", 1)), words.get("maxContains", math.inf)
+    if "array" not in at.types or (low == 0 and high == math.inf):
+        return []
+    if low > high:
+        return [_none_of("array", at)]
+    wanted = lowering.positive(words["contains"], at.inside("contains"))
+    other: Any = True
+    if high != math.inf:
+        inside = at.inside()
+        other = lowering.exclude(words["contains"], words.get("items", True), "contains", inside)
+    exact = low == high == 0 or wanted is True
+    if not exact:
+        reason = f"the items asked for stand together, behind {_PLACES - 1} others at most"
+        lowering.report.note(at.pointer, "contains", reason, "say with prefixItems where it stands")
+    counts = [low] if high == math.inf else sorted({low, int(min(high, low + _PLACES))})
+    options: list[Any] = [{"type": sorted(at.types - {"array"})}] if at.types - {"array"} else []
+    for count, before in itertools.product(counts, range(_PLACES)):
+        first = [True if high == math.inf else other] * before + [wanted] * count
+        option: dict[str, Any] = {"type": "array", "minItems": len(first)}
+        options.append(
+            option
+            | ({"prefixItems": first} if first else {})
+            | ({} if other is True else {"items": other})
+        )
+    return [any_of(options)]
+
+
+def _none_of(kind: str, at: At) -> Any:
+    """A schema without any value of this type."""
+    rest = sorted(at.types - {kind})
+    return {"type": rest} if rest else False
+
+
+def _names(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    """``propertyNames`` as the patterns or the list of the keys."""
+    del node
+    names = words["propertyNames"]
+    if "object" not in at.types or names is True or names == {}:
+        return []
+    if names is False:
+        return [{"maxProperties": 0}]
+    names = lowering.positive(names, At(f"{at.pointer}/propertyNames", frozenset({"string"})))
+    listed = _listed(names)
+    if listed is not None:
+        return [{"properties": dict.fromkeys(listed, True), "additionalProperties": False}]
+    pattern = _pattern(names) if isinstance(names, dict) else None
+    if pattern is not None:
+        if "properties" not in words and "patternProperties" not in words:
+            value = words.get("additionalProperties", True)
+            value = lowering.positive(value, at.inside("additionalProperties"))
+            return [{"patternProperties": {pattern: value}, "additionalProperties": False}]
+        return [{"patternProperties": {pattern: True}, "additionalProperties": False}]
+    reason = "only a list of names, one pattern or a length is enforced"
+    fix = "list the names under properties"
+    lowering.report.error(at.pointer, "propertyNames", reason, fix)
+    return []
+
+
+def _listed(names: Any) -> list[str] | None:
+    if names is False:
+        return []
+    if isinstance(names, dict) and names.keys() <= {"enum", "const", "type"}:
+        values = [names["const"]] if "const" in names else names.get("enum")
+        return None if values is None else [value for value in values if isinstance(value, str)]
+    return None
+
+
+def _pattern(names: dict[str, Any]) -> str | None:
+    words = names.keys() - {"type"}
+    if words == {"pattern"}:
+        return str(names["pattern"])
+    if words == {"format"}:
+        return FORMATS[names["format"]]
+    if words <= {"minLength", "maxLength"}:
+        upper = int(names["maxLength"]) if "maxLength" in names else ""
+        return f"^(?s:.){{{int(names.get('minLength', 0))},{upper}}}$"
+    return None
+
+
+def _counts(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    """``minProperties`` and ``maxProperties`` together, as choices of the keys listed."""
+    del node
+    low, high = int(words.get("minProperties", 0)), words.get("maxProperties", math.inf)
+    required = list(words.get("required", ()))
+    listed = {name: part for name, part in words.get("properties", {}).items() if part is not False}
+    optional = [name for name in listed if name not in required]
+    if "object" not in at.types or (low <= len(required) and high == math.inf):
+        return []
+    if high < len(required):
+        return [_none_of("object", at)]
+    if not optional or "patternProperties" in words:
+        counts = {"minProperties": low} if low > len(required) else {}
+        return [counts | ({"maxProperties": int(high)} if high < math.inf else {})]
+    parts: list[Any] = []
+    if low > len(required):
+        parts += _at_least(lowering, words, optional, low - len(required), at)
+    if high < math.inf:
+        names = [*listed, *required]
+        parts += _at_most(lowering, words, (names, optional), int(high) - len(required), at)
+    return parts
+
+
+def _at_least(
+    lowering: Lowering, words: dict[str, Any], optional: list[str], more: int, at: At
+) -> list[Any]:
+    closed = words.get("additionalProperties", True) is False
+    if more > len(optional) and closed:
+        return [_none_of("object", at)]
+    if not 0 < math.comb(len(optional), more) <= _MOST_SUBSETS:
+        return _too_many(lowering, "minProperties", at)
+    if not closed:
+        reason = "the keys that are counted are those listed"
+        lowering.report.note(at.pointer, "minProperties", reason, "list them under required")
+    chosen = itertools.combinations(optional, more)
+    return [any_of([{"required": list(names)} for names in chosen])]
+
+
+def _at_most(
+    lowering: Lowering,
+    words: dict[str, Any],
+    names: tuple[list[str], list[str]],
+    room: int,
+    at: At,
+) -> list[Any]:
+    """names: all that are known, and the optional ones among them."""
+    known, optional = names
+    parts: list[Any] = []
+    if words.get("additionalProperties", True) is not False:
+        reason = "no keys are generated besides those listed"
+        lowering.report.note(at.pointer, "maxProperties", reason, "list the keys")
+        parts.append({"properties": dict.fromkeys(known, True), "additionalProperties": False})
+    if room < len(optional):
+        if math.comb(len(optional), room) > _MOST_SUBSETS:
+            return _too_many(lowering, "maxProperties", at)
+        options = [
+            {"properties": {name: False for name in optional if name not in kept}}
+            for kept in itertools.combinations(optional, room)
+        ]
+        parts.append(any_of(options))
+    return parts
+
+
+def _too_many(lowering: Lowering, keyword: str, at: At) -> list[Any]:
+    reason = "there are too many ways to choose the keys"
+    lowering.report.error(at.pointer, keyword, reason, "list what belongs together, with anyOf")
+    return []
+
+
+def _unique(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    """``uniqueItems``: every array of few different values."""
+    del node
+    low, high = int(words.get("minItems", 0)), words.get("maxItems", math.inf)
+    if words["uniqueItems"] is not True or "array" not in at.types or high <= 1:
+        return []
+    items = words.get("items", True)
+    values = _finite(lowering, items)
+    if values is not None and "prefixItems" not in words:
+        longest = int(min(high, len(values)))
+        arrays = unique_arrays(values, low, longest)
+        reached = len(arrays[-1]) if arrays else -1
+        if reached >= min(2, longest):
+            if reached < longest:
+                reason = f"an array gets {reached} items at most"
+                lowering.report.note(at.pointer, "uniqueItems", reason, "allow fewer values")
+            other = sorted(at.types - {"array"})
+            return [any_of([*([{"type": other}] if other else []), {"enum": arrays}])]
+    if lowering.harder and low <= 1:
+        reason = "an array gets one item at most"
+        lowering.report.note(at.pointer, "uniqueItems", reason, "set maxItems to 1")
+        return [{"maxItems": 1}]
+    reason = "whether items repeat is beyond a grammar, unless few values are allowed"
+    fix = "list the values of items with enum (up to 20), set maxItems to 1, or check afterwards"
+    lowering.report.error(at.pointer, "uniqueItems", reason, fix)
+    return []
+
+
+def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
+    for _ in range(8):
+        if not isinstance(schema, dict):
+            return None
+        words = spell(schema, lowering.document.draft)
+        if "$ref" not in words or len(words) > 1:
+            break
+        target = lowering.document.resolve(schema)
+        schema = None if target is None else target.schema
+    else:
+        return None
+    if words.keys() & {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}:
+        return None
+    values = [words["const"]] if "const" in words else words.get("enum")
+    if values is None and words.get("type") == "boolean":
+        values = [False, True]
+    if values is None or any(isinstance(value, dict | list | float) for value in values):
+        return None
+    return [value for value in values if lowering.disjoint.is_valid(value, schema)]
+
+
+class _Keys(NamedTuple):
+    """Names and patterns that are evaluated."""
+
+    names: list[str]
+    patterns: list[str]
+
+
+def _unevaluated_properties(
+    lowering: Lowering, node: Any, words: dict[str, Any], at: At
+) -> list[Any]:
+    """Closed around the keys that surely are evaluated."""
+    if "object" not in at.types:
+        return []
+    if words["unevaluatedProperties"] is True:
+        return [{"additionalProperties": True}]
+    seen = _evaluated(lowering, node, 0)
+    if seen is None:
+        return []
+    rest = lowering.positive(words["unevaluatedProperties"], at.inside("unevaluatedProperties"))
+    if _branches(lowering, node, _BRANCHING, 0):
+        reason = "keys that only a branch evaluates count as unevaluated"
+        fix = "list all keys under properties"
+        lowering.report.note(at.pointer, "unevaluatedProperties", reason, fix)
+    properties, patterns = seen
+    schema: dict[str, Any] = {"additionalProperties": rest}
+    schema |= {"properties": dict.fromkeys(properties, True)} if properties else {}
+    schema |= {"patternProperties": dict.fromkeys(patterns, True)} if patterns else {}
+    return [schema]
+
+
+def _evaluated(lowering: Lowering, node: Any, depth: int) -> _Keys | None:
+    """The keys and patterns of ``node`` and what always holds with it; None for all keys."""
+    if not isinstance(node, dict) or depth > _DEPTH:
+        return _Keys([], [])
+    words = spell(node, lowering.document.draft)
+    if "additionalProperties" in words or (depth and "unevaluatedProperties" in words):
+        return None
+    names, patterns = list(words.get("properties", ())), list(words.get("patternProperties", ()))
+    parts = _always(lowering, node, words)
+    for part in parts:
+        found = _evaluated(lowering, part, depth + 1)
+        if found is None:
+            return None
+        names += found.names
+        patterns += found.patterns
+    return _Keys(list(dict.fromkeys(names)), list(dict.fromkeys(patterns)))
+
+
+def _unevaluated_items(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+    if "array" not in at.types or words["unevaluatedItems"] is True:
+        return []
+    count = _evaluated_items(lowering, node, 0)
+    if count is None:
+        return []
+    rest = lowering.positive(words["unevaluatedItems"], at.inside("unevaluatedItems"))
+    if _branches(lowering, node, _BRANCHING | {"contains"}, 0):
+        reason = "items that only a branch evaluates count as unevaluated"
+        fix = "list all items under prefixItems"
+        lowering.report.note(at.pointer, "unevaluatedItems", reason, fix)
+    prefix = {"prefixItems": [True] * count} if count else {}
+    return [{**prefix, "items": rest}]
+
+
+def _evaluated_items(lowering: Lowering, node: Any, depth: int) -> int | None:
+    if not isinstance(node, dict) or depth > _DEPTH:
+        return 0
+    words = spell(node, lowering.document.draft)
+    if "items" in words or (depth and "unevaluatedItems" in words):
+        return None
+    counts: list[int | None] = [len(words.get("prefixItems", ()))]
+    parts = _always(lowering, node, words)
+    counts += [_evaluated_items(lowering, part, depth + 1) for part in parts]
+    known = [count for count in counts if count is not None]
+    return max(known) if len(known) == len(counts) else None
+
+
+def _always(lowering: Lowering, node: Any, words: dict[str, Any]) -> list[Any]:
+    """The schemas that hold wherever ``node`` does."""
+    parts = list(words.get("allOf", ()))
+    if "$ref" in words:
+        target = lowering.document.resolve(node)
+        parts += [] if target is None else [target.schema]
+    return parts
+
+
+def _branches(lowering: Lowering, node: Any, keywords: frozenset[str], depth: int) -> bool:
+    """Whether something that holds only at times could evaluate more."""
+    if not isinstance(node, dict) or depth > _DEPTH:
+        return False
+    words = spell(node, lowering.document.draft)
+    return not keywords.isdisjoint(words) or any(
+        _branches(lowering, part, keywords, depth + 1) for part in _always(lowering, node, words)
+    )
 
 
 _APPLICATORS: dict[str, Applicator] = {
@@ -129,8 +436,17 @@ _APPLICATORS: dict[str, Applicator] = {
     "if": _if,
     "dependentRequired": _dependent_required,
     "dependentSchemas": _dependent_schemas,
+    "contains": _contains,
+    "propertyNames": _names,
+    "minProperties": _counts,
+    "maxProperties": lambda lowering, node, words, at: (
+        [] if "minProperties" in words else _counts(lowering, node, words, at)
+    ),
+    "uniqueItems": _unique,
+    "unevaluatedProperties": _unevaluated_properties,
+    "unevaluatedItems": _unevaluated_items,
 }
-_RULES = Rules({**_APPLICATORS, **SPECIAL}, negate)
+"""How each keyword is lowered."""
 
 
 def lower(
@@ -143,7 +459,7 @@ def lower(
     """
     lowered = Lowered(schema, ())
     if needs_lowering(schema):
-        lowered = Lowering(schema, _RULES, harder=harder).run()
+        lowered = Lowering(schema, _APPLICATORS, harder=harder).run()
     if additional == "closed":
         return lowered._replace(schema=close_objects(lowered.schema).schema)
     return lowered

@@ -42,8 +42,8 @@ DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
     for end in ("", "#")
 }
 TYPES = frozenset({"null", "boolean", "object", "array", "number", "string", "integer"})
-LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$-]*)*")
-PLAIN_URI = re.compile(r"https?://[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
+LOCAL_REFERENCE = re.compile(r"#(?:/[\w.$:-]*)*")
+PLAIN_URI = re.compile(r"(?:https?://)?[\w.-]+(?:/[\w.~-]*)*#?", re.ASCII)
 DEEPEST = 32
 
 
@@ -102,7 +102,7 @@ def _is_of_draft(keyword: str, schema: dict[str, Any], draft: int, depth: int) -
         case "required":
             return _is_name_list(value) and (bool(value) or draft > 4)
         case "enum":
-            return isinstance(value, list) and (draft > 4 or (bool(value) and _is_name_list(value)))
+            return isinstance(value, list) and (draft > 4 or _is_distinct_list(value))
         case "exclusiveMinimum" | "exclusiveMaximum" if draft == 4:
             return isinstance(value, bool) and f"m{keyword[10:]}" in schema
         case "exclusiveMinimum" | "exclusiveMaximum":
@@ -140,6 +140,13 @@ def _is_name_list(value: Any) -> bool:
     return len(set(value)) == len(value)
 
 
+def _is_distinct_list(values: list[Any]) -> bool:
+    """Whether there are some, all of them scalars but no bools, and none of them twice."""
+    if not all(value is None or type(value) in (str, int, float) for value in values):
+        return False
+    return bool(values) and len(set(values)) == len(values)
+
+
 def _is_string(value: Any) -> bool:
     return isinstance(value, str)
 
@@ -175,14 +182,12 @@ _UNSURE = frozenset(
 _VALUES: dict[str, Callable[[Any], bool]] = {
     "$schema": lambda value: isinstance(value, str) and value in DRAFTS,
     "$ref": lambda value: isinstance(value, str) and bool(LOCAL_REFERENCE.fullmatch(value)),
-    **dict.fromkeys(
-        ("$id", "id"), lambda value: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value))
-    ),
+    "$id": lambda value: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value)),
     "type": _is_type,
     "const": lambda _: True,
     "default": lambda _: True,
     "examples": lambda value: isinstance(value, list),
-    **dict.fromkeys(("title", "description", "$comment", "format"), _is_string),
+    **dict.fromkeys(("id", "title", "description", "$comment", "format"), _is_string),
     "pattern": _is_pattern,
     "uniqueItems": lambda value: isinstance(value, bool),
     "multipleOf": lambda value: _is_number(value) and value > 0,

@@ -57,22 +57,24 @@ def others(values: Sequence[Any], types: frozenset[str]) -> Disjuncts:
     by_type: dict[str, list[Any]] = {}
     for value in values:
         by_type.setdefault(type_of(value), []).append(value)
+    # One schema for all that are free: branches are multiplied with those of other keywords.
+    free = sorted(types - by_type.keys())
     schemas: list[Any] = []
-    exact = True
-    for kind in sorted(types):
-        taken = by_type.get(kind, [])
-        if not taken:
-            schemas.append({"type": kind})
-        elif kind == "string":
-            pattern = _not_one_of(taken)
-            exact = exact and pattern is not None
-            schemas += [{"type": "string", "pattern": pattern}] if pattern else []
-        elif kind == "number" and len(set(taken)) <= _MOST_GAPS:
-            schemas += _gaps(sorted(set(taken)))
-        elif kind == "boolean":
-            schemas += [{"enum": [value]} for value in (True, False) if value not in taken]
-        elif kind != "null":
+    exact = by_type.keys().isdisjoint(types & {"array", "object"})
+    if free:
+        schemas.append({"type": free if len(free) > 1 else free[0]})
+    if "string" in types and "string" in by_type:
+        pattern = _not_one_of(by_type["string"])
+        exact = exact and pattern is not None
+        schemas += [{"type": "string", "pattern": pattern}] if pattern else []
+    if "number" in types and "number" in by_type:
+        taken = sorted(set(by_type["number"]))
+        if len(taken) <= _MOST_GAPS:
+            schemas += _gaps(taken)
+        else:
             exact = False
+    if "boolean" in types and "boolean" in by_type:
+        schemas += [{"enum": [value]} for value in (True, False) if value not in by_type["boolean"]]
     return Disjuncts(schemas, exact)
 
 

@@ -86,15 +86,18 @@ def test_auto_prefers_what_rejects_less() -> None:
         (GrammarSpec.json_schema({"type": "string", "minLength": 129}), "llguidance"),
         (GrammarSpec.json_schema({"type": "string", "pattern": "^.{0,129}$"}), "llguidance"),
         (GrammarSpec.json_schema({"type": "array", "maxItems": 200}), "xgrammar"),
-        (GrammarSpec.regex("[a-z]{1,128}"), "xgrammar"),
-        (GrammarSpec.regex("[a-z]{1,129}"), "llguidance"),
-        (GrammarSpec.regex("([a-z]{1,9} ){1,99}"), "xgrammar"),
+        (GrammarSpec.regex("[a-z]{1,32}"), "xgrammar"),
+        (GrammarSpec.regex("[a-z]{1,33}"), "llguidance"),
+        (GrammarSpec.regex("([a-z]+ ){,32}"), "xgrammar"),
+        (GrammarSpec.regex("(a|b|c){1,500}"), "llguidance"),
+        (GrammarSpec.regex("([a-z]{1,9} ){1,4}"), "llguidance"),
+        (GrammarSpec.regex("([a-z]+ )*"), "xgrammar"),
         (GrammarSpec.ebnf('root ::= "a"{1,129}'), "xgrammar"),
     ],
     ids=str,
 )
-def test_long_counts_of_characters_are_not_xgrammars(spec: GrammarSpec, taken: str) -> None:
-    """Each of its rows would look at the whole vocabulary."""
+def test_long_counts_are_not_xgrammars(spec: GrammarSpec, taken: str) -> None:
+    """Each of its rows would look at the whole vocabulary, or its compile would take seconds."""
     assert AutoBackend(BYTES).compile(spec).backend == taken
 
 

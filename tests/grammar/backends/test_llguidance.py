@@ -20,8 +20,9 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, prepare_for_llguidance
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.schema.lowering import Lowered
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.masks.walks import BYTES, accepts, walk
@@ -372,3 +373,31 @@ def test_compiles_and_matchers_run_side_by_side() -> None:
     for number, grammar in enumerate(grammars):
         assert accepts(grammar, json.dumps([number % 16, str(number % 16)]))
     assert texts == [walk(grammars[0], seed).text for seed in range(32)]
+
+
+def test_listed_arrays_are_judged_before_they_are_handed_over() -> None:
+    schema = {"enum": [[1, 2], ["a"], [3], {"x": 1}], "type": "array", "items": INTEGER}
+    prepared = prepare_for_llguidance(Lowered({**schema, "maxItems": 1}, ()))
+    assert prepared == {"enum": [[3]]}
+    grammar = BACKEND.compile(GrammarSpec.json_schema(schema))
+    assert [accepts(grammar, text) for text in ("[1, 2]", '["a"]', "[3]")] == [True, False, True]
+    referring = {"enum": [[1]], "items": {"$ref": "#/$defs/a"}}
+    assert prepare_for_llguidance(Lowered(referring, ())) == referring
+
+
+def test_alternatives_that_hold_together_are_joined_where_that_makes_fewer() -> None:
+    """One of four keys, said four times, is 4 of 256 combinations."""
+    names = "abcd"
+    one = [
+        {"type": "object", "required": [n], "properties": {o: False for o in names if o != n}}
+        for n in names
+    ]
+    small = [{"type": "object", "properties": {"e": {"maximum": n}}} for n in (1, 2)]
+    keys = {"type": "object", "properties": dict.fromkeys("abcde", INTEGER)}
+    parts = [keys, *({"anyOf": one} for _ in names), {"anyOf": small}]
+    prepared = prepare_for_llguidance(Lowered({"allOf": parts}, ()))
+    assert [len(part.get("anyOf", ())) for part in prepared["allOf"]] == [0, 4, 2]
+    grammar = BACKEND.compile(GrammarSpec.json_schema({"allOf": parts}))
+    assert all(accepts(grammar, text) for text in ('{"a": 1}', '{"d": 1, "e": 2}'))
+    for text in ("{}", '{"a": 1, "b": 1}', '{"d": 1, "e": 3}', '{"e": 1}'):
+        assert not accepts(grammar, text)

@@ -23,7 +23,12 @@ from guided_spec.grammar.completion.endings import Endings
 from guided_spec.grammar.completion.places import RuleEndings
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.pipeline import GrammarPipeline
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, as_matcher
+from guided_spec.grammar.protocol import (
+    CompiledGrammar,
+    GrammarBackend,
+    GrammarMatcher,
+    as_matcher,
+)
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.spelled import MARKERS, SPELLED
@@ -181,9 +186,20 @@ def test_every_text_ends_within_its_budget(name: str) -> None:
     assert len(set(lengths)) > 1
 
 
-@pytest.mark.parametrize("name", sorted(SPECS.keys() - KEYED))
-def test_the_rules_allow_what_the_matcher_allows(name: str) -> None:
-    compiled, dice = compiled_of(name), random.Random(name)
+OF_EITHER = {"regex", "choice"}  # whose rules can be read whoever compiles them
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, XGrammarBackend) for name in sorted(SPECS.keys() - KEYED)),
+        *((name, LLGuidanceBackend) for name in sorted(OF_EITHER)),
+    ],
+)
+def test_the_rules_allow_what_the_matcher_allows(
+    name: str, backend: Callable[[Vocabulary], GrammarBackend]
+) -> None:
+    compiled, dice = backend(VOCABULARY).compile(SPECS[name]), random.Random(name)
     endings = CACHE.of(compiled)
     assert isinstance(endings, RuleEndings)
     for _ in range(12):

@@ -85,6 +85,7 @@ def test_so_it_is_in_every_draft(schema: dict[str, Any], name: str) -> None:
         {"required": []},
         {"enum": []},
         {"enum": ["a", "a"]},
+        {"enum": [1, 1.0]},
         {"exclusiveMinimum": 3},
         {"exclusiveMinimum": True},
         {"properties": {"a": True}},
@@ -105,8 +106,9 @@ def test_ordinary_schemas_of_older_drafts_take_the_quick_way() -> None:
             {
                 "$schema": name,
                 "id": "http://example.com/a.json#",
+                "$id": "schemas/a.json",
                 "type": "object",
-                "properties": {"a": {"$ref": "#/definitions/a"}, "b": {"enum": ["x", "y"]}},
+                "properties": {"a": {"$ref": "#/definitions/a"}, "b": {"enum": ["x", 2, None]}},
                 "additionalProperties": False,
                 "required": ["a"],
                 "definitions": {"a": {"type": "string", "maxLength": 3, "x-own": [1]}},

@@ -22,6 +22,7 @@ GONE = frozenset(
     | {"minContains", "maxContains", "$anchor", "definitions", "$dynamicRef", "title"}
 )
 OLD = "http://json-schema.org/draft-04/schema#"
+KINDS = ("null", "string")
 
 APPLICATORS = [
     *("allOf", "anyOf", "oneOf", "not", "if", "properties", "additionalProperties"),
@@ -231,6 +232,32 @@ def test_what_has_no_such_spelling_is_an_error(schema: dict[str, Any], keyword: 
     schema = {"$comment": "so", **schema, "$id": "https://example.com/root.json"}
     errors = [entry for entry in lower(schema).entries if entry.level == "error"]
     assert keyword in [entry.keyword for entry in errors]
+
+
+def test_branches_exclude_what_they_share_alone() -> None:
+    """Objects with another constant are apart: values that are no objects are all they share."""
+    branches: list[Any] = [
+        {"properties": {"k": {"enum": [name]}, name: {"type": "integer"}}, "required": ["k", name]}
+        for name in ("left", "right", "middle")
+    ]
+    lowered = lower({"oneOf": branches})
+    assert not lowered.entries
+    assert "pattern" not in json.dumps(lowered.schema)
+    left: list[Any] = [{"k": "left", "left": 1}, {"k": "right", "right": 2, "left": "x"}]
+    assert all(is_valid(lowered.schema, value) for value in left)
+    gone: list[Any] = [1, "a", [], {}, {"k": "left"}, {"k": "other", "left": 1}]
+    assert not any(is_valid(lowered.schema, value) for value in gone)
+
+
+def test_a_schema_that_hangs_on_a_key_knows_that_the_key_is_there() -> None:
+    branches = [{"properties": {"k": {"const": name}, "v": {"type": name}}} for name in KINDS]
+    lowered = lower({"type": "object", "dependentSchemas": {"k": {"oneOf": branches}}})
+    assert not lowered.entries
+    assert "pattern" not in json.dumps(lowered.schema)
+    left: list[Any] = [{}, {"v": 1}, {"k": "null", "v": None}, {"k": "string"}]
+    assert all(is_valid(lowered.schema, value) for value in left)
+    gone: list[Any] = [{"k": "null", "v": "a"}, {"k": "array"}, {"k": 1}]
+    assert not any(is_valid(lowered.schema, value) for value in gone)
 
 
 def test_harder_admits_less_instead() -> None:
