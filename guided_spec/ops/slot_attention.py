@@ -158,8 +158,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
 def store_keys_values(new: KeyValues, buffers: KeyValues, places: SlotPlaces) -> None:
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
-    for states, buffer in zip(new, buffers, strict=True):
-        _write(buffer, states, places.tokens, places.tables, places.max_length)
+    _write(new, buffers, places.tokens, places.tables, places.max_length)
 
 
 def _check(
@@ -203,8 +202,8 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
 ) -> Tensor:
     del width, view
     if key is not None and value is not None:
-        _write(keys, key, tokens, tables, max_length)
-        _write(values, value, tokens, tables, max_length)
+        new = KeyValues(key, value)
+        _write(new, KeyValues(keys, values), tokens, tables, max_length)
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
     first = 0
     for slot, start, end in rows.T.tolist():
@@ -267,14 +266,18 @@ def _read(buffer: Tensor, table: Tensor, seen: range) -> Tensor:
     return found[:, seen.start - first * block : seen.stop - first * block]
 
 
-def _write(buffer: Tensor, states: Tensor, tokens: Tensor, tables: Tensor, max_length: int) -> None:
-    """Put states [N, Hkv, D] where the tokens belong."""
+def _write(
+    new: KeyValues, buffers: KeyValues, tokens: Tensor, tables: Tensor, max_length: int
+) -> None:
+    """Put keys and values [N, Hkv, D] where the tokens belong."""
     slots, positions = tokens
-    block = buffer.shape[2]
+    block = buffers.keys.shape[2]
     # An unused token goes behind the positions: to leave it out would take a wait for the device.
     places = positions.clamp_max(max_length).where(slots >= 0, max_length)
     found = tables[slots.clamp_min(0), places // block].long()
-    buffer[found, :, places % block] = states.to(buffer.dtype)
+    within = places % block
+    for states, buffer in zip(new, buffers, strict=True):
+        buffer[found, :, within] = states.to(buffer.dtype)
 
 
 @cache
