@@ -1,0 +1,28 @@
+"""Requests of all kinds through one engine, whose steps are timed."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import mixed_traffic
+from benchmarks.gpu.subject import load_subject
+from guided_spec.engine.setup import bundled_asset
+
+
+def test_requests_come_and_go() -> None:
+    subject = load_subject(bundled_asset("target"), None, device="cpu", dtype="float32")
+    traffic = mixed_traffic.Traffic(steps=80, load=30, prompts=(5, 40))
+    cells = mixed_traffic.measure(subject, "none", traffic, 4)
+    steps, *times = cells[:6]
+    assert steps == "80"
+    assert all(float(time) > 0 for time in times)
+    assert cells[6:8] == ["0", "0"]  # there are no graphs here, nor kernels
+    assert int(cells[8]) > 0
+
+
+def test_captures_are_counted() -> None:
+    before = torch.cuda.CUDAGraph.capture_begin
+    with mixed_traffic.counted() as made:
+        assert torch.cuda.CUDAGraph.capture_begin is not before
+    assert torch.cuda.CUDAGraph.capture_begin is before
+    assert not made
