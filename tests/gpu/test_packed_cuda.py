@@ -189,7 +189,7 @@ def test_prompts_again_and_too_few_blocks(proposer: str) -> None:
     draft = bundled_asset("eagle3") if proposer == "eagle3" else None
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_model_len": 512}
     texts, cached = [], []
-    for memory in (None, 2**22):
+    for memory in (None, 2**23):
         with LLM(proposer=proposer, draft=draft, kv_memory_bytes=memory, **options) as llm:
             for _ in range(2):
                 outputs = llm.generate([item.prompt for item in items], params)
