@@ -46,10 +46,9 @@ class EngineConfig:
         ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
-    kernels: "auto" runs llama-like models and EAGLE-3 heads on one CUDA device in packed form and
-        as CUDA graphs, whose results differ from the stock modules' by rounding; "packed" does so
-        on any device, and raises ModelError where that form fails its trial; "stock" leaves
-        everything to the stock modules.
+    kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
+        graphs; its results differ from the stock modules' by rounding. "packed" raises ModelError
+        where that form fails its trial; "stock" leaves everything to the stock modules.
     capture: whether CUDA graphs are captured and kernels compiled when the engine is made, so that
         no step does so later; False leaves that to the steps that first need them.
     draft_length: "fixed" drafts ``num_draft_tokens`` at every step, "adaptive" up to as many, by

@@ -28,7 +28,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.models.causal_lm import CausalLM, PackedForm, largest_context
+from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
@@ -135,7 +135,7 @@ def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False)
 def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots."""
     form = None
-    if PackedForm.is_wanted(model, config.kernels):
+    if is_packed_on(model.device, config.kernels):
         plan = plan_slots(model, config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:

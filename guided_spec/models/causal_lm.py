@@ -66,11 +66,6 @@ class PackedForm(NamedTuple):
     decoder: PackedDecoder | StockDecoder
     layers: tuple[LayerShape, ...]
 
-    @staticmethod
-    def is_wanted(model: PreTrainedModel, kernels: Kernels) -> bool:
-        """Whether ``kernels`` asks for such a form on the model's device, where it has one."""
-        return is_packed_on(model.device, kernels)
-
     @classmethod
     @torch.inference_mode()
     def of(cls, model: PreTrainedModel, kernels: Kernels, max_length: int) -> PackedForm | None:
@@ -78,7 +73,7 @@ class PackedForm(NamedTuple):
 
         Raises ModelError as ``CausalLM`` does.
         """
-        if not cls.is_wanted(model, kernels):
+        if not is_packed_on(model.device, kernels):
             return None
         slots = _stock_slots(model, TRIAL_SLOTS, max_length)
         longest = max([TRIAL_LENGTH, *(2 * window for window in slots.cache.windows.values())])
