@@ -32,6 +32,8 @@ START_SECONDS = 120.0
 _GRACE_SECONDS = 5
 _READY = "ready"
 _OUT_OF_MEMORY = "out of memory"
+# What the native code is refused comes as one of its own errors: memory, or that of a thread.
+_SIGNS_OF_NO_MEMORY = ("bad_alloc", "Resource temporarily unavailable")
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
@@ -180,8 +182,8 @@ def _attempt(backend: GrammarBackend, spec: GrammarSpec, limits: GrammarLimits) 
     try:
         backend.compile(spec)
     except GrammarError as error:
-        # What the native code is refused comes as one of its own errors.
-        return _OUT_OF_MEMORY if "bad_alloc" in str(error) else error.with_traceback(None)
+        is_refused = any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
+        return _OUT_OF_MEMORY if is_refused else error.with_traceback(None)
     except MemoryError:
         return _OUT_OF_MEMORY
     except Exception as error:  # a defect of the compiler, and this request's alone
