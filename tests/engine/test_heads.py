@@ -306,7 +306,7 @@ def test_a_head_that_rests_reads_later(
     is_chained: bool,
 ) -> None:
     """And drafts as one does that reads at every step."""
-    kind = PackedSlotHead if kernels == "packed" else SlotHead
+    kind = PackedSlotHead if method == "eagle3" else SlotHead
     found, reads, read = [], Counter[int](), kind.read
     proposer = f"chain:ngram+{method}" if is_chained else method
     monkeypatch.setattr(engine, "build_draft_length", lambda _: NowAndThen())
@@ -330,7 +330,7 @@ def test_a_head_that_rests_reads_later(
 
 
 def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, taught: Any) -> None:
-    monkeypatch.setattr(SlotHead, "read", lambda *_: 1 / 0)
+    monkeypatch.setattr(PackedSlotHead, "read", lambda *_: 1 / 0)
     for proposer in ("eagle3", "chain:ngram+eagle3:validate"):
         found = taught("eagle3").generate(proposer, PARAMS, num_draft_tokens=0)
         assert tokens(found) == tokens(taught("eagle3").guided)
