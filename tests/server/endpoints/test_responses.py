@@ -66,7 +66,9 @@ def test_events(served: Running, options: Any) -> None:
         for one in (last, whole)
     ]
     assert without_ids[0] == without_ids[1]
+    found = [one["usage"].pop("input_tokens_details") for one in (last, whole)]
     assert last["usage"] == whole["usage"]
+    assert found[0]["cached_tokens"] >= found[1]["cached_tokens"]  # what the first one left
     for index, item in enumerate(last["output"]):
         mine = [event for event in events if event.get("output_index") == index]
         deltas = "".join(event["delta"] for event in mine if event["type"].endswith(".delta"))
