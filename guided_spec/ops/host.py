@@ -3,10 +3,13 @@
 Integers of Python lists as tensors.
 
 Names for the parts of a step in a profiler's timeline.
+
+Large memory that is taken as it is used.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,7 +22,10 @@ __all__ = [
     "Download",
     "host_integers",
     "named_range",
+    "zeros_on_demand",
 ]
+
+_ALIGNMENT = 64  # bytes, as of torch's own memory
 
 
 class Download:
@@ -63,3 +69,16 @@ def named_range(name: str) -> AbstractContextManager[object]:
     if profiler._is_profiler_enabled:
         return profiler.record_function(f"guided: {name}")
     return _NOTHING
+
+
+def zeros_on_demand(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Zeros of the dtype and device of ``like``.
+
+    On the CPU memory that the system hands out as it is written to, which torch's own is not.
+    """
+    if type(like) is not Tensor or like.device.type != "cpu":
+        return like.new_zeros(shape)
+    size = math.prod(shape) * like.element_size()
+    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)

@@ -16,7 +16,7 @@ from guided_spec.engine import setup as memory
 from guided_spec.engine.setup import SlotPlan, plan_slots
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
-from guided_spec.models.stock.kv_cache import _zeros
+from guided_spec.ops.host import zeros_on_demand
 from tests.tiny_llm import make_llm, tiny_model
 
 LENGTH = 64
@@ -130,13 +130,13 @@ def test_a_rope_that_grows_with_the_batch_is_kept_to_what_it_was_made_for(
 def test_slots_take_memory_as_they_are_used() -> None:
     """A long default context would be dear otherwise, on machines that never need it."""
     like = torch.ones(2, 3, dtype=torch.bfloat16)
-    found = _zeros(like, (3, 5, 7))
+    found = zeros_on_demand(like, (3, 5, 7))
     assert found.shape == (3, 5, 7)
     assert found.dtype == torch.bfloat16
     assert not found.any()
     assert found.data_ptr() % 64 == 0
     before = _resident_bytes()
-    large = _zeros(like, (2**28,))
+    large = zeros_on_demand(like, (2**28,))
     assert _resident_bytes() - before < 2**26
     assert large[-1] == 0
 

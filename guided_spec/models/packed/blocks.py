@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["BLOCK", "Blocks", "Tables", "WholeSlots"]
@@ -109,16 +109,14 @@ class Blocks:
         return len(self._unused) + len(self._idle)
 
     def allocate(self, heads: int, size: int, like: Tensor, *, lag: int = 0) -> KeyValues:
-        """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each.
-
-        It holds anything; on a CPU it is taken when it is first written to.
+        """Memory that these tables keep: [num_blocks + 1, heads, BLOCK, size] each, zeros.
 
         like: of its dtype and device. lag: how many of a position's successors what is kept for it
             depends on.
         """
         self.lag = max(self.lag, lag)
         shape = (self.num_blocks + 1, heads, BLOCK, size)
-        return KeyValues(like.new_empty(shape), like.new_empty(shape))
+        return KeyValues(zeros_on_demand(like, shape), zeros_on_demand(like, shape))
 
     def length(self, slot: int) -> int:
         """Positions that the slot has blocks for."""

@@ -23,14 +23,12 @@ A ``StepPlan`` says which slots and positions the tokens of one forward go to.
 from __future__ import annotations
 
 import functools
-import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import (
@@ -41,6 +39,7 @@ from transformers.cache_utils import (
 )
 
 from guided_spec.errors import ModelError
+from guided_spec.ops.host import zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = [
@@ -337,8 +336,6 @@ def _recordable(
     return recorded
 
 
-_ALIGNMENT = 64  # bytes, as of torch's own memory
-
 # What transformers calls the layers of DeepSeek sparse attention: now, and up to 5.17.
 INDEXED_TYPES = ("indexed_attention", "deepseek_sparse_attention")
 
@@ -501,7 +498,7 @@ class SlotLayer(CacheLayerMixin):
     def _allocate(self, states: Tensor) -> Tensor:
         slots, length = self._cache.num_slots, self._cache.max_length
         # Zeros, not garbage: a masked value is multiplied by 0, and 0 * NaN would show.
-        return _zeros(states, (slots, states.shape[1], length + 1, states.shape[3]))
+        return zeros_on_demand(states, (slots, states.shape[1], length + 1, states.shape[3]))
 
 
 class SlotIndexedLayer(SlotLayer):
@@ -527,16 +524,6 @@ class SlotIndexedLayer(SlotLayer):
         """See ``SlotLayer.buffers``."""
         indexer = [] if self.indexer_keys is None else [self.indexer_keys]
         return super().buffers() + indexer
-
-
-def _zeros(like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """On the CPU memory that the system hands out as it is written to, which torch's own is not."""
-    if type(like) is not Tensor or like.device.type != "cpu":
-        return like.new_zeros(shape)
-    size = math.prod(shape) * like.element_size()
-    memory = np.zeros(size + _ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[start : start + size]).view(like.dtype).view(shape)
 
 
 def _copy_positions(
