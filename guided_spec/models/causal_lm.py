@@ -319,9 +319,10 @@ def _can_be_captured(decoder: PackedDecoder | StockDecoder, memory: Sequence[Key
     last = memory[0].keys.shape[2] - 1
     places = SlotPlaces(torch.stack([0 * steps, steps]), rows, tables, last)
     try:
-        decoder.forward(ids, places, memory)  # the first one may set up libraries
-        with refusing_waits(device):
-            decoder.forward(ids, places, memory)
+        decoder.forward(ids, places, memory)
+        if device.type == "cuda":  # the first one may have waited to set up libraries
+            with refusing_waits():
+                decoder.forward(ids, places, memory)
     except ModelError:  # of the attention over slots, for what it does not support
         return False
     except RuntimeError as error:

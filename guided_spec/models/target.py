@@ -26,6 +26,7 @@ __all__ = [
     "check_layers",
     "cut_config",
     "find_decoder",
+    "implementing",
 ]
 
 
@@ -184,6 +185,22 @@ def find_decoder(model: PreTrainedModel) -> nn.Module:
     is_head = stock.get_decoder() is stock.get_output_embeddings()
     found: nn.Module = stock.base_model if is_head else stock.get_decoder()
     return found
+
+
+@contextmanager
+def implementing(config: Any, part: str, name: str) -> Iterator[None]:
+    """Let a part of the decoder of ``config`` run by the function ``name`` while it is open.
+
+    part: "attn" or "experts", for which transformers has tables of functions.
+    """
+    text_config, field = config.get_text_config(decoder=True), f"_{part}_implementation_internal"
+    # The setter of the public name would change nested configurations as well.
+    before = getattr(text_config, field)
+    setattr(text_config, field, name)
+    try:
+        yield
+    finally:
+        setattr(text_config, field, before)
 
 
 @contextmanager

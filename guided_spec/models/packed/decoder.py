@@ -157,14 +157,11 @@ class PackedDecoder:
 
 
 @contextmanager
-def refusing_waits(device: torch.device) -> Iterator[None]:
+def refusing_waits() -> Iterator[None]:
     """RuntimeErrors for whatever waits for a CUDA device while it is open: no graph can hold it.
 
     Some experts are chosen by the host, and so are some steps of quantized weights.
     """
-    if device.type != "cuda":
-        yield
-        return
     before = torch.cuda.get_sync_debug_mode()
     with catch_warnings(action="ignore", category=UserWarning):  # that this mode is a prototype
         torch.cuda.set_sync_debug_mode("error")

@@ -1,4 +1,4 @@
-"""The forward of any stock decoder over KV slots, with its attention alone replaced.
+"""The forward of any stock decoder over KV slots, with attention and experts alone replaced.
 
 For models that ``packed.decoder`` does not know. The stock modules run as they are, without
 a cache and without masks, so that a CUDA graph can hold them.
@@ -31,7 +31,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.packed.decoder import PackedOutput, has_hooks, has_static_rope
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
-from guided_spec.models.target import capture_hidden, find_decoder
+from guided_spec.models.target import capture_hidden, find_decoder, implementing
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
 __all__ = [
@@ -87,14 +87,8 @@ def using_slot_attention(config: Any) -> Iterator[None]:
     config: a model's own configuration object, which its layers share. Only the text part of a
     multimodal one changes. Not to be entered for one configuration by two threads at a time.
     """
-    text_config = config.get_text_config(decoder=True)
-    # The setter of the public name would change nested configurations as well.
-    before = text_config._attn_implementation_internal
-    text_config._attn_implementation_internal = SLOT_ATTENTION
-    try:
+    with implementing(config, "attn", SLOT_ATTENTION):
         yield
-    finally:
-        text_config._attn_implementation_internal = before
 
 
 def _attend(

@@ -9,13 +9,14 @@ for the device, so that a CUDA graph can hold it. Tested with transformers 5.17 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 
+from guided_spec.models.target import implementing
 from guided_spec.ops.expert_linear import expert_linear
 
 __all__ = ["EXPERTS", "few_experts", "using_few_experts"]
@@ -31,17 +32,9 @@ def using_few_experts(config: Any) -> Iterator[None]:
     config: a model's own configuration object, which its layers share. Not to be entered for one
     configuration by two threads at a time.
     """
-    text_config = config.get_text_config(decoder=True)
-    before = text_config._experts_implementation
-    if before not in REPLACED:
+    is_replaced = config.get_text_config(decoder=True)._experts_implementation in REPLACED
+    with implementing(config, "experts", EXPERTS) if is_replaced else nullcontext():
         yield
-        return
-    # The setter of the public name would change nested configurations as well.
-    text_config._experts_implementation_internal = EXPERTS
-    try:
-        yield
-    finally:
-        text_config._experts_implementation_internal = before
 
 
 def few_experts(experts: Any, states: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> Tensor:
@@ -51,20 +44,19 @@ def few_experts(experts: Any, states: Tensor, expert_ids: Tensor, expert_weights
     them: [N, K].
     """
     chosen = expert_ids.flatten()
-    projection = experts.gate_up_proj if experts.has_gate else experts.up_proj
-    opened = expert_linear(states, chosen, *_matrix(experts, projection, "gate_up"))
+    opening = "gate_up_proj" if experts.has_gate else "up_proj"
+    opened = expert_linear(states, chosen, *_projection(experts, opening))
     opened = experts._apply_gate(opened) if experts.has_gate else experts.act_fn(opened)
-    found = expert_linear(opened, chosen, *_matrix(experts, experts.down_proj, "down"))
+    found = expert_linear(opened, chosen, *_projection(experts, "down_proj"))
     shares = expert_weights.to(found.dtype).unsqueeze(1)
     summed = torch.bmm(shares, found.unflatten(0, expert_ids.shape)).squeeze(1)
     return summed.to(states.dtype)
 
 
-def _matrix(experts: Any, weight: Tensor, name: str) -> tuple[Tensor, Tensor | None]:
+def _projection(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:
     """Weight [E, O, I] and bias [E, O] of a projection."""
-    if name == "gate_up" and not experts.has_gate:
-        name = "up"
-    bias = getattr(experts, f"{name}_proj_bias") if experts.has_bias else None
+    weight: Tensor = getattr(experts, name)
+    bias = getattr(experts, f"{name}_bias") if experts.has_bias else None
     return weight.transpose(1, 2) if experts.is_transposed else weight, bias
 
 
