@@ -122,7 +122,7 @@ def _is_up(url: str) -> bool:
 
 
 async def stream_all(url: str, items: Sequence[WorkItem], load: Load) -> Found:
-    """Each client asks for one document after another, from another one on."""
+    """Each client asks for one document at least, and one after another, from another one on."""
     found, began = Found(), time.perf_counter()
     async with openai.AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=600.0
@@ -130,7 +130,7 @@ async def stream_all(url: str, items: Sequence[WorkItem], load: Load) -> Found:
 
         async def ask(number: int) -> None:
             at = number
-            while time.perf_counter() - began < load.seconds:
+            while at == number or time.perf_counter() - began < load.seconds:
                 item = items[at % len(items)]
                 try:
                     await _stream(client, item, load.max_tokens, found)

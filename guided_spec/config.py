@@ -61,7 +61,7 @@ class EngineConfig:
     max_forced_tokens: int = 32
     max_batch_size: int = 16
     max_model_len: int | None = None
-    prefill_tokens: int = 1024
+    prefill_tokens: int = 4096
     prefix_cache: bool = True
     kv_memory_bytes: int | None = None
     compile_threads: int = 2

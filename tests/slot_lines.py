@@ -160,7 +160,7 @@ def _held(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
 def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)) -> Case:
     """Rows of different slots, of none, and pieces of one text, in any order."""
     max_length = draw(st.integers(1, longest))
-    block = draw(st.sampled_from([1, 2, 4, 7, 16, max_length, max_length + 1]))
+    block = draw(st.sampled_from([1, 2, 7, 16, 32, max_length, max_length + 1]))
     spans: list[Span] = []
     for slot in draw(st.permutations(range(NUM_SLOTS)))[: draw(st.integers(1, 3))]:
         start = draw(st.integers(0, max_length))

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.subject import (
-    PREFILL_TOKENS,
     Subject,
     free_memory,
     json_documents,
@@ -105,7 +104,7 @@ def _measure(
     depth = 0 if name == "none" else plan.num_draft_tokens
     options: dict[str, Any] = {"tokenizer": subject.tokenizer, "max_batch_size": batch}
     options |= {"max_model_len": _longest(subject, items) + plan.max_tokens + 1}
-    options |= {"kv_memory_bytes": kv_budget(subject.model), "prefill_tokens": PREFILL_TOKENS}
+    options |= {"kv_memory_bytes": kv_budget(subject.model)}
     options |= {"prefix_cache": False}  # the rehearsal reads the same prompts
     options |= plan.options
     try:

@@ -28,6 +28,7 @@ __all__ = [
     "measure_transformers",
     "measure_vllm",
     "start_vllm",
+    "vllm_grammar",
     "vllm_measurement",
     "vllm_plan",
 ]
@@ -142,7 +143,7 @@ def vllm_plan(
         items = json_documents(num_documents(plan, batch))
         _, prompts = _prompts(subject, items)
         requests = [
-            {"prompt_ids": ids, "max_tokens": plan.max_tokens, **_grammar(item)}
+            {"prompt_ids": ids, "max_tokens": plan.max_tokens, **vllm_grammar(item)}
             for ids, item in zip(prompts, items, strict=True)
         ]
         cells += [
@@ -161,7 +162,7 @@ def vllm_plan(
     }
 
 
-def _grammar(item: WorkItem) -> dict[str, str]:
+def vllm_grammar(item: WorkItem) -> dict[str, str]:
     if item.grammar is None:
         return {}
     names = {"json_schema": "schema", "regex": "regex"}

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks.gpu.subject import (
-    PREFILL_TOKENS,
     Subject,
     free_memory,
     json_documents,
@@ -146,14 +145,13 @@ def _measure_engine(
 
 def _config(subject: Subject, plan: StepPlan, batch: int, depth: int) -> EngineConfig:
     config: Any = subject.model.config.get_text_config(decoder=True)
-    piece = plan.options.get("prefill_tokens", PREFILL_TOKENS)
+    piece = plan.options.get("prefill_tokens", EngineConfig().prefill_tokens)
     joining = -(-batch * plan.context // piece)  # steps in which the first requests decode already
     length = plan.context + (joining + plan.steps + plan.warm_up + 2) * (depth + 1) + 1
     own: dict[str, Any] = {
         "num_draft_tokens": depth,
         "max_batch_size": batch,
         "max_model_len": min(length, config.max_position_embeddings),
-        "prefill_tokens": PREFILL_TOKENS,
         "kv_memory_bytes": kv_budget(subject.model),
     }
     return EngineConfig(**{**own, **plan.options})

@@ -15,7 +15,6 @@ from guided_spec.evaluate.workload import WorkItem, load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 
 __all__ = [
-    "PREFILL_TOKENS",
     "Subject",
     "free_memory",
     "json_documents",
@@ -25,7 +24,6 @@ __all__ = [
     "without_weights",
 ]
 
-PREFILL_TOKENS = 8192  # of one forward; vLLM reads prompts so too
 CUDA_SHARE = 0.8  # of what the weights left: nothing but a draft head and activations need the rest
 
 

@@ -51,7 +51,6 @@ def head_config(head: Eagle3Head, target: Widening) -> dict[str, Any]:
         "num_hidden_layers": config.num_hidden_layers,
         "target_hidden_size": wide.hidden_size,
         "hidden_act": config.hidden_act,
-        "max_position_embeddings": config.max_position_embeddings,
         "rms_norm_eps": how.carrier.eps,
         **rope_fields({"rope_type": "default", "rope_theta": theta}),
         **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings"), False),

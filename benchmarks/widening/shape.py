@@ -23,6 +23,7 @@ class Shape(NamedTuple):
     head_dim: int = 128
     intermediate_size: int = 14336
     vocab_size: int = 128256
+    max_position_embeddings: int = 131_072
     draft_vocab_size: int = 32000
 
 

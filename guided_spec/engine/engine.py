@@ -18,7 +18,15 @@ from typing import NamedTuple
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import Batches, Captures, DecodeBatch, Proposer
+from guided_spec.core import (
+    Batches,
+    Captures,
+    DecodeBatch,
+    FinishedText,
+    Learns,
+    Proposer,
+    source_of,
+)
 from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
@@ -159,9 +167,17 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
     return [PromptGroup(sorted(group.members), group.width) for group in groups]
 
 
-# Prompt tokens that a verify forward may read besides: so few cost a GPU little more than none, and
+# Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
 # less than a forward of their own, which reads the weights again. No text waits long for them.
 ALONG = 512
+
+
+def tokens_along(num_unread: int, num_slots: int, most: int) -> int:
+    """Prompt tokens, of ``most``, that the next verify forward reads besides.
+
+    The more slots have a prompt to read, the longer may the others wait for them.
+    """
+    return min(max(ALONG, most * num_unread // num_slots), most)
 
 
 class Piece(NamedTuple):
@@ -197,9 +213,11 @@ class Engine:
         blocks = model.blocks
         may_take = blocks is not None and (not proposer.aux_hidden_layers or blocks.lag > 0)
         self._takes_prefixes = config.prefix_cache and may_take
-        # K then follows what others drew, an equal request with the same noise among them. Coupled
-        # texts do not depend on it.
-        self._keys_vary = self._draft_length.learns and config.verifier == "rejection"
+        self._learner = proposer if isinstance(proposer, Learns) and proposer.learns else None
+        # Drafts, or K, then follow what others drew, an equal request with the same noise among
+        # them. Coupled texts do not depend on either.
+        learns = self._draft_length.learns or self._learner is not None
+        self._keys_vary = learns and config.verifier == "rejection"
         self._num_added = 0
         self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
@@ -289,9 +307,27 @@ class Engine:
         for request in self._scheduler:
             if request.is_cancelled:
                 request.fail(RequestCancelledError("the request was cancelled"))
+        self._learn()
         slots = self._scheduler.remove_finished()
         if slots:
             self._release(slots)
+
+    def _learn(self) -> None:
+        """Show the proposer, where it wants to see them, the texts that have just ended well."""
+        if self._learner is None:
+            return
+        ended = [request.text for request in self._scheduler.running(State.FINISHED)]
+        texts = [
+            FinishedText(source_of(text.params), text.tokens, text.prompt_length)
+            for text in ended
+            if text.error is None
+        ]
+        if not texts:
+            return
+        try:
+            self._learner.learn(texts)
+        except Exception as error:  # whose counts it then mixes up, nobody knows
+            self.fail(self._scheduler.running(), error)
 
     def _release(self, slots: Sequence[int]) -> None:
         self._target.release(slots)
@@ -364,7 +400,9 @@ class Engine:
         """The next pieces of prompts, one behind another: now, or along with the verify forward."""
         is_decoding = bool(self._scheduler.running(State.DECODE))
         budget = self._config.prefill_tokens
-        pieces = self._next_pieces(unread, min(ALONG, budget) if is_decoding else budget)
+        if is_decoding:
+            budget = tokens_along(len(unread), self.num_slots, budget)
+        pieces = self._next_pieces(unread, budget)
         if is_decoding:
             self._along = pieces
         elif pieces:

@@ -52,7 +52,12 @@ def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -
         captured = bar.n
     for batch in sorted({min(size, engine.num_slots) for size in BATCHES}):
         for sampling in SAMPLINGS:
-            params = SamplingParams(**sampling, max_tokens=PROMPT * STEPS, ignore_eos=True)  # type: ignore[arg-type]
+            params = SamplingParams(  # the salt: no request is drafted from these texts
+                **sampling,  # type: ignore[arg-type]
+                max_tokens=PROMPT * STEPS,
+                ignore_eos=True,
+                cache_salt="guided_spec.warm_up",
+            )
             for one in (grammar, None):
                 job = Job(prompt, params, length, 0, one, grammars.endings)
                 _write(engine, [Request(job, vocabulary, _report) for _ in range(batch)])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import cache, partial
@@ -435,11 +435,12 @@ class Lookahead:
         """
         return self.extend_best([[(token,) for token in draft] for draft in drafts])
 
-    def extend_best(self, options: Sequence[Sequence[Sequence[int]]]) -> list[list[int]]:
+    def extend_best(self, options: Sequence[Iterable[Sequence[int]]]) -> list[list[int]]:
         """``extend`` by the first legal one of several tokens at each position.
 
-        options: [B] lists with, for each position, tokens in the order of preference; a request's
-            draft stops at an empty one.
+        options: [B] with, for each position, tokens in the order of preference; a request's draft
+            stops at an empty one. A position is asked for when ``drafted`` holds what was taken at
+            the one before it.
         """
         self._wake()
         legal: list[list[int]] = []

@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.dependents_triton import follow, following
 
@@ -28,6 +29,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
+WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
 
 
 class Tiling(NamedTuple):
@@ -56,10 +58,12 @@ def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Ti
         # Exact products take no tensor cores but registers: small tiles.
         largest, block, stages = (32, 32, 1) if padded <= 64 else (16, 16, 1)
     else:
-        largest, block, stages = (128, 64, 3) if padded <= 128 else (64, 32, 3)
+        largest, block, stages = (64, 64, 3) if padded <= 128 else (64, 32, 3)
     rows = min(max(16, triton.next_power_of_2(width * group)), largest)
     programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, rows) * num_kv_heads
     wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
+    if rows >= WHOLE_FROM and padded <= 128:
+        stages = 2  # so that more programs run at a time
     useful = triton.next_power_of_2(triton.cdiv(view, block))
     splits = min(1 << (wanted.bit_length() - 1), useful)
     return Tiling(rows, block, splits, 8 if rows * padded > 64 * 128 else 4, stages)
@@ -103,6 +107,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     memory = (tables, tables.stride(0), max_length, block)
     lines = max(triton.next_power_of_2(num_rows), 2)
     cut = (num_kv_heads, group, size, padded, lines, tile.rows, tile.splits, tile.block, window)
+    tiled = _tiles(keys, values, tile, window)
     sunk = (query if sinks is None else sinks, sinks is not None)
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if key is not None and value is not None:
@@ -114,8 +119,9 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 **following(query),
             )
         _attend[(tiles, num_kv_heads, tile.splits)](
-            *(query, keys, values, rows, output, partial, lse, sunk[0], scale * LOG2_E.value),
-            *(num_rows, *memory, *query.stride()[:2], *cut, sunk[1]),
+            *(query, keys, values, *(tiled or (None, None)), rows, output, partial, lse, sunk[0]),
+            *(scale * LOG2_E.value, num_rows, *memory, *query.stride()[:2], *cut, sunk[1]),
+            tiled is not None,
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **following(query),
@@ -127,6 +133,21 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 **following(query),
             )
     return output
+
+
+def _tiles(
+    keys: Tensor, values: Tensor, tile: Tiling, window: int
+) -> tuple[TensorDescriptor, TensorDescriptor] | None:
+    """The buffers as [positions, D], whose tiles the device fetches whole; None where it cannot.
+
+    Each tile must lie within a block, and its rows at multiples of 16 bytes.
+    """
+    block, size = keys.shape[2:]
+    if window or tile.rows < WHOLE_FROM or block % tile.block or size * keys.itemsize % 16:
+        return None
+    shape, box = [keys.numel() // size, size], [tile.block, max(triton.next_power_of_2(size), 16)]
+    found = (TensorDescriptor(buffer, shape, [size, 1], box) for buffer in (keys, values))
+    return next(found), next(found)
 
 
 def _with_rows(states: Tensor) -> Tensor:
@@ -217,6 +238,8 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     query,
     keys,
     values,
+    key_tiles,
+    value_tiles,
     rows,
     output,
     partial,
@@ -240,6 +263,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    WHOLE: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
     """ROWS queries of one row and key head over one split of what they see."""
@@ -268,8 +292,23 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         asked = tl.load(query + source[:, None] + column[None, :], mask=mask, other=0.0)
         top, total = tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32)
         gathered = tl.zeros([ROWS, PADDED], tl.float32)
-        table = tables + slot * table_row
-        for first in range(low, end, BLOCK):
+        table, whole = tables + slot * table_row, low
+        if WHOLE:  # what every query of the tile sees takes no mask
+            whole = tl.minimum(start + within_row * ROWS // GROUP + 1, end)
+            whole = low + tl.maximum(whole - low, 0) // BLOCK * BLOCK
+            for first in range(low, whole, BLOCK):
+                found = tl.load(table + first // block) * HEADS + tl.program_id(1)
+                place = found * block + first % block
+                tiled = key_tiles.load([place, 0])
+                scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
+                higher = tl.maximum(top, tl.max(scores, 1))
+                probs, fade = tl.exp2(scores - higher[:, None]), tl.exp2(top - higher)
+                total = total * fade + tl.sum(probs, 1)
+                tiled = value_tiles.load([place, 0])
+                probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
+                gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
+                top = higher
+        for first in range(whole, end, BLOCK):
             stored = first + tl.arange(0, BLOCK)
             is_there = stored < end
             there = is_there[:, None]

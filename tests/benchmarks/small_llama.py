@@ -19,7 +19,7 @@ from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
 __all__ = ["SMALL", "Folders", "small_target", "write_small"]
 
-SMALL = Shape(32, 3, 4, 2, 8, 48, VOCAB_SIZE, 200)
+SMALL = Shape(32, 3, 4, 2, 8, 48, VOCAB_SIZE, 1024, 200)
 HEAD_SHAPE = HeadShape(1, 4, 2, 12, 40)  # another head size than the target's
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -49,7 +49,7 @@ def small_target(**options: Any) -> LlamaForCausalLM:
     sizes = SMALL._asdict()
     del sizes["draft_vocab_size"]
     ends: dict[str, Any] = {"bos_token_id": None, "eos_token_id": 0, "pad_token_id": 0}
-    settings = {"rms_norm_eps": 1e-3, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    settings = {"rms_norm_eps": 1e-3, "initializer_range": 0.2}
     config = LlamaConfig(**{**sizes, **ends, **settings, **options})
     return _randomize(LlamaForCausalLM(config))
 

@@ -39,7 +39,7 @@ from tests.benchmarks.small_llama import SMALL, small_target, write_small
 from tests.tiny_llm import VOCAB_SIZE
 
 # Every size grows, and the head size by no whole factor for the draft head.
-WIDE = Shape(96, 7, 12, 3, 20, 100, VOCAB_SIZE + 60, 230)
+WIDE = Shape(96, 7, 12, 3, 20, 100, VOCAB_SIZE + 60, 2048, 230)
 TOLERANCE = 1e-4
 
 

@@ -39,6 +39,7 @@ PARAMS = [replace(params, complete=None if params.grammar is None else False) fo
 WITHOUT_HEADS = sorted(set(PROPOSERS) - set(TARGETS) - {"chain"})
 CHAINS = [
     "chain:grammar_forced+ngram",
+    "chain:grammar_forced+suffix",
     "chain:grammar_forced+draft_model",
     "chain:grammar_forced+ngram+draft_model:validate",
 ]
@@ -123,7 +124,7 @@ def test_a_request_that_joins_while_others_run() -> None:
     assert late.token_ids == plain("llama")[5][0]
 
 
-@pytest.mark.parametrize("proposer", ["ngram", "draft_model", CHAINS[1], CHAINS[2]])
+@pytest.mark.parametrize("proposer", ["ngram", "suffix", "draft_model", *CHAINS[2:]])
 def test_stories(proposer: str) -> None:
     """Real weights that nobody here trained."""
     model, draft = STORY_PAIR["model"], STORY_PAIR["draft"]

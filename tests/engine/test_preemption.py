@@ -71,7 +71,7 @@ def expected(headed: HeadedTarget) -> Texts:
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
-@pytest.mark.parametrize("proposer", ["none", "eagle3", "chain:grammar_forced+ngram"])
+@pytest.mark.parametrize("proposer", ["none", "eagle3", "suffix", "chain:grammar_forced+ngram"])
 def test_texts_that_wait_for_each_other(
     headed: HeadedTarget,
     proposer: str,

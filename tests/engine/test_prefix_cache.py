@@ -16,6 +16,7 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, overfit, write_head
+from tests.models.heads.heads import write_dflash
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 SYSTEM = [5 + at * 7 % 300 for at in range(2 * BLOCK + 5)]
@@ -24,7 +25,10 @@ CALL = GrammarSpec.regex("[0-9]{3}-[a-z]{4,8}")
 FREE = SamplingParams(max_tokens=14)
 SAMPLED = SamplingParams(max_tokens=20, temperature=1.0, seed=7)
 PARAMS = [FREE, replace(FREE, grammar=CALL), SAMPLED, replace(SAMPLED, grammar=CALL, max_tokens=14)]
-PROPOSERS = ["none", "eagle3", "chain:grammar_forced+ngram", "chain:grammar_forced+eagle3"]
+PROPOSERS = [
+    *("none", "eagle3", "dflash", "chain:grammar_forced+ngram", "chain:grammar_forced+eagle3"),
+    "chain:grammar_forced+dflash",
+]
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +36,15 @@ def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
     return write_head(tmp_path_factory.mktemp("head") / "eagle3", "eagle3", VOCAB_SIZE)
 
 
-def make(headed: HeadedTarget, proposer: str = "none", **options: Any) -> LLM:
-    draft = headed.draft if "eagle3" in proposer else None
+@pytest.fixture(scope="module")
+def block_head(headed: HeadedTarget, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_dflash(tmp_path_factory.mktemp("head") / "dflash", headed.target))
+
+
+def make(
+    headed: HeadedTarget, proposer: str = "none", draft: str | None = None, **options: Any
+) -> LLM:
+    draft = headed.draft if "eagle3" in proposer else draft
     options = {"kernels": "packed", "verifier": "coupled", **options}
     return make_llm(headed.target, proposer, draft, **options)
 
@@ -58,13 +69,14 @@ def expected(headed: HeadedTarget) -> list[tuple[list[int], str]]:
 
 @pytest.mark.parametrize("proposer", PROPOSERS)
 def test_the_same_prompts_again(
-    headed: HeadedTarget, proposer: str, expected: list[tuple[list[int], str]]
+    headed: HeadedTarget, block_head: str, proposer: str, expected: list[tuple[list[int], str]]
 ) -> None:
-    with make(headed, proposer) as llm:
+    draft = block_head if "dflash" in proposer else None
+    with make(headed, proposer, draft) as llm:
         first, again = (llm.generate(PROMPTS, PARAMS) for _ in range(2))
     assert tokens(first) == tokens(again) == expected
     assert cached(first)[0] == 0
-    lag = BLOCK if "eagle3" in proposer else 0
+    lag = BLOCK if {"eagle3", "dflash"} & {*proposer.replace("+", ":").split(":")} else 0
     assert cached(again) == [2 * BLOCK - lag] * 4
 
 

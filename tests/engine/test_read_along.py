@@ -71,7 +71,7 @@ def test_the_texts_are_the_same(
     assert reads["alone"] >= 1  # the first ones: nobody decodes yet
     separate = reads["alone"]
     reads.clear()
-    monkeypatch.setattr(engine, "ALONG", 0)
+    monkeypatch.setattr(engine, "tokens_along", lambda *_: 0)
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
     assert reads["along"] == 0
     assert reads["alone"] > separate
@@ -88,14 +88,21 @@ def test_long_prompts_are_read_in_pieces(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
 ) -> None:
     """No text waits long for a prompt: beside others, it is read a few tokens at a time."""
-    monkeypatch.setattr(engine, "ALONG", 2)
+    monkeypatch.setattr(engine, "tokens_along", lambda *_: 2)
     found = write(headed, "eagle3", PARAMS, kernels="packed")
     assert reads["most along"] == 2
     assert reads["most alone"] > 2
     along = reads["along"]
-    monkeypatch.setattr(engine, "ALONG", 512)
+    monkeypatch.setattr(engine, "tokens_along", lambda *_: 512)
     reads.clear()
     assert tokens(write(headed, "eagle3", PARAMS, kernels="packed")) == tokens(found)
     assert reads["most along"] > 2
     assert reads["along"] < along
     assert tokens(write(headed, "none", PARAMS, kernels="stock")) == tokens(found)
+
+
+def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
+    assert engine.tokens_along(1, 64, 4096) == 512
+    assert engine.tokens_along(16, 64, 4096) == 1024
+    assert engine.tokens_along(15, 16, 4096) == 3840
+    assert engine.tokens_along(15, 16, 100) == 100

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.types import MAX_SEED, SamplingParams
+from tests.models.heads.heads import write_dflash
 from tests.tiny_llm import make_llm, near_copy, tiny_model
 from tests.toys import chi_square_p_value
 
@@ -217,10 +219,14 @@ def exact_law(llm: LLM) -> dict[tuple[int, int], float]:
         ("draft_model", "near"),
         ("draft_model", "foreign"),
         ("chain:grammar_forced+draft_model", "foreign"),
+        ("dflash", "head"),
+        ("dflash:validate", "head"),
     ],
 )
-def test_the_law_of_the_first_two_tokens(proposer: str, draft: str) -> None:
-    drafter = near_copy("llama", 0.05) if draft == "near" else tiny_model("llama", seed=3)
+def test_the_law_of_the_first_two_tokens(proposer: str, draft: str, tmp_path: Path) -> None:
+    drafter: Any = near_copy("llama", 0.05) if draft == "near" else tiny_model("llama", seed=3)
+    if draft == "head":
+        drafter = str(write_dflash(tmp_path, tiny_model("llama")))
     options = {"max_batch_size": 100, "max_model_len": 24, "num_draft_tokens": 3}
     with make_llm("llama", proposer, drafter, **options) as llm:
         law = exact_law(llm)
@@ -234,7 +240,7 @@ def test_the_law_of_the_first_two_tokens(proposer: str, draft: str) -> None:
     expected = torch.tensor(list(law.values()), dtype=torch.float64)
     assert int((expected * NUM_SEEDS > 10).sum()) > 10  # enough outcomes to tell laws apart
     assert chi_square_p_value(observed, expected) > 1e-6
-    if draft == "near" and proposer == "draft_model":
+    if draft == "head" or (draft == "near" and proposer == "draft_model"):
         drafted = sum(sum(c.stats.drafted) for c in group)
         assert 0 < sum(sum(c.stats.accepted) for c in group) < drafted
 

@@ -13,6 +13,7 @@ from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.heads.block_head import BlockSlotHead
 from guided_spec.models.heads.slot_head import SlotHead
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.types import SamplingParams
@@ -22,7 +23,10 @@ from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 PROMPT = [5 + at % 60 for at in range(70)]
 PARAMS = SamplingParams(max_tokens=9, temperature=1.0, seed=3)
-HEADS = ["eagle3", "chain:grammar_forced+eagle3", "deepseek_mtp", "chain:ngram+glm4_moe_mtp"]
+HEADS = [
+    *("eagle3", "chain:grammar_forced+eagle3", "dflash"),
+    *("deepseek_mtp", "chain:ngram+glm4_moe_mtp"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +57,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
 
     monkeypatch.setattr(CausalLM, "forward", feeding)
     monkeypatch.setattr(CausalLM, "forward_line", feeding_a_line)
-    for kind in (SlotHead, PackedSlotHead):
+    for kind in (SlotHead, PackedSlotHead, BlockSlotHead):
 
         def reading(
             head: Any, slots: Any, tokens: Any, states: Any, *, read: Any = kind.read

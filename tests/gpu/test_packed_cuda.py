@@ -186,13 +186,14 @@ def test_prompts_again_and_too_few_blocks(proposer: str) -> None:
     """What is taken from the prefix cache, and what had to go for others, writes the same texts."""
     items = load_workload(Path(bundled_asset("heldout.jsonl")), 12)
     params = [SamplingParams(max_tokens=120, grammar=item.grammar) for item in items]
+    prompts = [f"{item.prompt}\n{item.prompt}\n{item.prompt}" for item in items]  # several blocks
     draft = bundled_asset("eagle3") if proposer == "eagle3" else None
     options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_model_len": 512}
     texts, cached = [], []
     for memory in (None, 2**23):
         with LLM(proposer=proposer, draft=draft, kv_memory_bytes=memory, **options) as llm:
             for _ in range(2):
-                outputs = llm.generate([item.prompt for item in items], params)
+                outputs = llm.generate(prompts, params)
                 texts.append([output.text for output in outputs])
                 cached.append(sum(output.stats.cached_tokens for output in outputs))
     assert texts == [texts[0]] * 4

@@ -26,7 +26,7 @@ from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["BLOCK", "Blocks", "Tables", "WholeSlots"]
 
-BLOCK = 32  # positions
+BLOCK = 64  # positions, as many as attention reads at a time: a tile is never in two
 SINK = 0  # the block that takes what belongs nowhere
 
 Key = tuple[Hashable, tuple[int, ...]]
@@ -102,6 +102,14 @@ class Blocks:
         self._read: set[int] = set()  # blocks that a memory that lags has been filled for
         self._serial = 0
         self._changes: dict[tuple[int, int], int] = {}
+
+    @classmethod
+    def full(cls, num_slots: int, max_length: int, device: torch.device) -> Blocks:
+        """Tables in which every slot keeps blocks for all its positions."""
+        blocks = cls(num_slots, max_length, device)
+        for slot in range(num_slots):
+            blocks.grow(slot, max_length)
+        return blocks
 
     @property
     def num_free(self) -> int:

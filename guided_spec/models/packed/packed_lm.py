@@ -24,9 +24,20 @@ from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["LARGEST_GRAPH", "LineOutput", "PackedLM", "Rows", "split_places"]
+__all__ = [
+    "LARGEST_GRAPH",
+    "UNCAPTURED",
+    "LineOutput",
+    "LineShape",
+    "PackedLM",
+    "Rows",
+    "split_places",
+]
 
 LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
+# Tokens of the forwards without a graph that run beforehand, for their kernels: Triton compiles one
+# for a number that is a multiple of 16, and texts are cut into more parts where tokens are few.
+UNCAPTURED = (4 * LARGEST_GRAPH, LARGEST_GRAPH + 16, LARGEST_GRAPH + 1)
 
 
 class Rows(NamedTuple):
@@ -97,6 +108,34 @@ def split_places(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return tokens.view(2, size), rows.view(3, -1)
 
 
+class LineShape(NamedTuple):
+    """What a forward of so many tokens has room for; one of few, as kernels are compiled for each.
+
+    size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotPlaces``.
+    """
+
+    size: int
+    num_rows: int
+    width: int
+
+    @classmethod
+    def of(cls, total: int, batch: int, room: tuple[int, int]) -> LineShape:
+        """For ``total`` tokens in ``batch`` rows.
+
+        room: the slots there are, and about how many tokens a row of a draft has. Where there are
+        more tokens than all drafts have, most of them are of prompts, whose rows are long.
+        """
+        num_slots, width = room
+        size = bucket(max(total, 1))
+        num_rows = max(min(size, num_slots), batch)
+        return cls(size, num_rows, min(width, size) if size <= num_slots * width else size)
+
+    @property
+    def has_graph(self) -> bool:
+        """Whether a graph can be captured for it."""
+        return self.size <= LARGEST_GRAPH
+
+
 class LineOutput(NamedTuple):
     """What a forward gave for tokens in one line; the next one overwrites it on CUDA.
 
@@ -127,8 +166,8 @@ class PackedLM:
     ) -> None:
         self._decoder = decoder
         self.memory = tuple(memory)
-        self._tables, self._width, self._graphs = tables, width, graphs
-        self._num_slots = len(tables.tables)
+        self._tables, self._graphs = tables, graphs
+        self._room = (len(tables.tables), width)
         self._device = tables.tables.device
 
     def forward_line(
@@ -142,15 +181,19 @@ class PackedLM:
         """
         rows.grow(self._tables)
         total, batch = len(token_ids), len(rows.slots)
-        size, num_rows = self._graph_size(total, batch)
-        places = torch.from_numpy(rows.places(size, num_rows))
-        inputs = {"token_ids": pad_to(token_ids, (size,)), "places": places}
-        if self._graphs is None or size > LARGEST_GRAPH:
-            return LineOutput(*self._compute(max(rows.counts), layers, self._upload(inputs)))
-        body = partial(self._compute, self._row_width(size), layers)
-        found = self._graphs.run((size, num_rows, layers), inputs, body)
-        states, hidden = found
-        return LineOutput(states[:total], None if hidden is None else hidden[:total])
+        if self._graphs is None:
+            shape = LineShape(max(total, 1), batch, max(rows.counts))
+        else:
+            shape = LineShape.of(total, batch, self._room)
+        places = torch.from_numpy(rows.places(shape.size, shape.num_rows))
+        inputs = {"token_ids": pad_to(token_ids, (shape.size,)), "places": places}
+        body = partial(self._compute, shape.width, layers)
+        if self._graphs is None or not shape.has_graph:
+            states, hidden = body(self._upload(inputs))
+        else:
+            states, hidden = self._graphs.run((shape, layers), inputs, body)
+        kept = max(total, 1)  # rows of no tokens ask for some all the same
+        return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 
     def forward(
         self,
@@ -181,31 +224,22 @@ class PackedLM:
     def capture(self, layers: tuple[int, ...]) -> Iterator[None]:
         """Capture the graphs of forwards of any size that has one, one at each ``next``.
 
-        The largest come first: the others then find their memory.
+        The largest come first: the others then find their memory. Those that have none run once.
         """
         if self._graphs is None:
             return
-        for size in reversed(SIZES):
-            num_rows = min(size, self._num_slots)
-            unused = Rows([-1] * num_rows, [0] * num_rows, [0] * num_rows)
+        for size in (*UNCAPTURED, *reversed(SIZES)):
+            shape = LineShape.of(size, 0, self._room)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
-                "places": torch.from_numpy(unused.places(size, num_rows)),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
             }
-            body = partial(self._compute, self._row_width(size), layers)
-            self._graphs.prepare((size, num_rows, layers), inputs, body)
+            body = partial(self._compute, shape.width, layers)
+            if not shape.has_graph:
+                body(self._upload(inputs))
+                continue
+            self._graphs.prepare((shape, layers), inputs, body)
             yield
-
-    def _row_width(self, size: int) -> int:
-        """About how many tokens a row has among ``size``, where many are those of prompts."""
-        return min(max(self._width, size // self._num_slots), size)
-
-    def _graph_size(self, total: int, batch: int) -> tuple[int, int]:
-        """Tokens and rows of the graph for so many; the same where there is none for them."""
-        size = bucket(total)
-        if self._graphs is None or size > LARGEST_GRAPH:
-            return max(total, 1), batch
-        return size, max(min(size, self._num_slots), batch)
 
     def _upload(self, inputs: Inputs) -> Inputs:
         return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}

@@ -33,7 +33,13 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
 )
 from guided_spec.models.packed.layer import PackedLayer, rotation_table
-from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, Rows, split_places
+from guided_spec.models.packed.packed_lm import (
+    LARGEST_GRAPH,
+    UNCAPTURED,
+    LineShape,
+    Rows,
+    split_places,
+)
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -156,14 +162,6 @@ class _Rows(NamedTuple):
     given: Tensor | None
 
 
-def _full_tables(room: SlotRoom, device: torch.device) -> Blocks:
-    """Tables of a head alone: every slot keeps blocks for all its positions."""
-    blocks = Blocks(room.num_slots, room.max_length, device)
-    for slot in range(room.num_slots):
-        blocks.grow(slot, room.max_length)
-    return blocks
-
-
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
@@ -185,7 +183,7 @@ class PackedSlotHead:
     ) -> None:
         self._packed, self.max_length = packed, room.max_length
         self._room, self._device, self._dtype = room, device, dtype
-        self.blocks = blocks or _full_tables(room, device)
+        self.blocks = blocks or Blocks.full(room.num_slots, room.max_length, device)
         heads, size = packed.kv_shape
         like = torch.empty(0, device=device, dtype=dtype)
         self._memory = tuple(
@@ -357,15 +355,19 @@ class PackedSlotHead:
         """Capture the graphs of reading, of single steps, and of greedy drafts of ``count``."""
         fc, head = self._packed.head.fc, self._packed.head
         width = head.hidden_size if fc is None else fc.in_features
-        for size in reversed(SIZES):
-            num_rows = min(size, self._room.num_slots)
+        for size in (*UNCAPTURED, *reversed(SIZES)):
+            shape = LineShape.of(size, 0, self._slots_and_width)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "states": self._hidden.new_zeros(size, width),
-                "places": torch.from_numpy(Rows((), (), ()).places(size, num_rows)),
-                "last": torch.zeros(num_rows, dtype=torch.int64),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
+                "last": torch.zeros(shape.num_rows, dtype=torch.int64),
             }
-            self.graphs.prepare(("read", size), inputs, self._read)
+            read = partial(self._read, shape.width)
+            if not shape.has_graph:
+                read(self._upload(inputs))
+                continue
+            self.graphs.prepare(("read", shape), inputs, read)
             yield
         for size in self.row_sizes:
             places = pack_places([[], []], size)
@@ -444,34 +446,36 @@ class PackedSlotHead:
     def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
         """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""
         rows.grow(self.blocks)
-        total, size = len(token_ids), bucket(len(token_ids))
-        is_large = size > LARGEST_GRAPH
-        size = total if is_large else size
-        num_rows = len(rows.slots) if is_large else min(size, self._room.num_slots)
+        shape = LineShape.of(len(token_ids), len(rows.slots), self._slots_and_width)
         inputs = {
-            "token_ids": pad_to(token_ids, (size,)),
-            "states": pad_to(states, (size, states.shape[1])),
-            "places": torch.from_numpy(rows.places(size, num_rows)),
-            "last": pad_to(last, (num_rows,)),
+            "token_ids": pad_to(token_ids, (shape.size,)),
+            "states": pad_to(states, (shape.size, states.shape[1])),
+            "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
+            "last": pad_to(last, (shape.num_rows,)),
         }
-        if is_large:
-            fed = {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
-            scored = self._read(fed)
+        body = partial(self._read, shape.width)
+        if shape.has_graph:
+            self._keep(rows.slots, self.graphs.run(("read", shape), inputs, body))
         else:
-            scored = self.graphs.run(("read", size), inputs, self._read)
-        self._keep(rows.slots, scored)
+            self._keep(rows.slots, body(self._upload(inputs)))
 
-    def _read(self, inputs: Inputs) -> Scored:
+    @property
+    def _slots_and_width(self) -> tuple[int, int]:
+        return self._room.num_slots, self._room.width
+
+    def _upload(self, inputs: Inputs) -> Inputs:
+        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
+
+    def _read(self, width: int, inputs: Inputs) -> Scored:
         token_ids = inputs["token_ids"]
         tokens, rows = split_places(inputs["places"], len(token_ids))
         hidden = self._packed.head.features(inputs["states"].to(self._dtype))
-        hidden = self._packed.forward(token_ids, hidden, self._places(tokens, rows), self._memory)
+        places = self._places(tokens, rows, width)
+        hidden = self._packed.forward(token_ids, hidden, places, self._memory)
         return self._score(rows[0], hidden[inputs["last"]])
 
-    def _places(self, tokens: Tensor, rows: Tensor) -> SlotPlaces:
-        return SlotPlaces(
-            tokens, rows, self.blocks.tables, self.blocks.max_length, self._room.width
-        )
+    def _places(self, tokens: Tensor, rows: Tensor, width: int) -> SlotPlaces:
+        return SlotPlaces(tokens, rows, self.blocks.tables, self.blocks.max_length, width)
 
     def _walk(self, inputs: Inputs) -> Scored:
         """One step; the inputs are left as the next one needs them."""
@@ -545,7 +549,7 @@ class PackedSlotHead:
         ends = torch.arange(1, len(slots) + 1, device=slots.device)
         rows = torch.stack([slots, starts, ends])
         return self._packed.forward(
-            token_ids, hidden, self._places(rows[:2], rows)._replace(width=1), self._memory
+            token_ids, hidden, self._places(rows[:2], rows, width=1), self._memory
         )
 
     def _score(self, slots: Tensor, hidden: Tensor) -> Scored:

@@ -105,9 +105,31 @@ def test_a_line_is_longer_than_any_graph(name: str, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(short, long)
 
 
+@pytest.mark.parametrize("room", [(16, 6), (64, 6), (256, 6), (256, 1)])
+@pytest.mark.parametrize("heads", [(32, 8), (16, 2), (8, 8), (8, 1)])
+def test_lines_without_a_graph_take_kernels_that_are_there(
+    room: tuple[int, int], heads: tuple[int, int]
+) -> None:
+    """None of their numbers brings a kernel that no forward of ``capture`` has compiled."""
+    slot_attention_triton = pytest.importorskip("guided_spec.ops.slot_attention_triton")
+
+    def kernels(total: int, batch: int) -> tuple[int, Any]:
+        shape = packed_lm.LineShape.of(total, batch, room)
+        assert not shape.has_graph
+        query = torch.empty(shape.size, heads[0], 128, dtype=torch.bfloat16, device="meta")
+        found = slot_attention_triton.choose_tiling(query, heads[1], shape.width, 40_000)
+        return shape.num_rows, found
+
+    there = {kernels(size, 0) for size in packed_lm.UNCAPTURED}
+    for total in [*range(1025, 4097, 61), 4096]:
+        for batch in (1, 2, room[0]):
+            assert kernels(total, batch) in there, (total, batch)
+
+
 def test_a_line_that_no_blocks_are_left_for() -> None:
-    lm = CausalLM(make("llama"), num_slots=2, max_length=70, kernels="packed", num_blocks=2)
-    lm.forward_line(torch.arange(40) % VOCAB, Rows([1], [0], [40]))
+    lm = CausalLM(make("llama"), num_slots=2, max_length=150, kernels="packed", num_blocks=2)
+    count = BLOCK + 8
+    lm.forward_line(torch.arange(count) % VOCAB, Rows([1], [0], [count]))
     with pytest.raises(ModelError, match="slot 0: no blocks are free for 1 positions"):
         lm.forward_line(torch.tensor([3]), Rows([0], [0], [1]))
     lm.release([1])
@@ -371,10 +393,10 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
     target = build("llama")
     write_eagle3(tmp_path, target)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
-    room, slots, random_ = SlotRoom(4, 100), [2, 0, 3], torch.Generator().manual_seed(0)
+    room, slots, random_ = SlotRoom(4, 2 * BLOCK + 10), [2, 0, 3], torch.Generator().manual_seed(0)
     form = PackedEagle3.of(head, room.max_length)
     assert form is not None
-    blocks = Blocks(4, 100, CPU) if is_shared else None
+    blocks = Blocks(4, room.max_length, CPU) if is_shared else None
     stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
     packed = PackedSlotHead(form, room, device=CPU, dtype=torch.float32, blocks=blocks)
     counts = [length, 3, length]
