@@ -34,6 +34,7 @@ __all__ = ["WITHOUT_HEADS", "ProposerReport", "main", "write_with"]
 
 WITHOUT_HEADS = (
     *("none", "ngram", "grammar_forced", "chain:grammar_forced+ngram"),
+    *("suffix", "chain:grammar_forced+suffix"),
     *("draft_model", "chain:grammar_forced+draft_model"),
 )
 """Every proposer without a head of its own, and the chains that are made of them."""

@@ -32,7 +32,9 @@ __all__ = [
     "DecodeBatch",
     "DraftInFlight",
     "FinishedDraft",
+    "FinishedText",
     "GraphTarget",
+    "Learns",
     "Proposer",
     "ProposerContext",
     "Running",
@@ -40,6 +42,7 @@ __all__ = [
     "TargetModel",
     "TargetOutput",
     "from_propose",
+    "source_of",
 ]
 
 
@@ -78,6 +81,8 @@ class DecodeBatch:
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
     logprobs: who wants log-probabilities, and which; None when nobody does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
+    sources: [B] equal where one text may be drafted from the other, see ``source_of``; () where
+        nobody knows, and texts are kept apart.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
     """
 
@@ -97,6 +102,7 @@ class DecodeBatch:
     adjustments: Adjustments | None = None
     logprobs: LogprobsPlan | None = None
     prefills: tuple[Hashable, ...] = ()
+    sources: tuple[Hashable, ...] = ()
     traced: Sequence[int] = ()
 
     def __len__(self) -> int:
@@ -165,7 +171,7 @@ class Running(Protocol):
 
 
 class _Wishes(NamedTuple):
-    """What the requests of a batch ask for, as tensors: the same for as long as they run together.
+    """What the requests of a batch ask for: the same for as long as they run together.
 
     rules, logprobs: None when nobody has any.
     """
@@ -173,6 +179,12 @@ class _Wishes(NamedTuple):
     sampling: Sampling
     rules: RuleTable | None
     logprobs: LogprobsPlan | None
+    sources: tuple[Hashable, ...]
+
+
+def source_of(params: SamplingParams) -> Hashable:
+    """What texts have in common that one may be drafted from another: grammar and cache salt."""
+    return params.grammar, params.cache_salt
 
 
 class Batches:
@@ -219,6 +231,7 @@ class Batches:
             adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
             logprobs=wishes.logprobs,
             prefills=tuple(request.prefill for request in requests),
+            sources=wishes.sources,
             traced=traced,
         )
 
@@ -233,7 +246,9 @@ class Batches:
             rules = [request.rules for request in requests]
             table = RuleTable.stack(rules, self._vocab_size, self._device)
             sampling = Sampling.stack(params, seeds, self._device)
-            wishes = _Wishes(sampling, table, LogprobsPlan.stack(params, self._device))
+            logprobs = LogprobsPlan.stack(params, self._device)
+            sources = tuple(map(source_of, params))
+            wishes = _Wishes(sampling, table, logprobs, sources)
             self._wishes = (requests, wishes)
         return self._wishes[1]
 
@@ -341,6 +356,35 @@ class Captures(Protocol):
         ...
 
 
+class FinishedText(NamedTuple):
+    """A text that is complete, or as long as it may be.
+
+    source: see ``source_of``. token_ids: prompt and output. prompt_length: how many are the prompt.
+    """
+
+    source: Hashable
+    token_ids: Sequence[int]
+    prompt_length: int
+
+
+@runtime_checkable
+class Learns(Protocol):
+    """A proposer that drafts from what other requests wrote.
+
+    Requests with equal seeds then get noise of their own each: a draft must not depend on the noise
+    that verifies it, which had a part in what an equal request wrote.
+    """
+
+    @property
+    def learns(self) -> bool:
+        """Whether it does; a chain does where a member does."""
+        ...
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        """Texts that have ended well, before their slots are released."""
+        ...
+
+
 class SimpleProposer(Protocol):
     """A proposer that has nothing to overlap: ``from_propose`` makes it a ``Proposer``."""
 
@@ -368,6 +412,14 @@ class _FromPropose:
         draft = lookahead.follow(self._proposer.propose(batch, lookahead))
         lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
         return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
+
+    @property
+    def learns(self) -> bool:
+        return isinstance(self._proposer, Learns) and self._proposer.learns
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        if isinstance(self._proposer, Learns):
+            self._proposer.learn(texts)
 
     def release(self, slots: Sequence[int]) -> None:
         self._proposer.release(slots)

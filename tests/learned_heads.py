@@ -12,11 +12,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
+from guided_spec.models.heads.dflash import BlockContext, DFlashHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.loading import load_model
+from guided_spec.ops.slot_attention import KeyValues
 from tests.models.heads import mtp_checkpoints
 from tests.models.heads.fresh import write_mtp
-from tests.models.heads.heads import write_eagle, write_eagle3
+from tests.models.heads.heads import write_dflash, write_eagle, write_eagle3
 from tests.models.tiny import build
 
 __all__ = ["TARGETS", "HeadedTarget", "overfit", "write_head"]
@@ -25,6 +27,7 @@ __all__ = ["TARGETS", "HeadedTarget", "overfit", "write_head"]
 TARGETS = {
     "eagle": "llama",
     "eagle3": "llama",
+    "dflash": "llama",
     "deepseek_mtp": "deepseek_v3",
     "glm4_moe_mtp": "glm4_moe",
     "qwen3_5_mtp": "qwen3_5",
@@ -50,19 +53,22 @@ def write_head(folder: Path, method: str, vocab_size: int, **changes: Any) -> He
         write_mtp(folder, target, **changes)
     elif method == "eagle":
         write_eagle(folder, target, **changes)
+    elif method == "dflash":
+        write_dflash(folder, target, **changes)
     else:
         write_eagle3(folder, target, draft_vocab_size=vocab_size * 3 // 4, **changes)
     return HeadedTarget(target, str(folder))
 
 
-def overfit(head: DraftHead, target: PreTrainedModel, texts: Sequence[Sequence[int]]) -> None:
+def overfit(head: Any, target: PreTrainedModel, texts: Sequence[Sequence[int]]) -> None:
     """Teach ``head``, in place, to continue ``texts``: its first pass, and one recycled pass.
 
     The recycled pass attends to itself alone, which is not quite what drafting does, but enough.
     """
     module: Any = head
     parameters = [p for p in module.parameters() if p.is_floating_point()]
-    examples = [_Example(head, target, text) for text in texts]
+    kind = _BlockExample if isinstance(head, DFlashHead) else _Example
+    examples = [kind(head, target, text) for text in texts]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small only wait for one another
     with torch.inference_mode(mode=False), torch.enable_grad():
@@ -80,15 +86,44 @@ def overfit(head: DraftHead, target: PreTrainedModel, texts: Sequence[Sequence[i
     torch.set_num_threads(threads)
 
 
+class _BlockExample:
+    """One text, of which blocks begin behind every position."""
+
+    def __init__(self, head: DFlashHead, target: PreTrainedModel, text: Sequence[int]) -> None:
+        self.states = _states(head, target, text[:-1])[0]
+        width = head.layout.block_size - 1
+        lengths = range(1, len(text) - 1)
+        self.last = torch.tensor([text[length] for length in lengths])
+        behind = [list(text[length + 1 : length + 1 + width]) for length in lengths]
+        self.labels = torch.tensor([row + [-100] * (width - len(row)) for row in behind])
+        self.lengths = torch.tensor(lengths)
+
+    def loss(self, head: DFlashHead) -> Tensor:
+        positions = torch.arange(len(self.states))
+        layers = head.context(head.features(self.states.clone()), positions)
+        count = len(self.last)
+        rows = [
+            KeyValues(*(part.transpose(0, 1).expand(count, -1, -1, -1) for part in layer))
+            for layer in layers
+        ]
+        outputs = head(self.last, self.labels.shape[1], BlockContext(rows, self.lengths))
+        return functional.cross_entropy(head.logits(outputs).flatten(0, 1), self.labels.flatten())
+
+
+def _states(head: Any, target: PreTrainedModel, text: Sequence[int]) -> Tensor:
+    """[1, T, X]: what the head is fed with at each token."""
+    lm = CausalLM(target, num_slots=1, max_length=len(text) + 2)
+    inputs = SlotInputs(torch.tensor([text]), [0], [0], [len(text)])
+    output = lm.forward(inputs, logits="none", hidden_layers=head.aux_hidden_layers)
+    assert output.hidden_states is not None
+    return output.hidden_states.clone()
+
+
 class _Example:
     """One text: the target's hidden states, and the draft ids of the tokens two further on."""
 
     def __init__(self, head: DraftHead, target: PreTrainedModel, text: Sequence[int]) -> None:
-        lm = CausalLM(target, num_slots=1, max_length=len(text))
-        inputs = SlotInputs(torch.tensor([text[:-2]]), [0], [0], [len(text) - 2])
-        output = lm.forward(inputs, logits="none", hidden_layers=head.aux_hidden_layers)
-        assert output.hidden_states is not None
-        self.states = output.hidden_states.clone()
+        self.states = _states(head, target, text[:-2])
         self.tokens = torch.tensor([text[1:-1]])
         self.labels = torch.tensor(text[2:])
         if head.vocabulary is not None:

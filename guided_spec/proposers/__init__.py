@@ -34,6 +34,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "auto": "guided_spec.engine.setup:auto",
     "chain": "guided_spec.proposers.chain:Chain",
     "deepseek_mtp": "guided_spec.proposers.learned_head:deepseek_mtp",
+    "dflash": "guided_spec.proposers.learned_head:dflash",
     "draft_model": "guided_spec.proposers.draft_model:DraftModel",
     "eagle": "guided_spec.proposers.learned_head:eagle",
     "eagle3": "guided_spec.proposers.learned_head:eagle3",
@@ -43,6 +44,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "ngram": "guided_spec.proposers.ngram:NGram",
     "none": "guided_spec.proposers.drafting:NoDraft",
     "qwen3_5_mtp": "guided_spec.proposers.learned_head:qwen3_5_mtp",
+    "suffix": "guided_spec.proposers.suffix:Suffix",
 }
 
 

@@ -11,6 +11,8 @@ from guided_spec.core import (
     Captures,
     DecodeBatch,
     DraftInFlight,
+    FinishedText,
+    Learns,
     Proposer,
     ProposerContext,
     TargetOutput,
@@ -219,6 +221,17 @@ class Chain:
         for member in self._members:
             if isinstance(member, Captures):
                 yield from member.capture()
+
+    @property
+    def learns(self) -> bool:
+        """Whether any member does; see ``Learns``."""
+        return any(isinstance(member, Learns) and member.learns for member in self._members)
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        """See ``Learns``."""
+        for member in self._members:
+            if isinstance(member, Learns):
+                member.learn(texts)
 
     def release(self, slots: Sequence[int]) -> None:
         """Every member forgets these slots."""

@@ -7,7 +7,7 @@ The learned draft heads by name: which checkpoint each is read from.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,8 @@ from guided_spec.core import (
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import is_packed_on
+from guided_spec.models.heads.block_head import BlockSlotHead
+from guided_spec.models.heads.dflash import DFlashHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotRoom
@@ -49,6 +51,7 @@ __all__ = [
     "LearnedHead",
     "UnreadStates",
     "deepseek_mtp",
+    "dflash",
     "eagle",
     "eagle3",
     "glm4_moe_mtp",
@@ -156,17 +159,20 @@ class LearnedHead:
     Where K is 0 it reads now and then.
 
     head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
+    run: makes what runs the head over its slots.
     Raises ConfigError for an unknown policy, ModelError when the head cannot run over slots.
     """
 
-    def __init__(self, context: ProposerContext, head: DraftHead) -> None:
+    def __init__(
+        self, context: ProposerContext, head: DraftHead | DFlashHead, run: Run | None = None
+    ) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
         self._policy = read_policy(context.argument, DEFAULT_POLICY)
         self._longest = context.config.num_draft_tokens
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         room = SlotRoom(context.num_slots, length, config.prefill_tokens, width)
-        self._head, self._packed = _over_slots(head, room, context)
+        self._head, self._packed = (run or _over_slots)(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
@@ -315,8 +321,8 @@ class LearnedHead:
         head, unread = self._head, self._unread
         features = batch.features or (None,) * len(batch)
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
-            if self._packed is not None and unread.count(slot) == 0:
-                self._packed.adopt(slot)
+            if unread.count(slot) == 0:
+                head.adopt(slot)
             missing = len(context) - 1 - head.length(slot) - unread.count(slot)
             if missing != 0:  # else it was read ahead, or given earlier in this step
                 unread.add(slot, features, row, missing)
@@ -386,7 +392,10 @@ class _Runner(NamedTuple):
     packed: PackedSlotHead | None
 
 
-def _over_slots(head: DraftHead, room: SlotRoom, context: ProposerContext) -> _Runner:
+Run = Callable[[Any, SlotRoom, ProposerContext], _Runner]
+
+
+def _over_slots(head: Any, room: SlotRoom, context: ProposerContext) -> _Runner:
     if is_packed_on(context.device, context.config.kernels):
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
@@ -427,11 +436,21 @@ def mtp(context: ProposerContext) -> LearnedHead:
     return _build("mtp", context)
 
 
-def _build(method: str, context: ProposerContext) -> LearnedHead:
+def dflash(context: ProposerContext) -> LearnedHead:
+    """DFlash from z-lab: one forward of the head drafts a block."""
+    return _build("dflash", context, _over_blocks)
+
+
+def _over_blocks(head: DFlashHead, room: SlotRoom, context: ProposerContext) -> _Runner:
+    where: Any = {"device": context.device, "dtype": context.dtype, "blocks": context.blocks}
+    return _Runner(BlockSlotHead(head, room, context.config.num_draft_tokens, **where), None)
+
+
+def _build(method: str, context: ProposerContext, run: Run | None = None) -> LearnedHead:
     if context.target is None:
         fix = f"{method} needs a transformers model as target; use another proposer"
         raise ConfigError("proposer", method, fix)
     if context.draft is not None and not isinstance(context.draft, str | Path):
         fix = f"{method} takes the folder or hub id of its checkpoint"
         raise ConfigError("draft", type(context.draft).__name__, fix)
-    return LearnedHead(context, load_head(method, context.draft, context.target))
+    return LearnedHead(context, load_head(method, context.draft, context.target), run)

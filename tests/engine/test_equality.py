@@ -28,7 +28,9 @@ PROPOSERS = (
     "ngram",
     "grammar_forced",
     "draft_model",
+    "suffix",
     "chain:grammar_forced+ngram",
+    "chain:grammar_forced+suffix",
     "chain:grammar_forced+draft_model",
 )
 STORY_PAIR = {"model": str(STORIES / "target"), "draft": str(STORIES / "draft")}

@@ -26,6 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.block_head import BlockSlotHead
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotHead
 from guided_spec.models.packed.slot_head import PackedSlotHead
@@ -306,7 +307,7 @@ def test_a_head_that_rests_reads_later(
     is_chained: bool,
 ) -> None:
     """And drafts as one does that reads at every step."""
-    kind = PackedSlotHead if method == "eagle3" else SlotHead
+    kind: Any = {"eagle3": PackedSlotHead, "dflash": BlockSlotHead}.get(method, SlotHead)
     found, reads, read = [], Counter[int](), kind.read
     proposer = f"chain:ngram+{method}" if is_chained else method
     monkeypatch.setattr(engine, "build_draft_length", lambda _: NowAndThen())

@@ -44,6 +44,7 @@ OTHERS = ["toy_registered", "toy_entry_point"]
 CHAINS = [
     "chain:grammar_forced+ngram",
     "chain:ngram+grammar_forced",
+    "chain:grammar_forced+suffix",
     "chain:grammar_forced+ngram+toy_registered",
     "chain:grammar_forced+draft_model",
     "chain:grammar_forced+eagle3:validate",
@@ -51,7 +52,9 @@ CHAINS = [
     "chain:auto+draft_model:validate",
     "chain:none+none",
 ]
-POLICIES = [f"{name}:{policy}" for name in ("draft_model", "eagle3") for policy in DRAFT_POLICIES]
+POLICIES = [
+    f"{name}:{policy}" for name in ("draft_model", "eagle3", "dflash") for policy in DRAFT_POLICIES
+]
 SPECS = [*NAMES, *OTHERS, *CHAINS, *POLICIES]
 TARGET = ToyTarget(2)
 RULES: list[Rule | None] = [

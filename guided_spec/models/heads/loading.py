@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.dflash import DFlashHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import EagleHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
@@ -30,6 +31,7 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead | Qwen
 METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
     "eagle": (EagleHead.from_checkpoint, ()),
     "eagle3": (Eagle3Head.from_checkpoint, ()),
+    "dflash": (DFlashHead.from_checkpoint, ()),
     "deepseek_mtp": (MtpHead.from_checkpoint, ("deepseek_v3", "deepseek_v32")),
     "glm4_moe_mtp": (MtpHead.from_checkpoint, ("glm4_moe",)),
     "qwen3_5_mtp": (
@@ -91,6 +93,8 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
             f"({', '.join(SPECULATORS)}), found {named!r}"
         )
     names = checkpoint.names
+    if named is None and {"fc.weight", "hidden_norm.weight"} <= names:
+        return "dflash"
     if named == "mtp" or _is_qwen_mtp(names):
         own = _own_method(target)
         return own if own == "qwen3_5_mtp" else "mtp"
