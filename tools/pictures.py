@@ -106,7 +106,7 @@ def picture_of_playground(driver: Any, folder: Path) -> None:
 @contextmanager
 def _served(llm: LLM) -> Iterator[str]:
     """The address of a server in a thread."""
-    from guided_spec.server.run import build_server
+    from guided_spec.server.app import build_server
     from guided_spec.server.settings import ServerSettings
 
     listener = socket.create_server(("127.0.0.1", 0))

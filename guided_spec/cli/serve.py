@@ -81,7 +81,7 @@ def serve(
 
 def _require_packages() -> None:
     try:
-        import guided_spec.server.run  # noqa: F401
+        import guided_spec.server.app  # noqa: F401
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in _PACKAGES:
@@ -92,7 +92,7 @@ def _require_packages() -> None:
 
 def _serve(load: dict[str, Any], settings: ServerSettings, host: str, port: int) -> None:
     from guided_spec.engine.llm import LLM
-    from guided_spec.server.run import serve as run_server
+    from guided_spec.server.app import serve as run_server
 
     with working("loading the model"):
         llm = LLM(**{name: value for name, value in load.items() if value is not None})

@@ -1,12 +1,19 @@
-"""The application: which path is answered by what."""
+"""The server: which path is answered by what, and the page at ``/``; uvicorn runs it."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import Any
+import base64
+import hashlib
+import json
+import signal
+from html import escape
+from importlib.resources import files
+from string import Template
+from types import FrameType
+from typing import Any, NamedTuple
 
+import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
@@ -26,38 +33,62 @@ from guided_spec.server.endpoints.replies import (
     CompletionReply,
     ModelCard,
     ModelList,
+    ResponseReply,
     TokenizeReply,
 )
-from guided_spec.server.endpoints.responses.answer import ResponseAnswer
-from guided_spec.server.endpoints.responses.replies import ResponseReply
+from guided_spec.server.endpoints.responses import ResponseAnswer
 from guided_spec.server.endpoints.sampling import plain_messages
-from guided_spec.server.faults import ApiError, add_handlers, json_response
+from guided_spec.server.faults import add_handlers, invalid_value, json_response
 from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
-from guided_spec.server.playground.page import render_playground
 from guided_spec.server.service import Service
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.streaming import open_stream, whole_answer
+from guided_spec.trace.page import asset
+from guided_spec.trace.steps import legend
 
-__all__ = ["build_app"]
+__all__ = ["Playground", "build_app", "build_server", "render_playground", "serve"]
 
 _DONE = b"data: [DONE]\n\n"
+_MOST_TOKENS = 256  # what the playground's form says at first
+_KEY = """<p class="field"><label for="key">API key</label>
+<input id="key" type="password" autocomplete="off" required></p>"""
 
 
-class _Fault(BaseModel):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
+def serve(llm: LLM, settings: ServerSettings, host: str = "127.0.0.1", port: int = 8000) -> None:
+    """Serve until SIGTERM or Ctrl-C.
+
+    Then nobody new is let in, and requests that are running or waiting are finished, up to
+    ``settings.drain_seconds``. Call it from the main thread, where signals arrive.
+    """
+    # uvicorn raises the signal again when it is done, and that is an end as it should be.
+    signal.signal(signal.SIGTERM, _exit)
+    build_server(llm, settings, host, port).run()
 
 
-class _FaultReply(BaseModel):
-    error: _Fault
+def _exit(_number: int, _frame: FrameType | None) -> None:
+    raise SystemExit(0)
+
+
+def build_server(llm: LLM, settings: ServerSettings, host: str, port: int) -> uvicorn.Server:
+    """A server that is not running yet. port: 0 takes a free one."""
+    config = uvicorn.Config(
+        build_app(llm, settings),
+        host=host,
+        port=port,
+        log_level="info",
+        timeout_graceful_shutdown=int(settings.drain_seconds),
+        # uvicorn counts the connection that it refuses too.
+        limit_concurrency=settings.max_connections + 1,
+        server_header=False,
+        ws="none",
+    )
+    return uvicorn.Server(config)
 
 
 def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that serves ``llm``; it stays the caller's, to be closed afterwards.
 
-    Any ASGI server runs it. ``guided_spec.server.run.serve`` does so with uvicorn.
+    Any ASGI server runs it; ``serve`` does so with uvicorn.
     """
     settings = ServerSettings() if settings is None else settings
     service = Service(llm, settings)
@@ -66,7 +97,6 @@ def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
         version=guided_spec.__version__,
         docs_url=None,  # the pages load scripts from elsewhere
         redoc_url=None,
-        lifespan=_lifespan,
         responses={code: {"model": _FaultReply} for code in ("4XX", "5XX")},
     )
     add_handlers(app)
@@ -84,9 +114,15 @@ def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     return app
 
 
-@asynccontextmanager
-async def _lifespan(_app: FastAPI) -> AsyncIterator[None]:
-    yield
+class _Fault(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class _FaultReply(BaseModel):
+    error: _Fault
 
 
 def _documented(reply: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -130,7 +166,7 @@ def _add_tokenize_path(app: FastAPI, service: Service) -> None:
         service.require_model(body.model)
         prompt: Any = body.prompt
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "pass prompt or messages", code="invalid_value", param="prompt")
+            raise invalid_value("pass prompt or messages", "prompt")
         if body.messages is not None:
             messages = plain_messages(body.messages, knows_developer=service.knows_developer)
             prepared = await asyncio.to_thread(service.llm.prepare_chat, messages, body.tools)
@@ -155,6 +191,55 @@ def _add_playground(app: FastAPI, service: Service) -> None:
     async def playground() -> Response:
         """A page to try things on."""
         return HTMLResponse(page.html, headers=headers)
+
+
+class Playground(NamedTuple):
+    """One page, of the trace page's parts and those in ``playground/``.
+
+    html: it needs nothing but the server. policy: its Content-Security-Policy, which lets its own
+    scripts run alone.
+    """
+
+    html: str
+    policy: str
+
+
+def render_playground(max_tokens: int, *, asks_for_key: bool) -> Playground:
+    """The page.
+
+    max_tokens: the most that a request may ask for. asks_for_key: whether requests must bring one.
+    """
+    examples = json.loads(_playground_file("examples.json"))
+    names = [escape(example["name"]) for example in examples]
+    options = [f'<option value="{at}">{name}</option>' for at, name in enumerate(names)]
+    scripts = asset("page.js"), _playground_file("page.js")
+    html = Template(_playground_file("page.html")).substitute(
+        style=asset("page.css") + _playground_file("page.css"),
+        examples="\n".join(options),
+        examples_json=json.dumps(examples).replace("<", "\\u003c"),
+        max_tokens=min(max_tokens, _MOST_TOKENS),
+        key=_KEY if asks_for_key else "",
+        legend=legend(),
+        trace_script=scripts[0],
+        script=scripts[1],
+    )
+    return Playground(html, _policy(scripts))
+
+
+def _playground_file(name: str) -> str:
+    folder = files("guided_spec") / "server" / "playground"
+    return (folder / name).read_text(encoding="utf-8")
+
+
+def _policy(scripts: tuple[str, ...]) -> str:
+    """Nothing from elsewhere, no framing, and no script but these, each behind a line break."""
+    digests = [hashlib.sha256(f"\n{script}".encode()).digest() for script in scripts]
+    sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
+    return (
+        f"default-src 'none'; script-src {sources}; style-src 'unsafe-inline'; "
+        "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
+    )
 
 
 def _add_model_paths(app: FastAPI, service: Service) -> None:

@@ -22,7 +22,7 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 
-__all__ = ["ApiError", "add_handlers", "api_error", "json_response"]
+__all__ = ["ApiError", "add_handlers", "api_error", "invalid_value", "json_response"]
 
 _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (UnsupportedSchemaError, "unsupported_schema", None),
@@ -90,6 +90,11 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
     if isinstance(error, RequestCancelledError):
         return ApiError(503, "the server is stopping; ask again", code="stopping")
     return ApiError(500, str(error), code=type(error).__name__)
+
+
+def invalid_value(message: str, param: str | None) -> ApiError:
+    """A value of the request that is not taken. param: the argument that it came in."""
+    return ApiError(400, message, code="invalid_value", param=param)
 
 
 def json_response(
@@ -160,4 +165,4 @@ def _validation_fault(error: RequestValidationError) -> ApiError:
     message = f"{shown}: {', or: '.join(reasons[:_MOST_REASONS])}"
     if not shown:
         message = f"the body: {first['msg']}; send JSON with Content-Type: application/json"
-    return ApiError(400, message, code="invalid_value", param=shown or None)
+    return invalid_value(message, shown or None)

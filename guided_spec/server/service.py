@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.prompt import Prompt
-from guided_spec.server.admission import Admission
-from guided_spec.server.faults import ApiError, api_error
+from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
-__all__ = ["Service"]
+__all__ = ["Admission", "Service"]
+
+_SHARE_OF_LAST = 0.2  # in the mean of how long samples take
+_LONGEST_WAIT = 60
 
 
 class Service:
@@ -51,7 +54,7 @@ class Service:
         limit = self.settings.max_output_tokens
         if limit is not None and wanted is not None and wanted > limit:
             message = f"{param}={wanted}: this server writes at most {limit}; ask for less"
-            raise ApiError(400, message, code="invalid_value", param=param)
+            raise invalid_value(message, param)
         return wanted or limit or self.llm.max_model_len
 
     def require_samples(self, num_samples: int) -> None:
@@ -59,7 +62,7 @@ class Service:
         limit = self.settings.max_samples
         if num_samples > limit:
             message = f"the request asks for {num_samples} texts, and {limit} is the most"
-            raise ApiError(400, message, code="invalid_value", param="n")
+            raise invalid_value(message, "n")
 
     def require_prompt(self, prompt_ids: Sequence[int], param: str) -> None:
         """Raise ApiError for a prompt that is too long. param: the argument that it came in."""
@@ -109,3 +112,46 @@ class Service:
     def ends_text(self, token_id: int) -> bool:
         """Whether the token only says that the text is over."""
         return token_id in self.llm.vocabulary.stop_token_ids
+
+
+class Admission:
+    """Refuses requests for which there is no room; those that wait take some too.
+
+    num_slots: samples that run at once. max_queue: samples that may wait besides.
+    """
+
+    def __init__(self, num_slots: int, max_queue: int) -> None:
+        self._num_slots = num_slots
+        self._capacity = num_slots + max_queue
+        self._taken = 0
+        self._mean_seconds = 0.0
+
+    @property
+    def num_taken(self) -> int:
+        """Samples of requests that have not ended."""
+        return self._taken
+
+    @contextmanager
+    def enter(self, num_samples: int) -> Iterator[None]:
+        """Hold room for a request. Raises ApiError, 429, where there is none.
+
+        A request of more samples than there is room at all is served while nothing else is.
+        """
+        if self._taken and self._taken + num_samples > self._capacity:
+            seconds = self.seconds_to_wait()
+            message = f"{self._taken} samples run or wait already; ask again in {seconds} s"
+            headers = {"Retry-After": str(seconds)}
+            raise ApiError(429, message, code="queue_full", headers=headers)
+        self._taken += num_samples
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._taken -= num_samples
+            taken = time.perf_counter() - began
+            self._mean_seconds += _SHARE_OF_LAST * (taken - self._mean_seconds)
+
+    def seconds_to_wait(self) -> int:
+        """When there may be room again, by how long the last requests took; at least 1."""
+        rounds = self._taken / self._num_slots
+        return max(1, min(_LONGEST_WAIT, math.ceil(rounds * self._mean_seconds)))

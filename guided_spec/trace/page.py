@@ -1,33 +1,40 @@
-"""Traces as one page of HTML that needs nothing else: no network, no fonts, no libraries."""
+"""Traces as one page of HTML that needs nothing else: no network, no fonts, no libraries.
+
+Its plots are inline SVG, coloured by the style sheet, with their figures as a table.
+"""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
+from typing import NamedTuple
 
 from guided_spec.errors import ConfigError
-from guided_spec.trace.plots import Bars, Curve, bar_plot, curve_plot
 from guided_spec.trace.record import FORCED, Trace
 from guided_spec.trace.steps import StepMarkup, legend
 
 __all__ = ["asset", "render_page", "summary"]
 
-MOST_TRACES = 2  # side by side, each in a colour of its own
-TITLE = "What speculation did, step by step"
+_MOST_TRACES = 2  # side by side, each in a colour of its own
+_TITLE = "What speculation did, step by step"
+
+_WIDTH, _HEIGHT = 360, 200  # of a plot
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 10, 36  # of its axes
 
 
-def render_page(traces: Sequence[Trace], *, title: str = TITLE, prompt: str = "") -> str:
+def render_page(traces: Sequence[Trace], *, title: str = _TITLE, prompt: str = "") -> str:
     """A page with every step of one trace, or of two side by side.
 
     prompt: to show; "" shows none.
 
     Raises ConfigError for another number of traces.
     """
-    if not 1 <= len(traces) <= MOST_TRACES:
-        fix = f"pass one trace, or {MOST_TRACES} to compare"
+    if not 1 <= len(traces) <= _MOST_TRACES:
+        fix = f"pass one trace, or {_MOST_TRACES} to compare"
         raise ConfigError("traces", f"{len(traces)} of them", fix)
     return Template(asset("page.html")).substitute(
         title=escape(title),
@@ -101,15 +108,15 @@ def _plots(traces: Sequence[Trace]) -> list[str]:
     for trace in traces:
         pairs = list(zip(trace.accepted_at(), trace.drafted_at(), strict=True))
         labels = [f"{accepted} of {drafted}" for accepted, drafted in pairs]
-        bars.append(Bars(trace.proposer, [a / d for a, d in pairs], labels))
+        bars.append(_Bars(trace.proposer, [a / d for a, d in pairs], labels))
         ends = [(s.at * 1e3, float(s.start + s.num_kept)) for s in trace.steps]
-        growth.append(Curve(trace.proposer, [(0.0, 0.0), *ends]))
+        growth.append(_Curve(trace.proposer, [(0.0, 0.0), *ends]))
         spent = [(float(n), s.seconds * 1e3) for n, s in enumerate(trace.steps, 1)]
-        steps.append(Curve(trace.proposer, spent))
+        steps.append(_Curve(trace.proposer, spent))
     return [
-        bar_plot("Accepted share by draft position", "position in the draft", bars),
-        curve_plot("Text over time", "milliseconds", "tokens", growth),
-        curve_plot("Time of each step", "step", "milliseconds", steps),
+        _bar_plot("Accepted share by draft position", "position in the draft", bars),
+        _curve_plot("Text over time", "milliseconds", "tokens", growth),
+        _curve_plot("Time of each step", "step", "milliseconds", steps),
     ]
 
 
@@ -124,3 +131,125 @@ def _run(number: int, trace: Trace) -> str:
         f"<pre>{escape(trace.text)}</pre>"
         f'<ol class="steps">{steps}</ol></section>'
     )
+
+
+class _Bars(NamedTuple):
+    """One run's bars: for each place a height between 0 and 1, and what a table says of it."""
+
+    name: str
+    heights: list[float]
+    labels: list[str]
+
+
+class _Curve(NamedTuple):
+    """One run's points, from left to right."""
+
+    name: str
+    points: list[tuple[float, float]]
+
+
+def _bar_plot(title: str, x: str, runs: Sequence[_Bars]) -> str:
+    """A ``<figure>``: shares by place, the runs' bars side by side."""
+    places = max((len(run.heights) for run in runs), default=0)
+    frame = _Frame(max(places, 1), 1.0)
+    width = 0.8 / len(runs)
+    drawn = []
+    for number, run in enumerate(runs):
+        for place, height in enumerate(run.heights):
+            left = frame.x(place + 0.1 + number * width)
+            size = frame.x(place + 0.1 + (number + 1) * width) - left
+            top = frame.y(height)
+            box = f'x="{left:.1f}" y="{top:.1f}" width="{size:.1f}" height="{frame.y(0) - top:.1f}"'
+            drawn.append(f'<rect class="bar run-{number}" {box}/>')
+    numbers = [(place + 0.5, str(place + 1)) for place in _thinned(places)]
+    shares = [(share, f"{share:.0%}") for share in (0, 0.5, 1)]
+    svg = frame.svg(title, x, drawn, numbers, shares)
+    rows = [[str(at + 1), *(_at(run.labels, at) for run in runs)] for at in range(places)]
+    return _figure(title, svg, [x, *(run.name for run in runs)], rows)
+
+
+def _curve_plot(title: str, x: str, y: str, runs: Sequence[_Curve]) -> str:
+    """A ``<figure>``: a line with points for each run, from 0 on both axes."""
+    points = [point for run in runs for point in run.points]
+    frame = _Frame(
+        max((x for x, _ in points), default=0) or 1, max((y for _, y in points), default=0) or 1
+    )
+    drawn = []
+    for number, run in enumerate(runs):
+        path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in run.points)
+        dots = "".join(
+            f'<circle class="point" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.5"/>'
+            for x, y in run.points
+        )
+        line = f'<polyline class="curve" points="{path}"/>'
+        drawn.append(f'<g class="run-{number}">{line}{dots}</g>')
+    xs, ys = ([(tick, f"{tick:g}") for tick in _ticks(most)] for most in (frame.wide, frame.high))
+    svg = frame.svg(title, x, drawn, xs, ys)
+    rows = [[run.name, f"{at:.4g}", f"{value:.4g}"] for run in runs for at, value in run.points]
+    return _figure(f"{title}, {y}", svg, ["proposer", x, y], rows)
+
+
+class _Frame(NamedTuple):
+    """The axes: what stands at the right end, and at the top."""
+
+    wide: float
+    high: float
+
+    def x(self, value: float) -> float:
+        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.wide
+
+    def y(self, value: float) -> float:
+        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / self.high
+
+    def svg(
+        self,
+        title: str,
+        x: str,
+        drawn: Sequence[str],
+        xs: Sequence[tuple[float, str]],
+        ys: Sequence[tuple[float, str]],
+    ) -> str:
+        """What is drawn, with ticks and the name of the lower axis."""
+        parts = []
+        for value, text in ys:
+            at = self.y(value)
+            ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"'
+            parts.append(f'<line class="grid" {ends}/>')
+            parts.append(f'<text x="{_LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
+        parts += drawn
+        low = _HEIGHT - _BOTTOM
+        for value, text in xs:
+            place = f'x="{self.x(value):.1f}" y="{low + 15}"'
+            parts.append(f'<text {place} text-anchor="middle">{text}</text>')
+        middle = (_LEFT + _WIDTH - _RIGHT) / 2
+        parts.append(
+            f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x)}</text>'
+        )
+        head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
+        return head + "".join(parts) + "</svg>"
+
+
+def _ticks(most: float) -> list[float]:
+    """Round numbers from 0 to at most ``most``: three to six of them."""
+    unit = 10.0 ** math.floor(math.log10(most))
+    step = next(unit * part for part in (0.2, 0.5, 1, 2) if most / (unit * part) < 6)
+    return [number * step for number in range(int(most / step + 1e-9) + 1)]
+
+
+def _thinned(places: int) -> range:
+    """At most a dozen of them, so that their numbers do not touch."""
+    return range(0, places, max(1, math.ceil(places / 12)))
+
+
+def _at(labels: Sequence[str], place: int) -> str:
+    return labels[place] if place < len(labels) else ""
+
+
+def _figure(title: str, svg: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    table = f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    details = f'<details><summary>As a table</summary><div class="scroll">{table}</div></details>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{details}</figure>"

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import BaseModel
 
 from guided_spec.engine.llm import LLM
-from guided_spec.server.run import build_server
+from guided_spec.server.app import build_server
 from guided_spec.server.settings import ServerSettings
 
 __all__ = ["ASK", "BOOK", "LONG", "Contact", "Running", "running", "until"]

@@ -53,7 +53,7 @@ def test_drain_loses_nothing(llm: LLM) -> None:
         askers = [Asker(served.url, BODY) for _ in range(6)]
         for asker in askers:
             asker.start()
-        until(lambda: served.metrics()["guided_spec_waiting_samples"] > 0)
+        until(lambda: served.metrics()["guided_spec_waiting_samples"] == 2)
         served.server.should_exit = True
         until(lambda: _is_closed(served.url))
         for asker in askers:

@@ -10,8 +10,8 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
-from guided_spec.server.admission import Admission
 from guided_spec.server.faults import ApiError
+from guided_spec.server.service import Admission
 from guided_spec.server.settings import ServerSettings
 from tests.server.running import BOOK, running
 
@@ -98,7 +98,7 @@ def test_room_is_given_back() -> None:
 
 def test_the_wait_follows_what_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("guided_spec.server.admission.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("guided_spec.server.service.time.perf_counter", lambda: now[0])
     admission = Admission(num_slots=1, max_queue=0)
     for _ in range(40):
         with admission.enter(1):

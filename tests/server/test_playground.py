@@ -15,7 +15,7 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.server.playground.page import render_playground
+from guided_spec.server.app import render_playground
 from tests.browser import CONTRAST, HEIGHT, NEEDS_BROWSER, SCHEMES, WIDTHS, driver
 from tests.server.running import Running, running, until
 from tools.pictures import show

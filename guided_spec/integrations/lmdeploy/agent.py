@@ -1,12 +1,11 @@
-"""What LMDeploy's own methods become: each takes the method it replaces and returns the new one.
+"""What LMDeploy's own methods become, and our proposers among its drafting methods.
 
-``plugin`` puts them in place. None of them copies what LMDeploy does; each adds to it before or
-behind.
+``with_...`` takes the method that it replaces and returns the new one; ``plugin`` puts them in
+place. None of them copies what LMDeploy does; each adds to it before or behind.
 
-LMDeploy's rejection sampler, exact for every setting: the same filters on all K + 1 rows.
-
-It takes LMDeploy's records and returns its tensors, so it stands where LMDeploy's own
-``RejectionSampler`` stood. The logits have been masked and divided by the temperature before.
+The proposers that need no draft model are ``guided_spec_ngram``, ``guided_spec_grammar_forced`` and
+``guided_spec_chain``, which is ``chain:grammar_forced+ngram``. LMDeploy takes every method to have
+a draft model with a KV cache, so three of its methods are told otherwise.
 """
 
 from __future__ import annotations
@@ -15,138 +14,59 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from guided_spec.errors import ConfigError, GuidedSpecError
-from guided_spec.integrations.lmdeploy.helper import GuidedHelper
-from guided_spec.integrations.lmdeploy.manager import TURN, compile_ahead
-from guided_spec.ops.sampling.noise import NoiseKeys
-from guided_spec.ops.sampling.verify import VERIFIERS, draw_noise, verify
-from guided_spec.ops.sampling.warp import Sampling, VerifyRows, warp
-from guided_spec.types import Accepted, Draft
+from guided_spec.config import EngineConfig
+from guided_spec.core import DecodeBatch, Proposer, ProposerContext
+from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
+from guided_spec.integrations.lmdeploy.helper import GuidedHelper, RejectionSampler
+from guided_spec.integrations.lmdeploy.manager import TURN, GuidedManager, Place, compile_ahead
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.ops.sampling.warp import Sampling
+from guided_spec.proposers import build_proposer
+from guided_spec.types import SamplingParams
 
 __all__ = [
-    "RejectionSampler",
-    "Sampled",
+    "METHODS",
+    "Drafting",
     "guided_logits",
-    "next_positions",
-    "request_sampling",
+    "register_proposers",
+    "unregister_proposers",
     "with_ended_rows",
     "with_grammar_compiled",
     "with_guided_blocks",
     "with_guided_helper",
+    "with_no_draft_cache",
+    "with_no_draft_config",
+    "with_no_draft_graph",
     "with_own_engine",
     "with_own_workers",
     "with_positions",
     "with_turns",
 ]
 
+METHODS = {
+    "guided_spec_chain": "chain:grammar_forced+ngram",
+    "guided_spec_grammar_forced": "grammar_forced",
+    "guided_spec_ngram": "ngram",
+}
 
-class Sampled(NamedTuple):
-    """What LMDeploy's sampler returns, in its order.
-
-    output_token_ids: int64 [B, K + 1], the accepted draft tokens and one more, then -1.
-    num_rejected: int64 [B], draft tokens that were not accepted.
-    last_token_ids: int64 [B], the last token of each row.
-    """
-
-    output_token_ids: Tensor
-    num_rejected: Tensor
-    last_token_ids: Tensor
-
-
-class RejectionSampler(nn.Module):
-    """Accepts a prefix of every draft and draws one more token, as plain decoding would have.
-
-    Each row's noise is a function of its request's seed and of ``random_offsets``, which must be
-    the position of the next token: not the number of steps, as LMDeploy counts it.
-    """
-
-    def forward(
-        self,
-        target_logits: Tensor,
-        draft_token_ids: Tensor,
-        expanded_sampling_inputs: Any,
-        draft_probs: Tensor | None = None,
-    ) -> Sampled:
-        """One step of a batch.
-
-        target_logits: [B, K + 1, V], processed; row i follows the draft tokens before i.
-        draft_token_ids: int64 [B, K]. draft_probs: [B, K, V] what they were sampled from; None:
-            they are a function of the text.
-        expanded_sampling_inputs: LMDeploy's ``SamplingInputs`` of B * (K + 1) rows.
-
-        Where no token has any probability, token 0 is drawn: a grammar refuses it when it is
-        committed, and LMDeploy's own argmax of nothing gives it to a free request. Does not sync.
-        """
-        width = target_logits.shape[1]
-        sampling = request_sampling(expanded_sampling_inputs, width, target_logits.device)
-        lengths = torch.full_like(draft_token_ids[:, 0], width - 1)
-        draft = Draft(draft_token_ids, lengths, draft_probs)
-        rows = VerifyRows(
-            sampling, NoiseKeys(sampling.seeds, _positions(expanded_sampling_inputs, width))
-        )
-        accepted = _accept(target_logits, draft, rows)
-        drawn = accepted.token_ids.gather(1, accepted.num_accepted.unsqueeze(1)).clamp_min(0)
-        output = accepted.token_ids.scatter(1, accepted.num_accepted.unsqueeze(1), drawn)
-        return Sampled(output, width - 1 - accepted.num_accepted, drawn.squeeze(1))
-
-
-def request_sampling(expanded: Any, width: int, device: torch.device) -> Sampling:
-    """One row a request of LMDeploy's ``SamplingInputs``, which hold ``width`` rows of each.
-
-    The temperature has been applied: it is 1, or 0 for a request with ``top_k`` 1, LMDeploy's way
-    to say greedy.
-    """
-    batch = expanded.batch_size // width
-    ones = torch.ones(batch, device=device)
-
-    def rows(values: Tensor | None, default: Tensor) -> Tensor:
-        return default if values is None else values[::width].to(device=device, dtype=default.dtype)
-
-    limit = max(int(expanded.max_top_k), 0)
-    top_k = rows(expanded.top_k, torch.full_like(ones, limit, dtype=torch.int64)).clamp_min(0)
-    return Sampling(
-        temperature=torch.where(top_k == 1, 0.0, ones),
-        top_k=top_k,
-        top_p=rows(expanded.top_p, ones),
-        min_p=rows(expanded.min_p, torch.zeros_like(ones)),
-        seeds=rows(expanded.random_seeds, torch.zeros_like(top_k)),
-        all_greedy=limit == 1,
-        any_top_k=expanded.top_k is not None or limit > 0,
-        any_top_p=expanded.top_p is not None,
-        any_min_p=expanded.min_p is not None,
-    )
-
-
-def _positions(expanded: Any, width: int) -> Tensor:
-    positions: Tensor = expanded.random_offsets[::width]
-    return positions.long()
-
-
-def _accept(logits: Tensor, draft: Draft, rows: VerifyRows) -> Accepted:
-    sampling = rows.sampling
-    if not (sampling.any_min_p and sampling.any_top_p) or sampling.all_greedy:
-        return verify(logits, None, draft, rows)
-    # LMDeploy's min-p comes behind its top-p, which then has another mass to share out.
-    probs = warp(logits, replace(sampling, any_min_p=False))
-    least = sampling.min_p.view(-1, 1, 1) * probs.amax(-1, keepdim=True)
-    kept = probs.masked_fill(probs < least, 0.0)
-    probs = kept / kept.sum(-1, keepdim=True).clamp_min(torch.finfo(kept.dtype).tiny)
-    noise = draw_noise(rows, draft.token_ids.shape[1], logits.shape[-1])
-    return VERIFIERS[rows.verifier](probs, draft, noise)
-
-
-Method = Callable[..., Any]
-AsyncMethod = Callable[..., Coroutine[Any, Any, Any]]
+_Method = Callable[..., Any]
+_AsyncMethod = Callable[..., Coroutine[Any, Any, Any]]
 
 _turns = itertools.count()
 
 _FIX = "install() reaches its own process alone; {}, or leave install() out"
+_BASE = "lmdeploy.pytorch.spec_decode.proposers.base"
+_CPU = torch.device("cpu")
+_PAD = 0  # what stands behind a draft that is too short; verified like any other token
 
 
 def with_own_engine(from_pretrained: Any) -> Any:
@@ -167,7 +87,7 @@ def with_own_engine(from_pretrained: Any) -> Any:
     return classmethod(new_from_pretrained)
 
 
-def with_own_workers(build: Method) -> Method:
+def with_own_workers(build: _Method) -> _Method:
     """``build_executor``: refused where the model would run in other processes.
 
     Raises ConfigError.
@@ -190,7 +110,7 @@ def with_own_workers(build: Method) -> Method:
     return new_build
 
 
-def with_guided_helper(init: Method) -> Method:
+def with_guided_helper(init: _Method) -> _Method:
     """``SpecModelAgent.__init__``: the agent gets our helper and our sampler."""
 
     def new_init(agent: Any, *args: Any, **kwargs: Any) -> None:
@@ -205,7 +125,7 @@ def with_guided_helper(init: Method) -> Method:
     return new_init
 
 
-def with_positions(sample: AsyncMethod) -> AsyncMethod:
+def with_positions(sample: _AsyncMethod) -> _AsyncMethod:
     """``SpecModelAgent._rejection_sampling``: noise by position, grammars compiled beforehand.
 
     LMDeploy adds one to ``random_offsets`` a step, however many tokens the step yields: a number
@@ -221,13 +141,13 @@ def with_positions(sample: AsyncMethod) -> AsyncMethod:
                 await manager.compiled(
                     sampling_inputs.session_ctx, sampling_inputs.response_formats
                 )
-            sampling_inputs = replace(sampling_inputs, random_offsets=next_positions(model_inputs))
+            sampling_inputs = replace(sampling_inputs, random_offsets=_next_positions(model_inputs))
         return await sample(agent, model_inputs, extra_inputs, sampling_inputs)
 
     return new_sample
 
 
-def next_positions(model_inputs: Any) -> Tensor:
+def _next_positions(model_inputs: Any) -> Tensor:
     """int64 [B]: the position in its text of the first token that each row is about to get."""
     history: Tensor = model_inputs.history_lengths
     # A decode forward begins with the last committed token, and drafts follow it.
@@ -269,7 +189,7 @@ async def guided_logits(
     return scores, raw
 
 
-def with_ended_rows(postprocess: AsyncMethod) -> AsyncMethod:
+def with_ended_rows(postprocess: _AsyncMethod) -> _AsyncMethod:
     """``BaseModelAgent._step_postprocess_with_output``: rows whose text is over stop there.
 
     That is where a grammar has failed, or has ended though ``ignore_eos`` keeps LMDeploy going.
@@ -296,7 +216,7 @@ def _stop_rows(output: Any, stops: dict[int, int]) -> None:
     output.stopped[rows] = True
 
 
-def with_guided_blocks(propose: AsyncMethod) -> AsyncMethod:
+def with_guided_blocks(propose: _AsyncMethod) -> _AsyncMethod:
     """``DFlash.propose``: raises for guided requests; now it drafts them without a mask.
 
     The verification walks what it drafted, and refuses what is illegal.
@@ -312,7 +232,7 @@ def with_guided_blocks(propose: AsyncMethod) -> AsyncMethod:
     return new_propose
 
 
-def with_turns(make: Method) -> Method:
+def with_turns(make: _Method) -> _Method:
     """``ARSamplingStrategy.make_sampling_inputs``: says which turn of its session a row is.
 
     A turn is a message with its own sampling parameters; LMDeploy makes the object anew for each.
@@ -331,7 +251,7 @@ def with_turns(make: Method) -> Method:
     return new_make
 
 
-def with_grammar_compiled(preprocess: AsyncMethod) -> AsyncMethod:
+def with_grammar_compiled(preprocess: _AsyncMethod) -> _AsyncMethod:
     """``AsyncEngine.preprocess``: a request's grammar compiles before the engine sees it.
 
     A grammar that cannot be enforced fails its request there, as an invalid one, before any token.
@@ -354,3 +274,252 @@ def with_grammar_compiled(preprocess: AsyncMethod) -> AsyncMethod:
         return request
 
     return new_preprocess
+
+
+def with_no_draft_config(from_hf_config: Any) -> Any:
+    """``ModelConfig.from_hf_config``: with one of ``METHODS`` any target can be verified."""
+    original = from_hf_config.__func__
+
+    def new_from_hf_config(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("spec_method") not in METHODS:
+            return original(cls, *args, **kwargs)
+        plain = {**kwargs, "spec_method": None, "is_draft_model": False}
+        config = original(cls, *args, **plain)
+        config.model_paradigm = "ar_spec"
+        return config
+
+    return classmethod(new_from_hf_config)
+
+
+def with_no_draft_cache(from_config: Any) -> Any:
+    """``SpecDecodeConfig.from_config``: a method without a model has no KV cache to reserve."""
+    original = from_config.__func__
+
+    def new_from_config(cls: Any, method: str, *args: Any, **kwargs: Any) -> Any:
+        config = original(cls, method, *args, **kwargs)
+        if method in METHODS:
+            config.cache_config = None
+        return config
+
+    return classmethod(new_from_config)
+
+
+def with_no_draft_graph(build: _Method) -> _Method:
+    """``SpecModelAgent.build_graph_runner``: nothing to capture without a model."""
+
+    def new_build(agent: Any) -> None:
+        if agent.method not in METHODS:
+            build(agent)
+
+    return new_build
+
+
+def register_proposers() -> None:
+    """Add ``METHODS`` to LMDeploy's registry."""
+    registry = importlib.import_module(_BASE).SPEC_PROPOSERS
+    for method in METHODS:
+        registry.register_module(name=method, module=_proposer_class())
+
+
+def unregister_proposers() -> None:
+    """Take them out again."""
+    registry = importlib.import_module(_BASE).SPEC_PROPOSERS
+    for method in METHODS:
+        registry.module_dict.pop(method, None)
+
+
+@cache
+def _proposer_class() -> Any:
+    """The class that LMDeploy builds, a subclass of its own: made when LMDeploy is there."""
+    base = importlib.import_module(_BASE)
+
+    class ModelFreeProposer(base.BaseSpecProposer):  # type: ignore[misc, name-defined]
+        """Drafts without a model, all K tokens at once."""
+
+        proposal_method = base.ProposalMethod.DIFFUSION
+
+        def __init__(self, specdecode_config: Any, device: Any = None) -> None:
+            super().__init__(specdecode_config, device)
+            self.model = _NoModel()
+            self.drafting: Drafting | None = None
+
+        def build_model(
+            self, empty_init: Any, target_model: Any = None, build_model_ctx: Any = None
+        ) -> None:
+            """Nothing to build."""
+            del empty_init, build_model_ctx
+            self.target_model = target_model
+
+        def get_warmup_plan(self, *args: Any, **kwargs: Any) -> Any:
+            """Nothing to warm up."""
+            del args, kwargs
+            return base.ProposalWarmupPlan(cases=())
+
+        async def propose(
+            self,
+            model_inputs: Any,
+            extra_inputs: Any,
+            sampling_inputs: Any,
+            proposal_ctx: Any = None,
+        ) -> Any:
+            """K tokens a request behind what it has just got; one download."""
+            del proposal_ctx
+            return _propose(self, model_inputs, extra_inputs, sampling_inputs)
+
+    return ModelFreeProposer
+
+
+def _propose(proposer: Any, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any) -> Any:
+    num_draft = proposer.num_speculative_tokens
+    helper, method = proposer.guided_helper, proposer.specdecode_config.method
+    if model_inputs.is_dummy:
+        rows = len(model_inputs.seq_length)
+        drafts: Tensor = model_inputs.input_ids.new_zeros(rows, num_draft)
+    else:
+        if proposer.drafting is None:
+            if helper.manager is None:
+                raise ModelError(f"{method} needs the tokens of the model; use another method")
+            proposer.drafting = Drafting(METHODS[method], helper.manager, num_draft)
+        drafts = proposer.drafting.propose(model_inputs, extra_inputs, sampling_inputs, helper)
+    return type(extra_inputs)(
+        output_draft_token_ids=drafts,
+        next_token_ids=extra_inputs.next_token_ids,
+        num_rejected_tokens=extra_inputs.num_rejected_tokens,
+        output_token_ids=extra_inputs.output_token_ids,
+        logprobs=extra_inputs.logprobs,
+    )
+
+
+class _NoModel:
+    """What LMDeploy asks of a draft model although there is none."""
+
+    def get_model(self) -> None:
+        return None
+
+    def get_capture_batch_sizes(self) -> list[int]:
+        return []
+
+
+class Drafting:
+    """One of our proposers over the sessions of an engine, a request at a time.
+
+    proposer: its name, such as ``ngram``. num_draft: K. Raises ModelError where the manager could
+    not read the tokenizer.
+    """
+
+    def __init__(self, proposer: str, manager: GuidedManager, num_draft: int) -> None:
+        if manager.error is not None:
+            raise ModelError(f"{proposer} needs the tokens of the model") from manager.error
+        self.num_draft = num_draft
+        self._manager = manager
+        self._texts: dict[Any, _Text] = {}
+        self._next_slot = 0
+        self._rows = MaskRows(1, num_draft + 1, manager.vocab_size, _CPU)
+        self._sampling = Sampling.stack([SamplingParams()], [0], _CPU)
+        tokenizer = manager.tokenizer
+        self._proposer: Proposer = build_proposer(
+            proposer,
+            ProposerContext(
+                vocabulary=manager.vocabulary,
+                encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
+                tokenizer=tokenizer,
+                target=None,
+                config=EngineConfig(),
+                num_slots=1,
+                max_model_len=1,
+                device=_CPU,
+                dtype=torch.float32,
+            ),
+        )
+
+    def propose(
+        self, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any, helper: Any
+    ) -> Tensor:
+        """int64 [B, K] on LMDeploy's device, behind what each row has just got; one download."""
+        shape = (len(model_inputs.seq_length), self.num_draft)
+        empty: Tensor = model_inputs.input_ids.new_full(shape, _PAD)
+        context = sampling_inputs.session_ctx
+        self.release(sampling_inputs.session_to_cleanup or ())
+        keys = [(row["session_id"], row["seq_id"]) for row in context]
+        is_whole = not model_inputs.is_chunk or model_inputs.is_last_chunk
+        self._read_step(keys, model_inputs, extra_inputs.output_token_ids if is_whole else None)
+        if not is_whole:
+            return empty
+        places = helper.get_processors(context, sampling_inputs.response_formats)
+        drafts = [self.draft(key, places.get(row)) for row, key in enumerate(keys)]
+        return torch.tensor(drafts).to(empty)
+
+    def read(self, key: Any, history: int | None, token_ids: Sequence[int]) -> None:
+        """Append what a session got; ``history`` is where a prompt's tokens begin."""
+        text = self._texts.get(key)
+        if text is None:
+            text = self._texts[key] = _Text(self._take_slot())
+        if history is not None and history < len(text.token_ids):
+            self._proposer.release([text.slot])  # what is kept of a slot is of a text that grows
+            text.slot = self._take_slot()
+            del text.token_ids[history:]
+        # Where an earlier part was never seen, as with a cached prefix, the rest must do.
+        text.token_ids += token_ids
+
+    def draft(self, key: Any, place: Place | None) -> list[int]:
+        """K tokens behind a session's text, padded."""
+        constraint, lookahead = None, None
+        if place is not None and not place.is_terminated() and not place.is_broken:
+            constraint, lookahead = place.constraint, place.begin()
+        if lookahead is None:
+            lookahead = Lookahead.fork([None], self._rows, [self.num_draft])
+        text = self._texts[key]
+        self._proposer.begin(self._batch(text, constraint), lookahead).finish()
+        drafted = [*lookahead.drafted[0]]
+        refused = lookahead.refused[0]
+        if refused is not None:
+            # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
+            drafted.append(refused)
+        drafted += [_PAD] * (self.num_draft - len(drafted))
+        if constraint is not None and place is not None:
+            place.end_draft(drafted)
+        return drafted
+
+    def release(self, session_ids: Sequence[Any]) -> None:
+        """Forget sessions that have ended."""
+        ended = [key for key in self._texts if key[0] in session_ids]
+        self._proposer.release([self._texts.pop(key).slot for key in ended])
+
+    def _take_slot(self) -> int:
+        self._next_slot += 1
+        return self._next_slot - 1
+
+    def _read_step(self, keys: Sequence[Any], inputs: Any, output: Tensor | None) -> None:
+        """What each session got: its prompt, or a part of it, and what was sampled behind."""
+        new = [[] for _ in keys] if output is None else output.view(len(keys), -1).tolist()
+        sampled = [[token for token in tokens if token >= 0] for tokens in new]
+        if inputs.is_decoding:
+            for key, tokens in zip(keys, sampled, strict=True):
+                self.read(key, None, tokens)
+            return
+        lengths, histories = inputs.seq_length.tolist(), inputs.history_lengths.tolist()
+        prompts = inputs.input_ids.flatten().split(lengths)
+        for key, history, prompt, tokens in zip(keys, histories, prompts, sampled, strict=True):
+            self.read(key, history, [*prompt.tolist(), *tokens])
+
+    def _batch(self, text: _Text, constraint: Constraint | None) -> DecodeBatch:
+        return DecodeBatch(
+            slots=(text.slot,),
+            contexts=(text.token_ids,),
+            prompt_lengths=(0,),
+            constraints=(constraint,),
+            limits=(self.num_draft,),
+            sampling=self._sampling,
+            mask_rows=self._rows,
+            num_draft_tokens=self.num_draft,
+            vocab_size=self._manager.vocab_size,
+            device=_CPU,
+        )
+
+
+@dataclass(slots=True)
+class _Text:
+    """One session's tokens as far as they were seen, and the slot its proposer knows it by."""
+
+    slot: int
+    token_ids: list[int] = field(default_factory=list)

@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.lmdeploy import agent
-from guided_spec.integrations.lmdeploy import drafting as proposers
 from guided_spec.integrations.lmdeploy.helper import translate_for_draft
 from guided_spec.integrations.lmdeploy.manager import GuidedManager
 
@@ -111,7 +110,7 @@ _PATCHES = (
         "SpecModelAgent",
         "build_graph_runner",
         "self",
-        proposers.with_no_draft_graph,
+        agent.with_no_draft_graph,
     ),
     _Patch(
         "lmdeploy.pytorch.config",
@@ -119,7 +118,7 @@ _PATCHES = (
         "from_hf_config",
         "hf_config model_path dtype dist_config is_draft_model spec_method device_type "
         "num_spec_tokens",
-        proposers.with_no_draft_config,
+        agent.with_no_draft_config,
     ),
     _Patch(
         "lmdeploy.pytorch.config",
@@ -127,7 +126,7 @@ _PATCHES = (
         "from_config",
         "method num_speculative_tokens model target_cache_cfg target_model dtype trust_remote_code "
         "model_format hf_overrides dist_config",
-        proposers.with_no_draft_cache,
+        agent.with_no_draft_cache,
     ),
     _Patch(
         f"{_SPEC}.proposers.eagle3",
@@ -194,7 +193,7 @@ def install() -> None:
         _check_parameters(_Patch(module, owner, name, parameters, lambda found: found))
     for patch in _PATCHES:
         _check_parameters(patch)
-    proposers.register_proposers()
+    agent.register_proposers()
     for patch in _PATCHES:
         original = patch.place.__dict__[patch.name]
         _replaced.append(_Replaced(patch.place, patch.name, original))
@@ -204,7 +203,7 @@ def install() -> None:
 def uninstall() -> None:
     """Put LMDeploy's own parts back; engines built in between keep ours. May be called again."""
     if _replaced:
-        proposers.unregister_proposers()
+        agent.unregister_proposers()
     while _replaced:
         place, name, original = _replaced.pop()
         setattr(place, name, original)

@@ -1,8 +1,10 @@
 """vLLM's own drafters, EAGLE-3, EAGLE, MTP and draft models, under the grammars of their requests.
 
 vLLM drafts without a grammar, and cuts what its grammar then refuses. Here the drafter's tokens are
-legal from the start, by masks on its logits: see ``drafting``. The functions are wrapped where vLLM
-makes its workers: no other process needs them.
+legal from the start. Before each position the host looks at what was drafted, leads the forks on,
+and sends up the next masks: one download and one upload a position. What is masked are the logits
+that the drafter samples from, so that sampled drafts are verified with the distribution they were
+drawn from. The functions are wrapped where vLLM makes its workers: no other process needs them.
 
 In the older model runner the draft loop is Python. Only the drafter's forward is captured in CUDA
 graphs there, piece by piece, and what is drawn from its logits is not. So the graphs stay as they
@@ -17,12 +19,14 @@ goes by its other way.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from guided_spec.integrations.vllm.drafting import FEATURE, Drafting, drafting_of, is_covered
+from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.plugin import (
     VARIABLE,
     VERSIONS,
@@ -30,24 +34,264 @@ from guided_spec.integrations.vllm.plugin import (
     Wrapper,
     around_drafting,
     install,
+    log,
 )
 from guided_spec.integrations.vllm.requests import GrammarRequests
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.ops.bitmask import (
+    apply_token_bitmask,
+    num_mask_words,
+    only_legal_token,
+    translate_bitmask,
+)
 
 __all__ = [
     "PATCHES",
-    "V1_PATCHES",
-    "V2_PATCHES",
     "WORKER_PATCHES",
+    "Drafting",
     "draft_legal",
+    "drafting_of",
     "guide_proposer",
     "guide_speculator",
-    "in_workers",
+    "is_covered",
     "note_requests",
     "note_sampled_v1",
     "note_sampled_v2",
     "propose_legal",
     "split_graphs",
 ]
+
+_FEATURE = "drafts"
+
+_PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
+
+_LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependentARSpeculator")
+_OTHER_WAYS = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
+
+
+class Drafting:
+    """The drafts of one drafter under the grammars of its requests; hangs on the drafter.
+
+    drafter: vLLM's proposer or speculator, with its model loaded.
+    num_draft: K, its draft tokens.
+    drafted: gives the tokens [B] drafted last, for the number of those before them and B.
+
+    Raises ModelError for a tokenizer that cannot be read, and ConfigError for a drafter with more
+    tokens than the target has.
+    """
+
+    def __init__(self, drafter: Any, num_draft: int, drafted: Callable[[int, int], Tensor]) -> None:
+        config = drafter.vllm_config
+        self.requests = GrammarRequests(config)
+        self.num_draft = num_draft
+        self.is_capturing = False
+        size = config.scheduler_config.max_num_seqs
+        vocab_size = self.requests.vocab_size
+        width = drafter.draft_model_config.get_vocab_size()
+        if num_mask_words(width) > num_mask_words(vocab_size):
+            fix = f"the target has {vocab_size} tokens; do not ask for drafts with this drafter"
+            raise ConfigError("vocab_size of the drafter", width, fix)
+        # Normal tensors: vLLM writes to them inside and outside of its inference mode.
+        with torch.inference_mode(mode=False):
+            rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
+            self._masks = _Masks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
+        self._is_running = False
+        self._was_running = False
+        self._watch(drafter.model)
+        setattr(drafter, _PLACE, self)
+        log(f"{type(drafter).__name__} drafts under grammars")
+
+    @contextmanager
+    def step(self, names: Sequence[str], num_draft: int) -> Iterator[None]:
+        """Inside, one batch is drafted for.
+
+        What was sampled has been noted, see ``GrammarRequests.note``.
+        """
+        constraints: list[Constraint | None] = []
+        if num_draft > 0 and self.requests.any_grammar(names):
+            constraints = self.requests.commit(names)
+        if not any(constraints):
+            self._masks.clear()
+            yield
+            return
+        self._masks.start(constraints, num_draft)
+        self._report(constraints, num_draft)
+        self._is_running = True
+        try:
+            yield
+        finally:
+            self._is_running = False
+            self._masks.finish()
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Inside, whatever is run goes into a CUDA graph, or prepares for one."""
+        self.is_capturing = True
+        try:
+            yield
+        finally:
+            self.is_capturing = False
+
+    def replay(self, run: Callable[..., Any], *args: Any) -> Any:
+        """Replay a graph that holds the sampling of a position."""
+        if not self._is_running:
+            return run(*args)
+        self._masks.turn()
+        result = run(*args)
+        self._masks.drawn()
+        return result
+
+    def _watch(self, model: Any) -> None:
+        original = model.compute_logits
+
+        @functools.wraps(original)
+        def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            logits = original(*args, **kwargs)
+            return logits if logits is None else self._see(logits)
+
+        model.compute_logits = compute_logits
+
+    def _see(self, logits: Tensor) -> Tensor:
+        if self.is_capturing:
+            return self._masks.see(logits)
+        if not self._is_running:
+            return logits
+        self._masks.turn()  # beside the drafter's forward, which was launched before
+        seen = self._masks.see(logits)
+        self._masks.drawn()
+        return seen
+
+    def _report(self, constraints: Sequence[Constraint | None], num_draft: int) -> None:
+        if not self._was_running:
+            self._was_running = True
+            count = sum(constraint is not None for constraint in constraints)
+            text = f"{count} of {len(constraints)} requests, {num_draft} draft tokens"
+            log(f"first drafts under a grammar: {text}")
+
+
+def drafting_of(drafter: Any) -> Drafting | None:
+    """What was attached to one of vLLM's drafters; None where nothing was."""
+    found: Drafting | None = getattr(drafter, _PLACE, None)
+    return found
+
+
+def is_covered(drafter: Any) -> bool:
+    """Whether its drafts are drawn position by position from ``compute_logits``."""
+    ways = [name for name in _OTHER_WAYS if getattr(drafter, name, False)]
+    loops = [
+        cls
+        for cls in type(drafter).__mro__
+        if cls.__name__ in _LOOPS and type(drafter).propose is cls.propose  # type: ignore[attr-defined]
+    ]
+    if loops and not ways:
+        return True
+    why = ", ".join(ways) or "it has a loop of its own"
+    log(f"{type(drafter).__name__} drafts as without this package: {why}")
+    return False
+
+
+class _Masks:
+    """The masks of one drafter.
+
+    rows: [most requests of a batch, K + 1] of the target's vocabulary, on the drafter's device.
+    drafted: gives the tokens [B] drafted last, on the device, for the number of those before them
+        and B.
+    target_ids: int64 [D], the target's token for each token of a smaller draft vocabulary, on the
+        device; the drafter's logits are over the target's vocabulary all the same, as vLLM has
+        them. None where the drafter knows every token.
+    """
+
+    def __init__(
+        self,
+        rows: MaskRows,
+        vocab_size: int,
+        drafted: Callable[[int, int], Tensor],
+        target_ids: Tensor | None = None,
+    ) -> None:
+        self._rows = rows
+        self._drafted = drafted
+        self._target_ids = target_ids
+        size = (rows.requests, num_mask_words(vocab_size))
+        self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
+        self._forced = torch.full(size[:1], -1, dtype=torch.int64, device=rows.device)
+        self._lookahead: Lookahead | None = None
+        self._num_requests = 0
+        self._position = 0
+        self._is_ready = False
+        self._is_clear = True
+
+    def start(self, constraints: Sequence[Constraint | None], num_draft: int) -> None:
+        """Begin the drafts of a batch [B] in which at least one request is constrained."""
+        limits = [num_draft] * len(constraints)
+        self._lookahead = Lookahead.fork(constraints, self._rows, limits)
+        self._num_requests = len(constraints)
+        self._position, self._is_ready, self._is_clear = 0, False, False
+
+    def turn(self) -> None:
+        """Make the masks of the next position, if they are not there; waits for its last token."""
+        if self._lookahead is None or self._is_ready:
+            return
+        count = self._num_requests
+        if self._position > 0:
+            self._lookahead.accept(self._drafted(self._position - 1, count))
+        mask = self._lookahead.next_mask()
+        assert mask is not None  # some request is constrained
+        if self._target_ids is None:
+            self._words[:count] = mask
+        else:
+            # The drafter may know none of the legal tokens. If there is one alone, that is the
+            # draft; else it draws what it likes, which is refused, and the draft is over.
+            is_starved = (translate_bitmask(mask, self._target_ids) == 0).all(-1)
+            forced = torch.where(is_starved, only_legal_token(mask), -1)
+            is_lost = is_starved & (forced < 0)
+            self._words[:count] = torch.where(is_lost.unsqueeze(1), -1, mask)
+            self._forced[:count] = forced
+        self._is_ready = True
+
+    def see(self, logits: Tensor) -> Tensor:
+        """The logits [>= B, V] of a position, masked; the rows of free requests are as they were.
+
+        Reads what is on the device and nothing else, so that it may be captured in a CUDA graph.
+        """
+        count = len(logits)
+        masked = apply_token_bitmask(logits, self._words[:count])
+        if self._target_ids is None:
+            return masked
+        forced = self._forced[:count].unsqueeze(1)
+        column = forced.clamp(min=0)
+        value = torch.where(forced < 0, masked.gather(1, column), 0.0)
+        return masked.scatter_(1, column, value)
+
+    def drawn(self) -> None:
+        """A token was drawn from the logits of this position."""
+        self._position += 1
+        self._is_ready = False
+
+    def finish(self) -> None:
+        """The draft is there."""
+        self._lookahead = None
+
+    def clear(self) -> None:
+        """Forbid nothing from here on: a graph applies the masks to free requests as well."""
+        self._lookahead = None
+        if not self._is_clear:
+            self._words.fill_(-1)
+            self._forced.fill_(-1)
+            self._is_clear = True
+
+
+def _target_ids_of(model: Any) -> Tensor | None:
+    """int64 [D]: the target's token for each token of a drafter's own vocabulary, None without one.
+
+    vLLM keeps the difference between the two, as the checkpoints of EAGLE-3 do.
+    """
+    offsets: Tensor | None = getattr(model, "draft_id_to_target_id", None)
+    if offsets is None:
+        return None
+    offsets = offsets.detach().to(torch.int64)
+    return torch.arange(len(offsets), device=offsets.device) + offsets
 
 
 def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -119,7 +363,7 @@ def _note_states(runner: Any, names: Sequence[str], requests: GrammarRequests) -
             requests.restate(name, output)
 
 
-V1_PATCHES = (
+_V1_PATCHES = (
     Patch(
         "vllm.v1.spec_decode.llm_base_proposer",
         "SpecDecodeBaseProposer.load_model",
@@ -254,7 +498,7 @@ _INPUTS = (
 )
 _OPTIONS = "dummy_run skip_attn_for_dummy_run mm_inputs is_profile"
 
-V2_PATCHES = (
+_V2_PATCHES = (
     _patch(
         f"{_SPECULATORS}.speculator:DraftModelSpeculator.load_model",
         "target_model",
@@ -282,15 +526,15 @@ V2_PATCHES = (
 )
 
 
-WORKER_PATCHES = (*V1_PATCHES, *V2_PATCHES)
+WORKER_PATCHES = (*_V1_PATCHES, *_V2_PATCHES)
 
 
-def in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
+def _in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around ``WorkerWrapperBase.init_device``: the drafters' own patches come first."""
 
     @functools.wraps(original)
     def init_device(self: Any) -> Any:
-        install(f"{VARIABLE}={FEATURE}", WORKER_PATCHES)
+        install(f"{VARIABLE}={_FEATURE}", WORKER_PATCHES)
         return original(self)
 
     return init_device
@@ -301,6 +545,6 @@ PATCHES = (
         "vllm.v1.worker.worker_base",
         "WorkerWrapperBase.init_device",
         dict.fromkeys(VERSIONS, ("self",)),
-        in_workers,
+        _in_workers,
     ),
 )

@@ -36,7 +36,7 @@ from guided_spec.server.endpoints.sampling import (
     sampling_params,
 )
 from guided_spec.server.endpoints.traces import SampleTraces
-from guided_spec.server.faults import ApiError
+from guided_spec.server.faults import invalid_value
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
@@ -108,7 +108,7 @@ class ChatRun:
         if "chat_template" in variables:  # a template is a program
             param = "chat_template_kwargs"
             message = f"{param}.chat_template: clients cannot bring a template of their own"
-            raise ApiError(400, message, code="invalid_value", param=param)
+            raise invalid_value(message, param)
         if self._body.reasoning_effort is not None:
             variables["reasoning_effort"] = self._body.reasoning_effort
         return variables

@@ -16,7 +16,7 @@ from guided_spec.server.endpoints.logprobs import completion_logprobs
 from guided_spec.server.endpoints.replies import CompletionChoice, CompletionReply, Usage
 from guided_spec.server.endpoints.sampling import asked_grammar, sampling_params
 from guided_spec.server.endpoints.traces import SampleTraces
-from guided_spec.server.faults import ApiError
+from guided_spec.server.faults import invalid_value
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
@@ -141,4 +141,4 @@ def _listed(prompt: str | list[str] | list[int] | list[list[int]]) -> Sequence[A
 
 def _refuse(param: str, value: object, fix: str) -> None:
     message = f"{param}={value!r:.80}: {fix}"
-    raise ApiError(400, message, code="invalid_value", param=param)
+    raise invalid_value(message, param)

@@ -15,10 +15,16 @@ from guided_spec.server.endpoints.bodies import (
     SamplingBody,
     StructuredOutputs,
 )
-from guided_spec.server.faults import ApiError, api_error
+from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = ["AskedGrammar", "asked_grammar", "plain_messages", "sampling_params"]
+__all__ = [
+    "AskedGrammar",
+    "asked_grammar",
+    "plain_messages",
+    "require_length",
+    "sampling_params",
+]
 
 _SAME_NAMES = (
     *("n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "stop"),
@@ -69,9 +75,7 @@ def asked_grammar(body: SamplingBody, max_bytes: int) -> AskedGrammar:
             found += [AskedGrammar(spec, param)] if spec is not None else []
     if len(found) > 2:
         names = " and ".join(str(one.param) for one in found[1:])
-        raise ApiError(
-            400, f"{names}: pass one of them", code="invalid_value", param=found[1].param
-        )
+        raise invalid_value(f"{names}: pass one of them", found[1].param)
     asked = found[-1]
     if asked.spec is not None:
         require_length(asked.spec.source, max_bytes, asked.param)
@@ -95,7 +99,7 @@ def _structured(outputs: StructuredOutputs) -> GrammarSpec | None:
     if len(given) > 1:
         names = " and ".join(name.rstrip("_") for name in given)
         message = f"structured_outputs has {names}; pass one of them"
-        raise ApiError(400, message, code="invalid_value", param="structured_outputs")
+        raise invalid_value(message, "structured_outputs")
     makers: dict[str, Callable[[Any], GrammarSpec]] = {
         "json_": GrammarSpec.json_schema,
         "regex": GrammarSpec.regex,
@@ -135,7 +139,7 @@ def plain_messages(
         role = message.get("role")
         if not isinstance(role, str):
             place = f"messages[{index}].role"
-            raise ApiError(400, f"{place}: must be a str", code="invalid_value", param=place)
+            raise invalid_value(f"{place}: must be a str", place)
         if role == "developer" and not knows_developer:
             role = "system"
         content = _text(message.get("content"), f"messages[{index}].content")
@@ -148,13 +152,13 @@ def _text(content: Any, place: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise ApiError(400, f"{place}: must be text", code="invalid_value", param=place)
+        raise invalid_value(f"{place}: must be text", place)
     pieces = []
     for at, part in enumerate(content):
         text = part.get("text") if isinstance(part, dict) else None
         if not isinstance(text, str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             message = f"{place}[{at}]: this model reads text, not {kind!r:.40}"
-            raise ApiError(400, message, code="invalid_value", param=place)
+            raise invalid_value(message, place)
         pieces.append(text)
     return "".join(pieces)

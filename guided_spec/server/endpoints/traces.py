@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.server.endpoints.replies import TraceReply
-from guided_spec.server.faults import ApiError
+from guided_spec.server.faults import invalid_value
 from guided_spec.server.service import Service
 from guided_spec.trace.page import summary
 from guided_spec.trace.record import StepTrace, Trace
@@ -29,7 +29,7 @@ class SampleTraces:
     def __init__(self, service: Service, form: Literal["json", "html"] | None) -> None:
         if form is not None and not service.settings.playground:
             message = "trace: this server records none; leave it out, or start it with --playground"
-            raise ApiError(400, message, code="invalid_value", param="trace")
+            raise invalid_value(message, "trace")
         self._form = form
         vocabulary = service.llm.vocabulary
         self._vocab_size = vocabulary.vocab_size

@@ -23,8 +23,11 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.lmdeploy.agent import RejectionSampler
-from guided_spec.integrations.lmdeploy.helper import GuidedHelper, translate_for_draft
+from guided_spec.integrations.lmdeploy.helper import (
+    GuidedHelper,
+    RejectionSampler,
+    translate_for_draft,
+)
 from guided_spec.integrations.lmdeploy.manager import (
     TURN,
     GuidedManager,

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from guided_spec.errors import ModelError
-from guided_spec.integrations.lmdeploy.drafting import METHODS, Drafting
+from guided_spec.integrations.lmdeploy.agent import METHODS, Drafting
 from guided_spec.integrations.lmdeploy.helper import GuidedHelper
 from guided_spec.integrations.lmdeploy.manager import GuidedManager
 from guided_spec.integrations.lmdeploy.plugin import install, uninstall

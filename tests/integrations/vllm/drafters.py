@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from guided_spec.integrations.vllm import drafts as vllm_drafts
-from guided_spec.integrations.vllm.drafting import Drafting, drafting_of
+from guided_spec.integrations.vllm.drafts import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, make_graphs
 from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, use_cpu
 

@@ -7,7 +7,7 @@ import importlib
 from contextlib import nullcontext
 from typing import Any
 
-from guided_spec.integrations.vllm.drafting import drafting_of
+from guided_spec.integrations.vllm.drafts import drafting_of
 from tests.integrations.vllm.parts import NUM_DRAFT
 
 __all__ = ["SLOTS", "make_graphs"]

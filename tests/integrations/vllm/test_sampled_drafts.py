@@ -15,7 +15,6 @@ from guided_spec.integrations.vllm.plugin import installed_version
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from guided_spec.integrations.vllm import drafting as vllm_drafting  # noqa: E402
 from guided_spec.integrations.vllm import drafts as vllm_drafts  # noqa: E402
 from tests.integrations.vllm.drafters import V1, V2, Table, config_of, use_loops  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402
@@ -139,13 +138,13 @@ def test_masks_split_the_graph_of_a_draft() -> None:
 
 def test_other_drafters_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     proposer = V1(config_of(), Table(33), guided=False).drafter
-    assert vllm_drafting.is_covered(proposer)
+    assert vllm_drafts.is_covered(proposer)
     with caplog.at_level(logging.INFO, "vllm.guided_spec"):
         proposer.parallel_drafting = True
-        assert not vllm_drafting.is_covered(proposer)
+        assert not vllm_drafts.is_covered(proposer)
         base: Any = type(proposer)
         own_loop: Any = type("OwnLoop", (base,), {"propose": print})
-        assert not vllm_drafting.is_covered(own_loop.__new__(own_loop))
+        assert not vllm_drafts.is_covered(own_loop.__new__(own_loop))
     assert "parallel_drafting" in caplog.text
     assert "a loop of its own" in caplog.text
 
@@ -180,4 +179,4 @@ def test_a_drafter_with_more_tokens_than_the_target_is_refused() -> None:
     drafter = V1(config_of(), Table(35), guided=False).drafter
     drafter.draft_model_config = SimpleNamespace(get_vocab_size=lambda: 5000)
     with pytest.raises(ConfigError, match="the target has 4096 tokens"):
-        vllm_drafting.Drafting(drafter, NUM_DRAFT, torch.empty)
+        vllm_drafts.Drafting(drafter, NUM_DRAFT, torch.empty)

@@ -12,9 +12,8 @@ from pydantic import TypeAdapter
 
 from guided_spec.engine.chat_stream import ChatChunk
 from guided_spec.server.endpoints.bodies import ResponsesBody
-from guided_spec.server.endpoints.responses.answer import as_chat
-from guided_spec.server.endpoints.responses.items import ResponseItems
-from guided_spec.server.endpoints.responses.replies import MessageItem, ReasoningItem
+from guided_spec.server.endpoints.replies import MessageItem, ReasoningItem
+from guided_spec.server.endpoints.responses import ResponseItems, as_chat
 from guided_spec.server.faults import ApiError
 from tests.server.running import ASK, BOOK, Contact, Running
 

@@ -11,7 +11,6 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from guided_spec.server.endpoints import replies
-from guided_spec.server.endpoints.responses import replies as response_replies
 
 # Fields that OpenAI's types lack: vLLM's names, and two of ours.
 OURS = {"reasoning_content", "max_model_len", "status", "trace"}
@@ -20,7 +19,7 @@ PAIRS: list[tuple[type[BaseModel], type[BaseModel]]] = [
     (replies.ChatChunkReply, ChatCompletionChunk),
     (replies.CompletionReply, Completion),
     (replies.ModelCard, Model),
-    (response_replies.ResponseReply, Response),
+    (replies.ResponseReply, Response),
 ]
 
 

@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from typing import Any
 
-from guided_spec.engine.chat_stream import ChatStream
+from guided_spec.engine.chat_stream import ChatChunk, ChatStream, ToolCallDelta
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun
-from guided_spec.server.endpoints.responses.items import ResponseItems
-from guided_spec.server.endpoints.responses.replies import (
+from guided_spec.server.endpoints.replies import (
+    CallItem,
     IncompleteDetails,
     InputDetails,
+    ItemStatus,
+    MessageItem,
     OutputDetails,
+    OutputItem,
+    OutputText,
+    ReasoningItem,
+    ReasoningText,
     ResponseEvent,
     ResponseReply,
     ResponseUsage,
 )
-from guided_spec.server.faults import ApiError
+from guided_spec.server.faults import ApiError, invalid_value
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
-__all__ = ["ResponseAnswer", "as_chat"]
+__all__ = ["ResponseAnswer", "ResponseItems", "as_chat"]
 
 _LOGPROBS = "message.output_text.logprobs"
+_NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
 
 
 class ResponseAnswer:
@@ -67,12 +74,12 @@ class ResponseAnswer:
                     yield one
                 if piece.completion is not None:
                     reason = piece.completion.finish_reason
-        status = "incomplete" if reason == "length" else "completed"
-        for one in items.end("incomplete" if reason == "length" else "completed"):
+        status: ItemStatus = "incomplete" if reason == "length" else "completed"
+        for one in items.end(status):
             yield one
         yield items.event(status, response=self._reply(status))
 
-    def _reply(self, status: str) -> ResponseReply:
+    def _reply(self, status: ItemStatus) -> ResponseReply:
         body, defaults = self._body, self._service.llm.default_params
         given = (body.temperature, body.top_p, body.parallel_tool_calls)
         temperature, top_p, is_parallel = given
@@ -108,6 +115,124 @@ class ResponseAnswer:
             output_tokens_details=OutputDetails(reasoning_tokens=self._items.reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
+
+
+class ResponseItems:
+    """The items of a response while they are written: takes chunks in, gives events out.
+
+    One item is open at a time; another kind closes it.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[OutputItem] = []
+        self.reasoning_tokens = 0
+        self._num_events = 0
+        self._call_index = -1
+
+    def event(self, kind: str, **fields: Any) -> ResponseEvent:
+        """The next event of the stream."""
+        number, self._num_events = self._num_events, self._num_events + 1
+        return ResponseEvent(type=f"response.{kind}", sequence_number=number, **fields)
+
+    def feed(self, chunk: ChatChunk) -> Iterator[ResponseEvent]:
+        """What a chunk brings."""
+        if chunk.reasoning:
+            self.reasoning_tokens += len(chunk.token_ids)
+            yield from self._write("reasoning", chunk.reasoning)
+        if chunk.text:
+            yield from self._write("message", chunk.text)
+        for piece in chunk.tool_calls:
+            yield from self._write_call(piece)
+
+    def end(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        """Close what is open. An answer that holds nothing is an empty message."""
+        if not self.items:
+            yield from self._open(_message())
+        yield from self._close(status)
+
+    def _write(self, kind: str, text: str) -> Iterator[ResponseEvent]:
+        if not self._is_open(kind):
+            yield from self._close("completed")
+            yield from self._open(_message() if kind == "message" else _reasoning())
+        item = self.items[-1]
+        assert not isinstance(item, CallItem)
+        item.content[0].text += text
+        fields: dict[str, Any] = {"content_index": 0, "delta": text}
+        if kind == "message":
+            fields["logprobs"] = []
+        yield self.event(f"{_NAMES[kind]}.delta", **self._place(), **fields)
+
+    def _write_call(self, piece: ToolCallDelta) -> Iterator[ResponseEvent]:
+        if piece.call_index != self._call_index:
+            self._call_index = piece.call_index
+            yield from self._close("completed")
+            yield from self._open(_call(piece))
+        item = self.items[-1]
+        assert isinstance(item, CallItem)
+        item.arguments += piece.arguments
+        if piece.arguments:
+            kind = "function_call_arguments.delta"
+            yield self.event(kind, **self._place(), delta=piece.arguments)
+
+    def _is_open(self, kind: str) -> bool:
+        return bool(self.items) and self.items[-1].type == kind and self._is_unfinished()
+
+    def _is_unfinished(self) -> bool:
+        return bool(self.items) and self.items[-1].status == "in_progress"
+
+    def _open(self, item: OutputItem) -> Iterator[ResponseEvent]:
+        self.items.append(item)
+        index = len(self.items) - 1
+        shown = item.model_copy(deep=True)
+        if not isinstance(shown, CallItem):
+            shown.content = []
+        yield self.event("output_item.added", output_index=index, item=shown)
+        if not isinstance(item, CallItem):
+            part = item.content[0].model_copy()
+            yield self.event("content_part.added", **self._place(), content_index=0, part=part)
+
+    def _close(self, status: ItemStatus) -> Iterator[ResponseEvent]:
+        if not self._is_unfinished():
+            return
+        item, place = self.items[-1], self._place()
+        item.status = status
+        if isinstance(item, CallItem):
+            fields = {"arguments": item.arguments, "name": item.name}
+            yield self.event("function_call_arguments.done", **place, **fields)
+        else:
+            part = item.content[0].model_copy()
+            more: dict[str, Any] = {"logprobs": []} if isinstance(item, MessageItem) else {}
+            kind = f"{_NAMES[item.type]}.done"
+            yield self.event(kind, **place, content_index=0, text=part.text, **more)
+            yield self.event("content_part.done", **place, content_index=0, part=part)
+        yield self.event(
+            "output_item.done", output_index=place["output_index"], item=item.model_copy(deep=True)
+        )
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+
+def _message() -> MessageItem:
+    return MessageItem(id=_id("msg"), status="in_progress", content=[OutputText(text="")])
+
+
+def _reasoning() -> ReasoningItem:
+    return ReasoningItem(id=_id("rs"), status="in_progress", content=[ReasoningText(text="")])
+
+
+def _call(piece: ToolCallDelta) -> CallItem:
+    return CallItem(
+        id=_id("fc"),
+        status="in_progress",
+        call_id=f"call_{piece.id}",
+        name=piece.name,
+        arguments="",
+    )
+
+
+def _id(kind: str) -> str:
+    return f"{kind}_{uuid.uuid4().hex}"
 
 
 def as_chat(body: ResponsesBody) -> ChatBody:
@@ -146,7 +271,9 @@ def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
                 messages.append(message)
             case "reasoning":
                 parts = item.get("content") or []
-                reasoning = "".join(str(part.get("text", "")) for part in parts if _is_dict(part))
+                reasoning = "".join(
+                    str(part.get("text", "")) for part in parts if isinstance(part, dict)
+                )
                 continue
             case "function_call":
                 _add_call(messages, item, place)
@@ -188,7 +315,7 @@ def _tool(index: int, tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tool_choice(choice: Any) -> Any:
-    if _is_dict(choice) and choice.get("type") == "function":
+    if isinstance(choice, dict) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
 
@@ -200,7 +327,7 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     wanted = text.get("format")
     if wanted is None:
         return None
-    if not _is_dict(wanted):
+    if not isinstance(wanted, dict):
         raise _fault("text.format", 'must be an object such as {"type": "json_object"}')
     if wanted.get("type") != "json_schema":
         return dict(wanted)
@@ -208,9 +335,5 @@ def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": inner}
 
 
-def _is_dict(value: object) -> bool:
-    return isinstance(value, dict)
-
-
 def _fault(param: str, reason: str) -> ApiError:
-    return ApiError(400, f"{param}: {reason}", code="invalid_value", param=param)
+    return invalid_value(f"{param}: {reason}", param)

@@ -1,1 +1,0 @@
-"""``/v1/responses``: a response, the items that it is made of, and their shapes."""

@@ -1,1 +1,0 @@
-"""The page at ``/``: a prompt, a grammar, and every step of the answer as it is written."""
