@@ -1,17 +1,21 @@
-"""A proposer that the tests can watch, hold and break."""
+"""A proposer that the tests can watch, hold and break, and a model of which all tokens are alike."""
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 
 import pytest
+import torch
+from transformers import PreTrainedModel
 
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import PROPOSERS
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
+from tests.tiny_llm import tiny_model
 
 PATIENCE = 60.0  # seconds; only a deadlock takes as long
 
@@ -61,3 +65,12 @@ def spy(monkeypatch: pytest.MonkeyPatch) -> Spy:
 
     monkeypatch.setitem(PROPOSERS, "spy", factory)
     return spy
+
+
+@pytest.fixture(scope="module")
+def uniform() -> PreTrainedModel:
+    """All tokens are equally likely: equal noise gives equal letters."""
+    model = copy.deepcopy(tiny_model("llama"))
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+    return model

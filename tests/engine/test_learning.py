@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import replace
 
@@ -19,7 +18,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import PROPOSERS
 from guided_spec.proposers.drafting import no_draft
 from guided_spec.types import Draft, SamplingParams
-from tests.tiny_llm import make_llm, tiny_model
+from tests.tiny_llm import make_llm
 from tests.toys import chi_square_p_value
 
 RECORD = GrammarSpec.regex("(name|kind|item): [a-c]{6}; (age|size): [0-4]{6}")
@@ -66,15 +65,6 @@ def watchers() -> Iterator[list[Watcher]]:
     PROPOSERS["watcher"] = factory
     yield made
     del PROPOSERS["watcher"]
-
-
-@pytest.fixture(scope="module")
-def uniform() -> PreTrainedModel:
-    """All tokens are equally likely: equal noise gives equal letters."""
-    model = copy.deepcopy(tiny_model("llama"))
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-    return model
 
 
 @pytest.mark.parametrize("proposer", ["watcher", "chain:grammar_forced+watcher"])

@@ -33,6 +33,7 @@ __all__ = [
     "pad_ids",
     "pad_rows",
     "pad_to",
+    "upload",
 ]
 
 WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
@@ -188,6 +189,11 @@ def _launch(graph: Any, stream: Any) -> None:
 @cache
 def _launcher() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, thread_name_prefix="guided-spec-launch")
+
+
+def upload(inputs: Inputs, device: torch.device) -> Inputs:
+    """Inputs of a forward without a graph; the host goes on while they are copied."""
+    return {name: value.to(device, non_blocking=True) for name, value in inputs.items()}
 
 
 def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:

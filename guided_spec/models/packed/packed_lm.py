@@ -19,7 +19,7 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import Tables
 from guided_spec.models.packed.decoder import PackedDecoder
-from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to
+from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -189,7 +189,7 @@ class PackedLM:
         inputs = {"token_ids": pad_to(token_ids, (shape.size,)), "places": places}
         body = partial(self._compute, shape.width, layers)
         if self._graphs is None or not shape.has_graph:
-            states, hidden = body(self._upload(inputs))
+            states, hidden = body(upload(inputs, self._device))
         else:
             states, hidden = self._graphs.run((shape, layers), inputs, body)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
@@ -236,13 +236,10 @@ class PackedLM:
             }
             body = partial(self._compute, shape.width, layers)
             if not shape.has_graph:
-                body(self._upload(inputs))
+                body(upload(inputs, self._device))
                 continue
             self._graphs.prepare((shape, layers), inputs, body)
             yield
-
-    def _upload(self, inputs: Inputs) -> Inputs:
-        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
 
     def _compute(
         self, width: int, layers: tuple[int, ...], inputs: Inputs

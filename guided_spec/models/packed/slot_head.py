@@ -31,6 +31,7 @@ from guided_spec.models.packed.graph_pool import (
     pack_places,
     pad_rows,
     pad_to,
+    upload,
 )
 from guided_spec.models.packed.layer import PackedLayer, rotation_table
 from guided_spec.models.packed.packed_lm import (
@@ -365,7 +366,7 @@ class PackedSlotHead:
             }
             read = partial(self._read, shape.width)
             if not shape.has_graph:
-                read(self._upload(inputs))
+                read(upload(inputs, self._device))
                 continue
             self.graphs.prepare(("read", shape), inputs, read)
             yield
@@ -457,14 +458,11 @@ class PackedSlotHead:
         if shape.has_graph:
             self._keep(rows.slots, self.graphs.run(("read", shape), inputs, body))
         else:
-            self._keep(rows.slots, body(self._upload(inputs)))
+            self._keep(rows.slots, body(upload(inputs, self._device)))
 
     @property
     def _slots_and_width(self) -> tuple[int, int]:
         return self._room.num_slots, self._room.width
-
-    def _upload(self, inputs: Inputs) -> Inputs:
-        return {k: v.to(self._device, non_blocking=True) for k, v in inputs.items()}
 
     def _read(self, width: int, inputs: Inputs) -> Scored:
         token_ids = inputs["token_ids"]
