@@ -9,10 +9,11 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import KeyValues, SharedPositions, SlotPlaces
 
 __all__ = [
     "NUM_SLOTS",
+    "Alike",
     "Case",
     "Data",
     "Span",
@@ -33,6 +34,13 @@ class Span(NamedTuple):
     slot: int
     start: int
     length: int
+
+
+class Alike(NamedTuple):
+    """Slots that have their first ``blocks`` blocks in common; all of their rows begin behind."""
+
+    slots: tuple[int, ...]
+    blocks: int
 
 
 class Unused(NamedTuple):
@@ -57,6 +65,7 @@ class Case(NamedTuple):
     unused: Unused = NONE_UNUSED
     window: int | None = None
     has_sinks: bool = False
+    alike: tuple[Alike, ...] = ()
 
     def sinks(self) -> Tensor | None:
         """Of each head, float32 [Hq]; far below the scores and far above them too."""
@@ -83,8 +92,14 @@ class Data(NamedTuple):
         places = self.places
         if isinstance(target, torch.device):
             tokens, rows, tables = (places.tokens, places.rows, places.tables)
+            shared = places.shared
+            if shared is not None:
+                shared = SharedPositions(*(part.to(target) for part in shared))
             places = places._replace(
-                tokens=tokens.to(target), rows=rows.to(target), tables=tables.to(target)
+                tokens=tokens.to(target),
+                rows=rows.to(target),
+                tables=tables.to(target),
+                shared=shared,
             )
         return Data(self.query.to(target), new, buffers, places)
 
@@ -118,6 +133,23 @@ def places_of(
     return SlotPlaces(line.to(tables.device), columns.to(tables.device), tables, max_length)
 
 
+def _shared_of(case: Case) -> SharedPositions | None:
+    """The groups of a case's tokens, and one that is unused."""
+    if not case.alike:
+        return None
+    slots = [span.slot for span in case.spans for _ in range(span.length)]
+    slots += [-1] * case.unused.tokens
+    order: list[int] = []
+    groups = []
+    for group in case.alike:
+        order += [at for at, slot in enumerate(slots) if slot in group.slots]
+        groups.append((group.slots[0], group.blocks * case.block, len(order)))
+    groups.append((-1, 0, len(order)))
+    order += [at for at in range(len(slots)) if at not in order]
+    places = [order.index(at) for at in range(len(slots))]
+    return SharedPositions(torch.tensor([order, places]), torch.tensor(groups).T.contiguous())
+
+
 def kept_positions(places: SlotPlaces, block: int) -> Tensor:
     """Of the blocks, which positions may hold a text: bool [num_blocks, block].
 
@@ -138,6 +170,8 @@ def make(case: Case, num_slots: int = NUM_SLOTS) -> Data:
     query, key = packed.split([heads * case.group, heads], 1)
     value = torch.randn(heads, count, width).transpose(0, 1)
     tables = make_tables(num_slots, case.max_length, case.block)
+    for slots, blocks in case.alike:
+        tables[list(slots), :blocks] = tables[slots[0], :blocks].clone()
     shape = (int(tables.max()) + 1, heads, case.block, width)
     buffers = KeyValues(torch.full(shape, torch.nan), torch.full(shape, torch.nan))
     for slot, length in _held(case.spans):
@@ -147,6 +181,7 @@ def make(case: Case, num_slots: int = NUM_SLOTS) -> Data:
                     heads, width
                 )
     places = places_of(case.spans, tables, case.max_length, case.unused)
+    places = places._replace(shared=_shared_of(case))
     return Data(query, KeyValues(key, value), buffers, places)
 
 
@@ -168,6 +203,7 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
             length = draw(st.integers(0, 7))
             spans.append(Span(slot, start, length))
             start += length
+    alike = draw(_alike(spans, block))
     empty = st.builds(Span, st.just(-1), st.integers(0, max_length), st.integers(0, 2))
     spans = draw(st.permutations([*spans, *draw(st.lists(empty, max_size=2))]))
     return Case(
@@ -180,4 +216,21 @@ def cases(draw: st.DrawFn, longest: int = 20, widths: Sequence[int] = (1, 8, 16)
         unused=Unused(draw(st.integers(0, 3)), draw(st.integers(0, 3))),
         window=draw(st.none() | st.integers(1, 8)),
         has_sinks=draw(st.booleans()),
+        alike=alike,
     )
+
+
+@st.composite
+def _alike(draw: st.DrawFn, spans: Sequence[Span], block: int) -> tuple[Alike, ...]:
+    """Up to two groups of the slots, none of them in both."""
+    groups: list[Alike] = []
+    free = {span.slot for span in spans}
+    for _ in range(draw(st.integers(0, 2))):
+        blocks = draw(st.integers(1, 3))
+        held = {slot: min(s.start for s in spans if s.slot == slot) for slot in free}
+        behind = sorted(slot for slot, length in held.items() if length >= blocks * block)
+        if behind:
+            chosen = draw(st.lists(st.sampled_from(behind), min_size=1, unique=True))
+            groups.append(Alike(tuple(chosen), blocks))
+            free -= set(chosen)
+    return tuple(groups)

@@ -35,10 +35,12 @@ from guided_spec.engine.target import PromptPiece, SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
+from guided_spec.text import GuidedText
 from guided_spec.trace.recorder import see_step
 from guided_spec.types import TokenLogprobs
 
@@ -414,7 +416,8 @@ class Engine:
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
-            self._take_prefix(request)
+            if not self._take_prefix(request, pieces):
+                continue
             start, slot = request.num_cached, request.text.slot
             end = start + min(budget, request.num_unread)
             if not self._make_room(request, end):
@@ -425,14 +428,21 @@ class Engine:
         # Who came last may have had to go for the others.
         return [piece for piece in pieces if piece.request.state is State.PREFILL]
 
-    def _take_prefix(self, request: Request) -> None:
-        """Where nothing of the prompt is read yet: what other texts left of it."""
+    def _take_prefix(self, request: Request, pieces: Sequence[Piece]) -> bool:
+        """Where nothing of the prompt is read yet: what other texts left of it.
+
+        False where one of the pieces reads what it goes on with: it looks again in the next step,
+        or prompts that begin alike and come together would be read once each.
+        """
         text = request.text
         if request.num_cached == 0 and self._takes_prefixes:
             found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
+            if any(_reads_on(piece, text, found) for piece in pieces):
+                return False
             request.num_cached = found
             if request.is_new:  # else it finds its own text, which had to go for others
                 request.stats.cached_tokens = max(request.stats.cached_tokens, found)
+        return True
 
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
@@ -563,6 +573,15 @@ class Engine:
             self._draft_length.end(brought, is_typical=is_typical)
         self._have_read(self._along)
         self._begin_decoding([piece.request for piece in self._along])
+
+
+def _reads_on(piece: Piece, text: GuidedText, length: int) -> bool:
+    """Whether the piece holds the block behind the text's first ``length`` tokens."""
+    tokens, (other, (_, start, read)) = text.tokens, (piece.request.text, piece.tokens)
+    end = length + BLOCK
+    is_read = start <= end <= start + len(read) and end < len(tokens)
+    is_shared = other.params.cache_salt == text.params.cache_salt
+    return is_read and is_shared and other.tokens[:end] == tokens[:end]
 
 
 def _count(

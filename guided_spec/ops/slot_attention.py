@@ -29,6 +29,7 @@ __all__ = [
     "HeadShape",
     "KeyValues",
     "Rotation",
+    "SharedPositions",
     "SlotPlaces",
     "slot_attention",
     "store_keys_values",
@@ -37,8 +38,8 @@ __all__ = [
 # Written out, because not every supported version of torch infers it from postponed annotations.
 SCHEMA = (
     "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor tokens, "
-    "Tensor rows, Tensor tables, Tensor? sinks, int max_length, float scale, int window, "
-    "int width, int view) -> Tensor"
+    "Tensor rows, Tensor tables, Tensor? sinks, Tensor? order, Tensor? groups, int max_length, "
+    "float scale, int window, int width, int view) -> Tensor"
 )
 
 
@@ -51,6 +52,23 @@ class KeyValues(NamedTuple):
 
     keys: Tensor
     values: Tensor
+
+
+class SharedPositions(NamedTuple):
+    """Tokens whose texts begin in the same blocks: a kernel reads these once for all of them.
+
+    tokens: int64 [2, N]: the tokens of the line in the order of their groups, those of none last;
+        and where each token stands in that order. All tokens of a row are in one group.
+    groups: int64 [3, G]: of each group a slot that has the blocks, the positions that all of its
+        slots have in the same whole blocks, none behind a token of the group, and where it ends in
+        that order. An unused group ends where the one before it does.
+
+    Changes no result beyond rounding ("cascade inference" in FlashInfer, arXiv:2501.01005; Juravsky
+    et al., "Hydragen: high-throughput LLM inference with shared prefixes", 2024).
+    """
+
+    tokens: Tensor
+    groups: Tensor
 
 
 class SlotPlaces(NamedTuple):
@@ -66,6 +84,7 @@ class SlotPlaces(NamedTuple):
     max_length: positions of a slot.
     width, view: about how many tokens a row has, and how many positions it will have at most: how
         CUDA kernels divide the work. They change no result. None: as many as there can be.
+    shared: where texts begin alike; None: each is read by itself.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph. Rows of one slot must not overlap; they see each other, since all is written before
@@ -78,6 +97,7 @@ class SlotPlaces(NamedTuple):
     max_length: int
     width: int | None = None
     view: int | None = None
+    shared: SharedPositions | None = None
 
 
 class HeadShape(NamedTuple):
@@ -149,9 +169,10 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     key, value = (None, None) if new is None else new
     width = len(query) if places.width is None else places.width
     view = places.max_length if places.view is None else places.view
-    shared = (places.tokens, places.rows, places.tables, sinks, places.max_length)
+    order, groups = (None, None) if places.shared is None else places.shared
+    where = (places.tokens, places.rows, places.tables, sinks, order, groups, places.max_length)
     attended: Tensor = _operator(
-        query, key, value, *buffers, *shared, scale, window or 0, width, view
+        query, key, value, *buffers, *where, scale, window or 0, width, view
     )
     return attended
 
@@ -194,13 +215,15 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     rows: Tensor,
     tables: Tensor,
     sinks: Tensor | None,
+    order: Tensor | None,
+    groups: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
     width: int,
     view: int,
 ) -> Tensor:
-    del width, view
+    del order, groups, width, view
     if key is not None and value is not None:
         new = KeyValues(key, value)
         _write(new, KeyValues(keys, values), tokens, tables, max_length)

@@ -6,6 +6,9 @@ queries of all heads that share its keys, which are then read once. Softmax goes
 with a running maximum (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018),
 in powers of 2.
 
+Positions that several texts have in the same blocks are attended to by all of their queries at
+once, in a pass before the rows' own one, and combined as one part more.
+
 The grids depend on shapes only. Which row a tile belongs to, and how the parts of each text are
 cut, is worked out on the device: row r has the tiles from ``first query of r // ROWS + r`` on, as
 many as it needs at most, since it begins at most once within a tile that another row begins.
@@ -29,6 +32,8 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
+# The positions of a pass: all that a row sees, those behind what its group shares, or these.
+WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
 WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
 
 
@@ -69,6 +74,20 @@ def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Ti
     return Tiling(rows, block, splits, 8 if rows * padded > 64 * 128 else 4, stages)
 
 
+class Parts(NamedTuple):
+    """What the programs of a pass found: partial [tiles * Hkv, splits, rows, D], lse without D."""
+
+    partial: Tensor
+    lse: Tensor
+
+    @classmethod
+    def room(cls, query: Tensor, tiles: int, num_kv_heads: int, tile: Tiling) -> Parts:
+        """Memory for a pass of so many tiles of queries."""
+        shape = (tiles * num_kv_heads, tile.splits, tile.rows)
+        partial = query.new_empty(*shape, query.shape[2], dtype=torch.float32)
+        return cls(partial, query.new_empty(shape, dtype=torch.float32))
+
+
 def slot_attention(  # noqa: PLR0913 - the schema of the operator
     query: Tensor,
     key: Tensor | None,
@@ -79,6 +98,8 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     rows: Tensor,
     tables: Tensor,
     sinks: Tensor | None,
+    order: Tensor | None,
+    groups: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
@@ -88,8 +109,9 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
 ) -> Tensor:
     """See ``guided_spec.ops.slot_attention``; the arguments on one CUDA device.
 
-    key, value: None where the blocks hold them. window: 0 for none. width, view: see
-    ``SlotPlaces``. tiling: by ``choose_tiling`` when None.
+    key, value: None where the blocks hold them. window: 0 for none. order, groups: of
+    ``SharedPositions``, not looked at where there is a window. width, view: see ``SlotPlaces``.
+    tiling: by ``choose_tiling`` when None.
     """
     count, heads, size = query.shape
     output = query.new_empty(query.shape)
@@ -100,15 +122,31 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     padded = max(triton.next_power_of_2(size), 16)
     tile = choose_tiling(query, num_kv_heads, width, view) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
-    tiles = count * group // tile.rows + num_rows
-    parts = (tiles * num_kv_heads, tile.splits if tile.splits > 1 else 0, tile.rows)
-    partial = query.new_empty(*parts, size, dtype=torch.float32)
-    lse = query.new_empty(parts, dtype=torch.float32)
     memory = (tables, tables.stride(0), max_length, block)
-    lines = max(triton.next_power_of_2(num_rows), 2)
-    cut = (num_kv_heads, group, size, padded, lines, tile.rows, tile.splits, tile.block, window)
-    tiled = _tiles(keys, values, tile, window)
+    fixed = (num_kv_heads, group, size, padded)
+    if order is None or groups is None or window:
+        order, groups, lines = rows, rows, 0
+    else:
+        lines = _lines(groups)
+    shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
     sunk = (query if sinks is None else sinks, sinks is not None)
+
+    def attend(of: Tensor, how: Tiling, stage: int) -> Parts | None:
+        """One pass over the rows or groups ``of``; None where it wrote the output itself."""
+        tiles, is_whole = count * group // how.rows + of.shape[1], stage == 0 and how.splits == 1
+        parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
+        tiled = _tiles(keys, values, how, window)
+        _attend[(tiles, num_kv_heads, how.splits)](
+            *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
+            *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
+            *(*query.stride()[:2], *fixed, _lines(of), lines, how.rows, how.splits, how.block),
+            *(window, sunk[1], tiled is not None, stage),
+            num_warps=how.num_warps,
+            num_stages=how.num_stages,
+            **following(query),
+        )
+        return parts
+
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if key is not None and value is not None:
             key, value = _with_rows(key), _with_rows(value)
@@ -118,21 +156,25 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
                 **following(query),
             )
-        _attend[(tiles, num_kv_heads, tile.splits)](
-            *(query, keys, values, *(tiled or (None, None)), rows, output, partial, lse, sunk[0]),
-            *(scale * LOG2_E.value, num_rows, *memory, *query.stride()[:2], *cut, sunk[1]),
-            tiled is not None,
-            num_warps=tile.num_warps,
-            num_stages=tile.num_stages,
-            **following(query),
-        )
-        if tile.splits > 1:
+        whole, alike = tile, None
+        if lines:
+            whole = choose_tiling(query, num_kv_heads, count, view) if tiling is None else tiling
+            alike = attend(shared[1], whole, SHARED)
+        own = attend(rows, tile, BEHIND if lines else WHOLE_TEXT)
+        if own is not None:
             _combine[(count, heads)](
-                *(partial, lse, rows, output, sunk[0], num_rows, max_length, *cut, sunk[1]),
-                num_warps=1 if tile.splits * padded <= 2048 else 4,
+                *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
+                *(*fixed, _lines(rows), lines, tile.rows, tile.splits, tile.block),
+                *(whole.rows, whole.splits, whole.block, window, sunk[1]),
+                num_warps=1 if max(tile.splits, whole.splits) * padded <= 2048 else 4,
                 **following(query),
             )
     return output
+
+
+def _lines(rows: Tensor) -> int:
+    """Of how many rows or groups a program looks for its own, a power of 2."""
+    return max(triton.next_power_of_2(rows.shape[1]), 2)
 
 
 def _tiles(
@@ -156,7 +198,7 @@ def _with_rows(states: Tensor) -> Tensor:
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-VARYING = ["count", "num_rows", "max_length", "block", "table_row"]
+VARYING = ["count", "num_rows", "num_groups", "max_length", "block", "table_row"]
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -212,7 +254,19 @@ def _row(row, rows, num_rows):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _group_of(token, order, groups, count, num_groups, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A token's place in the order of the groups, its group, and what that shares; 0 for none."""
+    place = tl.load(order + count + token)
+    line = tl.arange(0, GROUPS)
+    ends = tl.load(groups + 2 * num_groups + line, mask=line < num_groups, other=0)
+    index = tl.sum(((ends <= place) & (line < num_groups)).to(tl.int32), 0)
+    length = tl.load(groups + num_groups + index, mask=index < num_groups, other=0)
+    return place.to(tl.int32), index, length.to(tl.int32)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    low,
     start,
     limit,
     tile,
@@ -226,7 +280,6 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     """The positions [low, end) that a tile sees below the limit, and a split's share of them."""
     last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
     end = tl.minimum(start + last + 1, limit)
-    low = end * 0
     if WINDOW > 0:
         low = tl.maximum(start + tile * ROWS // GROUP - WINDOW + 1, 0) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
@@ -234,13 +287,17 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
-def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
+def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     query,
     keys,
     values,
     key_tiles,
     value_tiles,
     rows,
+    order,
+    groups,
+    count,
+    num_groups,
     output,
     partial,
     lse,
@@ -258,15 +315,17 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     LINES: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
+    STAGE: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
-    """ROWS queries of one row and key head over one split of what they see."""
+    """ROWS queries of one row, or group, and key head over one split of what they see."""
     follow(FOLLOWS)
     tile, split = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)
@@ -278,8 +337,13 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     slot, start, first_token, num_tokens = _row(row, rows, num_rows)
     within_row = tile - begin
     if within_row * ROWS < num_tokens * GROUP:
+        low, limit = start * 0, max_length
+        if STAGE == 1:
+            _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
+        if STAGE == 2:
+            limit = start  # all of the group's tokens stand behind what it shares
         low, end, share = _span(
-            start, max_length, within_row, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
+            low, start, limit, within_row, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
         )
         low += split * share
         end = tl.minimum(low + share, end)
@@ -287,6 +351,8 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         token, column = member // GROUP, tl.arange(0, PADDED)
         query_heads, within = head * GROUP + member % GROUP, column < WIDTH
         line_of = (first_token + token).to(tl.int64)
+        if STAGE == 2:
+            line_of = tl.load(order + line_of, mask=token < num_tokens, other=0)
         source = line_of * query_token + query_heads * query_head
         mask = (token < num_tokens)[:, None] & within[None, :]
         asked = tl.load(query + source[:, None] + column[None, :], mask=mask, other=0.0)
@@ -332,12 +398,12 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
             gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
             top = higher
-        if SINKS and SPLITS == 1:
+        if SINKS and SPLITS == 1 and STAGE == 0:
             # The largest score is not raised to the sink's: where that is far above, all is 0.
             sunk = tl.load(sinks + query_heads).to(tl.float32) * LOG2_E
             total += tl.where(total > 0, tl.exp2(tl.minimum(sunk - top, 126.0)), 0.0)
         gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
-        if SPLITS == 1:
+        if SPLITS == 1 and STAGE == 0:
             target = (line_of * (HEADS * GROUP) + query_heads) * WIDTH
             target = output + target[:, None] + column[None, :]
             tl.store(target, gathered.to(output.dtype.element_ty), mask=mask)
@@ -351,11 +417,32 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             tl.store(target, gathered, mask=written[:, None] & within[None, :])
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _logs(lse, program, member, worked, SPLITS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where one query's parts are, [SPLITS], and the logarithms of their sums."""
+    source = (program * SPLITS + tl.arange(0, SPLITS)) * ROWS + member % ROWS
+    return source, tl.load(lse + source, mask=worked, other=-1e30)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _weighed(partial, source, weight, column, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of one query's parts by their weights, [PADDED]."""
+    mask = (weight > 0)[:, None] & (column < WIDTH)[None, :]
+    parts = tl.load(partial + source[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
+    return tl.sum(parts * weight[:, None], 0)
+
+
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
-def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     partial,
     lse,
+    shared_partial,
+    shared_lse,
     rows,
+    order,
+    groups,
+    count,
+    num_groups,
     output,
     sinks,
     num_rows,
@@ -365,14 +452,18 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     LINES: tl.constexpr,
+    GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
+    SHARED_ROWS: tl.constexpr,
+    SHARED_SPLITS: tl.constexpr,
+    SHARED_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     FOLLOWS: tl.constexpr,
 ):
-    """Weighs the splits of one query by the sums that each of them found."""
+    """Weighs the parts of one query by the sums that each of them found."""
     follow(FOLLOWS)
     line_of, head = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, LINES)
@@ -380,22 +471,38 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913
     row = tl.sum(((ends <= line_of) & (line < num_rows)).to(tl.int32), 0)
     row = tl.where(row < num_rows, row, -1)
     _, start, first_token, num_tokens = _row(row, rows, num_rows)
+    low = start * 0
+    if GROUPS > 0:
+        place, index, low = _group_of(line_of, order, groups, count, num_groups, GROUPS)
+        length = tl.where(num_tokens > 0, low, 0)
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
-    low, end, share = _span(start, max_length, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW)
-    split, column = tl.arange(0, SPLITS), tl.arange(0, PADDED)
-    worked = low + split * share < tl.where(num_tokens > 0, end, 0)
+    low, end, share = _span(
+        low, start, max_length, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
+    )
+    column = tl.arange(0, PADDED)
+    worked = low + tl.arange(0, SPLITS) * share < tl.where(num_tokens > 0, end, 0)
     program = (first_token * GROUP // ROWS + row + tile).to(tl.int64) * HEADS + head // GROUP
-    source = (program * SPLITS + split) * ROWS + member % ROWS
-    sums = tl.load(lse + source, mask=worked, other=-1e30)
-    highest = tl.max(sums, 0)
-    weight = tl.where(sums > -1e29, tl.exp2(sums - highest), 0.0)
-    total = tl.sum(weight, 0)
+    source, logs = _logs(lse, program, member, worked, SPLITS, ROWS)
+    highest = tl.max(logs, 0)
+    if GROUPS > 0:
+        first = tl.load(groups + 2 * num_groups + index - 1, mask=index > 0, other=0).to(tl.int32)
+        member = (place - first) * GROUP + head % GROUP
+        tile = member // SHARED_ROWS
+        share = tl.cdiv(tl.cdiv(length, SHARED_BLOCK), SHARED_SPLITS) * SHARED_BLOCK
+        seen = tl.arange(0, SHARED_SPLITS) * share < length
+        program = (first * GROUP // SHARED_ROWS + index + tile).to(tl.int64) * HEADS + head // GROUP
+        known, sums = _logs(shared_lse, program, member, seen, SHARED_SPLITS, SHARED_ROWS)
+        highest = tl.maximum(highest, tl.max(sums, 0))
+    weight = tl.where(logs > -1e29, tl.exp2(logs - highest), 0.0)
+    found, total = _weighed(partial, source, weight, column, WIDTH), tl.sum(weight, 0)
+    if GROUPS > 0:
+        weight = tl.where(sums > -1e29, tl.exp2(sums - highest), 0.0)
+        found += _weighed(shared_partial, known, weight, column, WIDTH)
+        total += tl.sum(weight, 0)
     if SINKS:
         sunk = tl.load(sinks + head).to(tl.float32) * LOG2_E
         total += tl.where(total > 0, tl.exp2(tl.minimum(sunk - highest, 126.0)), 0.0)
-    mask = worked[:, None] & (column < WIDTH)[None, :]
-    parts = tl.load(partial + source[:, None] * WIDTH + column[None, :], mask=mask, other=0.0)
-    found = tl.sum(parts * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    found = found / tl.where(total > 0, total, 1.0)
     target = (line_of.to(tl.int64) * (HEADS * GROUP) + head) * WIDTH + column
     tl.store(output + target, found.to(output.dtype.element_ty), mask=column < WIDTH)

@@ -1,4 +1,4 @@
-"""A proposer that the tests can watch, hold and break, and a model of which all tokens are alike."""
+"""A proposer that tests can watch, hold and break, and a model to which all tokens are alike."""
 
 from __future__ import annotations
 

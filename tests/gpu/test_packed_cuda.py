@@ -198,3 +198,29 @@ def test_prompts_again_and_too_few_blocks(proposer: str) -> None:
                 cached.append(sum(output.stats.cached_tokens for output in outputs))
     assert texts == [texts[0]] * 4
     assert cached[1] > cached[0]
+
+
+def test_beginnings_that_are_read_once_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts behind two long prompts, some with words of their own in front: the same texts."""
+    items = load_workload(Path(bundled_asset("heldout.jsonl")), 12)
+    params = [SamplingParams(max_tokens=60, grammar=item.grammar) for item in items]
+    fronts = [f"{items[at].prompt}\n" * 3 for at in (0, 1)]
+    prompts = [
+        (fronts[at % 2] if at % 5 else "") + str(item.prompt) for at, item in enumerate(items)
+    ]
+    options: dict[str, Any] = {"device": "cuda", "dtype": "float32", "max_model_len": 1024}
+    texts, asked = [], []
+    monkeypatch.setattr(packed_lm, "WORTH_SHARING", 64)
+    shared = packed_lm.Rows.shared
+
+    def spied(rows: packed_lm.Rows, size: int, groups: Any) -> Any:
+        asked.append(len(groups))
+        return shared(rows, size, groups)
+
+    monkeypatch.setattr(packed_lm.Rows, "shared", spied)
+    for is_on in (False, True):
+        with LLM(proposer="none", prefix_cache=is_on, **options) as llm:
+            asked.clear()
+            texts.append([output.text for output in llm.generate(prompts, params)])
+            assert max(asked, default=0) == 2 * is_on
+    assert texts[0] == texts[1]

@@ -8,7 +8,7 @@ import torch
 from guided_spec.ops.expert_linear import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
 from guided_spec.ops.slot_attention import slot_attention
-from tests.slot_lines import Case, Span, Unused, kept_positions, make, places_of
+from tests.slot_lines import Alike, Case, Span, Unused, kept_positions, make, places_of
 
 pytestmark = pytest.mark.gpu
 
@@ -97,6 +97,21 @@ def test_blocks_of_any_size(block: int) -> None:
 def test_prompts(window: int | None, dtype: torch.dtype) -> None:
     for batch, tokens in ((1, 300), (3, 150)):
         compare(case(batch, (8, 2), tokens, 128, window), dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("batch", "tokens", "block"), [(7, 1, 32), (64, 6, 64), (3, 90, 64)])
+def test_texts_that_begin_alike(batch: int, tokens: int, block: int, dtype: torch.dtype) -> None:
+    """Two groups of slots, and some that are in none; two pieces of one text."""
+    source = torch.Generator().manual_seed(batch)
+    slots = torch.randperm(batch, generator=source).tolist()
+    spans = [Span(slot, 128 + 5 * (slot % 9), tokens) for slot in slots]
+    spans.append(Span(slots[0], 128 + 5 * (slots[0] % 9) + tokens, 2))
+    rest = tuple(slots[batch // 2 :])
+    alike = (Alike(tuple(slots[: batch // 2]), 128 // block), Alike(rest[:-1] or rest, 1))
+    given = Case(8, 4, 128, 300, block, spans, Unused(3, 2), alike=alike)
+    for has_sinks in (False, True):
+        compare(given._replace(has_sinks=has_sinks), dtype, tokens)
 
 
 @pytest.mark.parametrize(("width", "view"), [(None, 1), (4, 64), (1, 1000)])

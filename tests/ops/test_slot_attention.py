@@ -151,8 +151,9 @@ def test_the_operator_keeps_its_contract() -> None:
     data = make(Case(2, 2, 16, max_length=9, block=4, spans=spans, unused=Unused(2, 1)))
     tokens, rows, tables, max_length, *_ = data.places
     buffers = [torch.nan_to_num(buffer) for buffer in data.buffers]
-    for sinks in (None, torch.randn(4)):
-        where = (tokens, rows, tables, sinks, max_length)
+    alike = (torch.stack([torch.arange(tokens.shape[1])] * 2), torch.tensor([[1], [4], [3]]))
+    for sinks, shared in ((None, (None, None)), (torch.randn(4), alike)):
+        where = (tokens, rows, tables, sinks, *shared, max_length)
         arguments = (data.query, *data.new, *buffers, *where, 0.3, 4, 3, 9)
         torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, arguments)
 

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings, strategies as st
 from guided_spec.ops.slot_attention import _reference
 from guided_spec.ops.slot_attention_triton import Tiling, choose_tiling, slot_attention
-from tests.slot_lines import Case, Span, cases, kept_positions, make
+from tests.slot_lines import Alike, Case, Span, cases, kept_positions, make
 
 TILINGS = [
     None,
@@ -33,16 +33,22 @@ def poisoned(*args, **kwargs):
 
 torch.Tensor.new_empty = poisoned
 WHOLE_TILES = Case(2, 3, 24, 70, 16, [Span(1, 33, 7), Span(0, 5, 1), Span(2, 60, 7)])
+SHARED = WHOLE_TILES._replace(
+    spans=[Span(1, 33, 7), Span(0, 5, 1), Span(3, 50, 3), Span(2, 60, 7), Span(1, 40, 2)],
+    alike=(Alike((2, 1), 2), Alike((3,), 3)),
+)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @example(WHOLE_TILES, torch.float16, False)
+@example(SHARED, torch.float16, False)
+@example(SHARED._replace(has_sinks=True), torch.float32, True)
 @given(cases(70, [8, 16, 24, 48, 64]), st.sampled_from(list(TOLERANCE)), st.booleans())
 def compare(case, dtype, is_stored):
     drawn = make(case).to(dtype)
-    tokens, rows, tables, max_length, *_ = drawn.places
+    tokens, rows, tables, max_length, _, _, shared = drawn.places
     cut = (max_length, 0.3, case.window or 0, 3, max_length)
-    places = (tokens, rows, tables, case.sinks(), *cut)
+    places = (tokens, rows, tables, case.sinks(), *(shared or (None, None)), *cut)
     kept, used = kept_positions(drawn.places, case.block), tokens[0] >= 0
     theirs = drawn.clone()
     expected = _reference(theirs.query, *theirs.new, *theirs.buffers, *places)

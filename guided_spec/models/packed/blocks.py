@@ -13,9 +13,9 @@ PagedAttention" (2023).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,12 +24,24 @@ from guided_spec.errors import ModelError
 from guided_spec.ops.host import host_integers, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["BLOCK", "Blocks", "Tables", "WholeSlots"]
+__all__ = ["BLOCK", "Alike", "Blocks", "Tables", "WholeSlots"]
 
 BLOCK = 64  # positions, as many as attention reads at a time: a tile is never in two
 SINK = 0  # the block that takes what belongs nowhere
 
 Key = tuple[Hashable, tuple[int, ...]]
+
+
+class Alike(NamedTuple):
+    """Slots that hold their first ``length`` positions in the same whole blocks."""
+
+    slots: tuple[int, ...]
+    length: int
+
+    @property
+    def num_saved(self) -> int:
+        """Positions that are not read again if they are read once for all of the slots."""
+        return (len(self.slots) - 1) * self.length
 
 
 class Tables(Protocol):
@@ -39,6 +51,7 @@ class Tables(Protocol):
     tables: Tensor
 
     def grow(self, slot: int, length: int) -> bool: ...
+    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]: ...
     def upload(self) -> None: ...
 
 
@@ -53,6 +66,11 @@ class WholeSlots:
         """Every slot has all its positions."""
         del slot, length
         return True
+
+    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]:
+        """No slot has a block of another one."""
+        del slots
+        return ()
 
     def upload(self) -> None:
         """The tables never change."""
@@ -102,6 +120,7 @@ class Blocks:
         self._read: set[int] = set()  # blocks that a memory that lags has been filled for
         self._serial = 0
         self._changes: dict[tuple[int, int], int] = {}
+        self._alike: tuple[frozenset[int], tuple[Alike, ...]] | None = None  # of the last ``alike``
 
     @classmethod
     def full(cls, num_slots: int, max_length: int, device: torch.device) -> Blocks:
@@ -149,6 +168,7 @@ class Blocks:
 
     def release(self, slots: Iterable[int]) -> None:
         """Empty the slots; what is known by its text stays until its block is needed."""
+        self._alike = None
         for slot in slots:
             blocks = self._slots[slot].blocks
             for block in reversed(blocks):  # so that the end of a text is forgotten before it
@@ -238,6 +258,29 @@ class Blocks:
                 for layer in memory:
                     for buffer in layer:
                         buffer[new].copy_(buffer[old])
+
+    def alike(self, slots: Iterable[int]) -> tuple[Alike, ...]:
+        """Groups of the slots, each in one at most: first the one that saves most, and so on."""
+        asked = frozenset(slots)
+        if self._alike is None or self._alike[0] != asked:
+            self._alike = asked, tuple(self._groups(asked))
+        return self._alike[1]
+
+    def _groups(self, slots: frozenset[int]) -> Iterator[Alike]:
+        left = set(slots)
+        while True:
+            # Who has a block of another has all before it, too.
+            holders: dict[tuple[int, int], list[int]] = {}
+            for slot in sorted(left):
+                for at, block in enumerate(self._slots[slot].blocks, start=1):
+                    if self._holders[block] > 1:
+                        holders.setdefault((at, block), []).append(slot)
+            found = [Alike(tuple(of), at * BLOCK) for (at, _), of in holders.items()]
+            best = max(found, key=lambda group: group.num_saved, default=Alike((), 0))
+            if len(best.slots) < 2:
+                return
+            yield best
+            left -= set(best.slots)
 
     def upload(self) -> None:
         """Bring ``tables`` up to date; nothing waits for the device."""

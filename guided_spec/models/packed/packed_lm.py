@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +18,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import Tables
+from guided_spec.models.packed.blocks import BLOCK, Alike, Tables
 from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import KeyValues, SharedPositions, SlotPlaces
 
 __all__ = [
     "LARGEST_GRAPH",
@@ -38,6 +39,10 @@ LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their la
 # Tokens of the forwards without a graph that run beforehand, for their kernels: Triton compiles one
 # for a number that is a multiple of 16, and texts are cut into more parts where tokens are few.
 UNCAPTURED = (4 * LARGEST_GRAPH, LARGEST_GRAPH + 16, LARGEST_GRAPH + 1)
+# Groups of texts that begin alike, in a forward that reads such beginnings once. Where fewer
+# positions of a layer are saved, the launches for it take longer than reading them again.
+MOST_GROUPS = 8
+WORTH_SHARING = 8192
 
 
 class Rows(NamedTuple):
@@ -87,6 +92,34 @@ class Rows(NamedTuple):
         rows[2, :batch] = np.cumsum(counts)
         return places
 
+    def alike(self, tables: Tables) -> tuple[Alike, ...]:
+        """Groups of slots whose rows all stand behind what the slots have in common; if it pays."""
+        starts: dict[int, int] = {}
+        for slot, start, count in zip(*self, strict=True):
+            if slot >= 0 and count > 0:
+                starts[slot] = min(start, starts.get(slot, start))
+        found = (
+            Alike(slots, min([length, *(starts[slot] // BLOCK * BLOCK for slot in slots)]))
+            for slots, length in tables.alike(starts)
+        )
+        groups = sorted(found, key=lambda group: -group.num_saved)[:MOST_GROUPS]
+        is_worth_it = sum(group.num_saved for group in groups) >= WORTH_SHARING
+        return tuple(groups) if is_worth_it else ()
+
+    def shared(self, size: int, groups: Sequence[Alike]) -> NDArray[np.int64]:
+        """``SharedPositions`` with room for ``size`` tokens and ``MOST_GROUPS`` groups, flat."""
+        of_slot = {slot: at for at, group in enumerate(groups) for slot in group.slots}
+        of_token = np.full(size, len(groups))
+        of_row = np.array([of_slot.get(slot, len(groups)) for slot in self.slots], dtype=np.int64)
+        of_token[: sum(self.counts)] = self._spread(of_row)
+        order = np.argsort(of_token, kind="stable")
+        described = np.zeros((3, MOST_GROUPS), dtype=np.int64)
+        described[2] = np.searchsorted(of_token[order], np.arange(MOST_GROUPS), side="right")
+        described[2, len(groups) :] = (of_token < len(groups)).sum()
+        for at, group in enumerate(groups):
+            described[:2, at] = group.slots[0], group.length
+        return np.concatenate([order, np.argsort(order), described.flatten()])
+
     def grow(self, tables: Tables) -> None:
         """Give every slot blocks for its row, and bring the tables up to date.
 
@@ -112,15 +145,17 @@ class LineShape(NamedTuple):
     """What a forward of so many tokens has room for; one of few, as kernels are compiled for each.
 
     size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotPlaces``.
+    num_groups: of texts that begin alike.
     """
 
     size: int
     num_rows: int
     width: int
+    num_groups: int = 0
 
     @classmethod
-    def of(cls, total: int, batch: int, room: tuple[int, int]) -> LineShape:
-        """For ``total`` tokens in ``batch`` rows.
+    def of(cls, total: int, batch: int, room: tuple[int, int], *, num_groups: int = 0) -> LineShape:
+        """For ``total`` tokens in ``batch`` rows, and so many groups.
 
         room: the slots there are, and about how many tokens a row of a draft has. Where there are
         more tokens than all drafts have, most of them are of prompts, whose rows are long.
@@ -128,7 +163,8 @@ class LineShape(NamedTuple):
         num_slots, width = room
         size = bucket(max(total, 1))
         num_rows = max(min(size, num_slots), batch)
-        return cls(size, num_rows, min(width, size) if size <= num_slots * width else size)
+        width = min(width, size) if size <= num_slots * width else size
+        return cls(size, num_rows, width, MOST_GROUPS if num_groups else 0)
 
     @property
     def has_graph(self) -> bool:
@@ -180,13 +216,18 @@ class PackedLM:
         Raises ModelError where no blocks are free for the rows.
         """
         rows.grow(self._tables)
-        total, batch = len(token_ids), len(rows.slots)
+        total, batch, groups = len(token_ids), len(rows.slots), tuple[Alike, ...]()
         if self._graphs is None:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
-            shape = LineShape.of(total, batch, self._room)
-        places = torch.from_numpy(rows.places(shape.size, shape.num_rows))
-        inputs = {"token_ids": pad_to(token_ids, (shape.size,)), "places": places}
+            groups = rows.alike(self._tables)
+            shape = LineShape.of(total, batch, self._room, num_groups=len(groups))
+        inputs = {
+            "token_ids": pad_to(token_ids, (shape.size,)),
+            "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
+        }
+        if groups:
+            inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
         body = partial(self._compute, shape.width, layers)
         if self._graphs is None or not shape.has_graph:
             states, hidden = body(upload(inputs, self._device))
@@ -228,12 +269,17 @@ class PackedLM:
         """
         if self._graphs is None:
             return
-        for size in (*UNCAPTURED, *reversed(SIZES)):
-            shape = LineShape.of(size, 0, self._room)
+        none, num_slots = Rows((), (), ()), self._room[0]
+        for size, num_groups in product((*UNCAPTURED, *reversed(SIZES)), (0, MOST_GROUPS)):
+            if num_groups and min(size, num_slots) < 2:
+                continue  # no two texts are in it
+            shape = LineShape.of(size, 0, self._room, num_groups=num_groups)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
-                "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
+                "places": torch.from_numpy(none.places(size, shape.num_rows)),
             }
+            if num_groups:
+                inputs["shared"] = torch.from_numpy(none.shared(size, ()))
             body = partial(self._compute, shape.width, layers)
             if not shape.has_graph:
                 body(upload(inputs, self._device))
@@ -246,6 +292,10 @@ class PackedLM:
     ) -> tuple[Tensor, Tensor | None]:
         token_ids = inputs["token_ids"]
         lines = split_places(inputs["places"], len(token_ids))
-        where = SlotPlaces(*lines, self._tables.tables, self._tables.max_length, width)
+        shared = None
+        if "shared" in inputs:
+            shared = SharedPositions(*split_places(inputs["shared"], len(token_ids)))
+        tables, most = self._tables.tables, self._tables.max_length
+        where = SlotPlaces(*lines, tables, most, width, shared=shared)
         output = self._decoder.forward(token_ids, where, self.memory, layers)
         return output.states, output.hidden_states
