@@ -35,6 +35,7 @@ __all__ = [
     "FinishedText",
     "GraphTarget",
     "Learns",
+    "PromptPiece",
     "Proposer",
     "ProposerContext",
     "Running",
@@ -44,6 +45,14 @@ __all__ = [
     "from_propose",
     "source_of",
 ]
+
+
+class PromptPiece(NamedTuple):
+    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already."""
+
+    slot: int
+    start: int
+    token_ids: list[int]
 
 
 class TargetOutput(NamedTuple):
@@ -73,9 +82,10 @@ class DecodeBatch:
     mask_rows: host memory for the masks.
     num_draft_tokens: K for proposers that could go on for ever.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
-        before the last one that became known since the request's previous step (all of the prompt
-        but its last token at the first); None where the proposer asked for none. Each may be made
-        when it is asked for, and made again when it is asked for again.
+        before the last one that became known since the request was last given any (all of the
+        prompt but its last token at the first); None where the proposer asked for none. While K is
+        0, () may stand for all of them: they come later. Each may be made when it is asked for, and
+        made again when it is asked for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
@@ -84,6 +94,8 @@ class DecodeBatch:
     sources: [B] equal where one text may be drafted from the other, see ``source_of``; () where
         nobody knows, and texts are kept apart.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
+    prompts: of other slots, which the forward that verifies reads besides; () where the engine
+        hands none.
     """
 
     slots: tuple[int, ...]
@@ -104,6 +116,7 @@ class DecodeBatch:
     prefills: tuple[Hashable, ...] = ()
     sources: tuple[Hashable, ...] = ()
     traced: Sequence[int] = ()
+    prompts: Sequence[PromptPiece] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -209,6 +222,7 @@ class Batches:
         num_draft_tokens: int,
         features: Sequence[Tensor | None] = (),
         traced: Sequence[int] = (),
+        prompts: Sequence[PromptPiece] = (),
     ) -> DecodeBatch:
         """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
         wishes = self._wishes_of(tuple(requests))
@@ -233,6 +247,7 @@ class Batches:
             prefills=tuple(request.prefill for request in requests),
             sources=wishes.sources,
             traced=traced,
+            prompts=prompts,
         )
 
     def forget(self) -> None:
@@ -281,6 +296,15 @@ class DraftInFlight(Protocol):
         """
         ...
 
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        """What the device waits for the host to do before the draft goes on; None for nothing.
+
+        Whoever waits for the device before ``finish`` calls it first: the device goes on after a
+        while without it, with a poor draft. It may be called again.
+        """
+        ...
+
     def finish(self) -> Draft:
         """Wait for the tokens and walk them; the draft with the same ``token_ids``.
 
@@ -312,6 +336,10 @@ class FinishedDraft(NamedTuple):
     def is_underway(self) -> bool:
         """It is not."""
         return False
+
+    @property
+    def answer(self) -> None:
+        """Nothing."""
 
     def finish(self) -> Draft:
         """The draft."""
@@ -433,12 +461,11 @@ def from_propose(proposer: Proposer | SimpleProposer) -> Proposer:
 class TargetModel(Protocol):
     """The model whose distribution the output has."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over each request's last token and draft; may return before it is done.
 
-        most: [B] tokens that the rows of the draft may hold, which ``draft.num_tokens`` says on the
-        device. Rows need not be read beyond; what turns out to be beyond a row's end is never
-        looked at.
+        flight: its ``draft`` is to be verified, and not to be finished here. Rows need not be read
+        beyond its ``most``; what turns out to be beyond a row's end is never looked at.
         """
         ...
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from guided_spec.core import (
     DecodeBatch,
@@ -33,6 +34,8 @@ class Step(NamedTuple):
 
     num_drafted: int64 [B], ``draft.num_tokens`` on its way to the host.
     packed: for ``commit``: ``accepted`` on its way to the host.
+    hidden_states: of the verify forward, see ``TargetOutput``: for whoever keeps those of the
+        accepted tokens.
     carry: for the next step of these requests, see ``Proposer.begin``.
     logprobs: of the accepted tokens; None when no request of the batch asks.
     probs: of drafted and accepted tokens, for ``batch.traced``; None when that is empty.
@@ -43,6 +46,7 @@ class Step(NamedTuple):
     lookahead: Lookahead
     num_drafted: Download
     packed: Download
+    hidden_states: Tensor | None = None
     carry: object | None = None
     logprobs: Logprobs | None = None
     probs: StepProbs | None = None
@@ -79,7 +83,7 @@ def speculative_step(
         if flight.is_walked and not (isinstance(target, GraphTarget) and target.launches_at_once):
             lookahead.start()
     with named_range("verify"):
-        output = target.verify(batch, flight.draft, flight.most)
+        output = target.verify(batch, flight)
     # From here on the host works beside the forward.
     draft = flight.finish()
     num_drafted = Download(draft.num_tokens)  # now: later it would wait for the proposer too
@@ -94,7 +98,8 @@ def speculative_step(
         probs = gather_step_probs(scores, draft, accepted.token_ids, batch.traced)
     packed = pack(accepted)  # before what is carried on, which it would wait for
     carried = flight.carry(accepted, output, packed)
-    return Step(accepted, draft, lookahead, num_drafted, packed, carried, logprobs, probs)
+    states = output.hidden_states
+    return Step(accepted, draft, lookahead, num_drafted, packed, states, carried, logprobs, probs)
 
 
 def pack(accepted: Accepted) -> Download:

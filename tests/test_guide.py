@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, TargetOutput
 from guided_spec.errors import (
     BudgetTooSmallError,
     ConfigError,
@@ -26,7 +26,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide, GuidedText
 from guided_spec.proposers import build_proposer
 from guided_spec.step import Committed, commit, speculative_step
-from guided_spec.types import Draft, SamplingParams
+from guided_spec.types import SamplingParams
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 from tests.toys import CPU, toy_context
 
@@ -43,9 +43,9 @@ JSON = GrammarSpec.json_schema(SCHEMA)
 class HashTarget:
     """A model without weights: logits are a fixed function of the whole text."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         rows = []
-        for context, drafted in zip(batch.contexts, draft.token_ids.tolist(), strict=True):
+        for context, drafted in zip(batch.contexts, flight.draft.token_ids.tolist(), strict=True):
             for length in range(len(drafted) + 1):
                 key = zlib.crc32(repr([*context, *drafted[:length]]).encode())
                 generator = torch.Generator().manual_seed(key)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.core import DecodeBatch, TargetOutput, from_propose
+from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput, from_propose
 from guided_spec.errors import GrammarDeadEndError, GrammarStateError, NoTokenLeftError
 from guided_spec.masks import lookahead
 from guided_spec.masks.constraint import Constraint
@@ -220,9 +220,9 @@ def test_a_thread_fills_beside_a_slow_launch_only(
     filling: list[bool] = []
     verify = target.verify
 
-    def watched(batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def watched(batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         filling.append(batch.mask_rows._filling is not None)
-        return verify(batch, draft, most)
+        return verify(batch, flight)
 
     monkeypatch.setattr(target, "verify", watched)
     for text in ([0], [1], [EOS]):

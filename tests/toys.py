@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, ProposerContext, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, ProposerContext, TargetOutput
 from guided_spec.grammar.protocol import GrammarMatcher, Matcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
@@ -149,10 +149,11 @@ class ToyTarget:
             self._known[key] = noise * self._scale
         return self._known[key]
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        drafted = flight.draft.token_ids.tolist()
         rows = [
             self.logits((*context, *tokens[:length]))
-            for context, tokens in zip(batch.contexts, draft.token_ids.tolist(), strict=True)
+            for context, tokens in zip(batch.contexts, drafted, strict=True)
             for length in range(len(tokens) + 1)
         ]
         return TargetOutput(torch.stack(rows).view(len(batch), -1, VOCAB_SIZE))

@@ -24,6 +24,7 @@ from guided_spec.core import (
     DecodeBatch,
     FinishedText,
     Learns,
+    PromptPiece,
     Proposer,
     source_of,
 )
@@ -31,7 +32,7 @@ from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scoring import score_rows, scored_length
-from guided_spec.engine.target import PromptPiece, SlotTarget
+from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
@@ -189,6 +190,16 @@ class Piece(NamedTuple):
     tokens: PromptPiece
 
 
+class Prompts(NamedTuple):
+    """What a step does about prompts.
+
+    is_any: whether there are any to read. along: what the verify forward reads besides.
+    """
+
+    is_any: bool
+    along: list[Piece]
+
+
 class Engine:
     """Continuous batching over fixed KV slots: requests enter and leave at any step.
 
@@ -210,7 +221,6 @@ class Engine:
         self._draft_length = build_draft_length(config)
         self._target = SlotTarget(model, proposer.aux_hidden_layers)
         self._scheduler = Scheduler(model.num_slots)
-        self._along: list[Piece] = []  # of prompts that this step's verify forward reads
         # A head reads the hidden states of every token, but for what it keeps beside the target.
         blocks = model.blocks
         may_take = blocks is not None and (not proposer.aux_hidden_layers or blocks.lag > 0)
@@ -298,9 +308,9 @@ class Engine:
             self._wait_for_a_grammar()
             return
         try:
-            has_read = self._prefill()
+            prompts = self._prefill()
             has_scored = self._score()
-            self._decode(is_typical=not (has_read or has_scored))
+            self._decode(prompts.along, is_typical=not (prompts.is_any or has_scored))
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
             self.fail(self._scheduler.running(), error)
         self._drop_ended()
@@ -379,37 +389,38 @@ class Engine:
         for request in requests:
             request.fail(failure)
 
-    def _prefill(self) -> bool:
+    def _prefill(self) -> Prompts:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
 
         Beside texts that decode, a packed model reads them in the verify forward of this step. The
-        last prompt token is left for the first speculative step. Returns whether there were any
-        prompts to read: the forwards may still run when this returns.
+        last prompt token is left for the first speculative step. The forwards may still run when
+        this returns.
         """
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
         unread = [request for request in rows if request.num_unread]
-        self._along = []
+        along = list[Piece]()
         if self._model.is_packed:
-            self._read_lines(unread)
+            along = self._read_lines(unread)
         else:
             left = [request.num_unread for request in unread]
             for members, width in group_prompts(left, self._config.prefill_tokens):
                 self._read_prompts([unread[at] for at in members], width)
         self._begin_decoding(rows)
-        return bool(unread)
+        return Prompts(bool(unread), along)
 
-    def _read_lines(self, unread: Sequence[Request]) -> None:
-        """The next pieces of prompts, one behind another: now, or along with the verify forward."""
+    def _read_lines(self, unread: Sequence[Request]) -> list[Piece]:
+        """Read the next pieces of prompts now, or return them for the verify forward."""
         is_decoding = bool(self._scheduler.running(State.DECODE))
         budget = self._config.prefill_tokens
         if is_decoding:
             budget = tokens_along(len(unread), self.num_slots, budget)
         pieces = self._next_pieces(unread, budget)
         if is_decoding:
-            self._along = pieces
-        elif pieces:
+            return pieces
+        if pieces:
             self._target.read([piece.tokens for piece in pieces])
             self._have_read(pieces)
+        return []
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = []
@@ -536,30 +547,36 @@ class Engine:
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
                 self._make_room(request, len(request.text.tokens) + most)
-        self._along = [piece for piece in self._along if piece.request.state is State.PREFILL]
-        self._target.read_along([piece.tokens for piece in self._along])
         return self._scheduler.running(State.DECODE)
 
-    def _decode(self, *, is_typical: bool) -> None:
-        """One speculative step. is_typical: False when its time holds more than that."""
+    def _decode(self, along: Sequence[Piece], *, is_typical: bool) -> None:
+        """One speculative step.
+
+        along: of prompts, which its forward reads. is_typical: False when its time holds more than
+        that.
+        """
         requests = self._decoding()
         if not requests:
             return
+        # Some may have had to go for those who decode.
+        along = [piece for piece in along if piece.request.state is State.PREFILL]
         learns = self._draft_length.learns
         rooms = [Room(r.acceptance, r.text.draft_room) for r in requests] if learns else []
         num_draft_tokens = self._draft_length.begin(rooms)
-        features = self._target.take_features(tuple(request.text.slot for request in requests))
+        slots = [request.text.slot for request in requests]
+        features = self._target.take_features(slots, num_draft_tokens)
         texts = [request.text for request in requests]
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
-        batch = self._batches.make(texts, num_draft_tokens, features, traced)
+        pieces = [piece.tokens for piece in along]
+        batch = self._batches.make(texts, num_draft_tokens, features, traced, pieces)
         carry, self._carry = self._carry, None
         step = speculative_step(self._target, self._proposer, batch, carry=carry)
         self._carry = step.carry
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.packed)
             num_accepted = [row.num_accepted for row in committed]
-            self._target.commit(batch, num_accepted)
+            self._target.commit(batch, num_accepted, step.hidden_states)
         num_drafted = step.num_drafted.wait().tolist()
         _count(requests, step, num_draft_tokens, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
@@ -571,8 +588,8 @@ class Engine:
         if learns:
             brought = _brought(step, batch, num_drafted, num_accepted)
             self._draft_length.end(brought, is_typical=is_typical)
-        self._have_read(self._along)
-        self._begin_decoding([piece.request for piece in self._along])
+        self._have_read(along)
+        self._begin_decoding([piece.request for piece in along])
 
 
 def _reads_on(piece: Piece, text: GuidedText, length: int) -> bool:

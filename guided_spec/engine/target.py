@@ -5,27 +5,29 @@ Hidden states of each slot that no proposer has taken yet.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutput
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.host import host_integers
-from guided_spec.ops.mailbox import before_waiting
-from guided_spec.types import Draft
 
 __all__ = [
     "KeptStates",
-    "PromptPiece",
     "SlotTarget",
     "TakenStates",
 ]
+
+
+# Tokens of a batch whose hidden states are kept while nobody drafts: a head's forward reads them in
+# little more time than a few. 25 MB of 3 x 4096 in bfloat16.
+MOST_KEPT = 1024
 
 
 class _Piece(NamedTuple):
@@ -72,6 +74,10 @@ class KeptStates:
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             self._pieces.setdefault(slot, []).append(_Piece(hidden, row, count))
 
+    def count(self, slots: Sequence[int]) -> int:
+        """Tokens of these slots whose states are kept."""
+        return sum(piece.length for slot in slots for piece in self._pieces.get(slot, ()))
+
     def copy(self, source: int, slot: int) -> None:
         """Give ``slot`` what is kept of ``source``."""
         if source in self._pieces:
@@ -80,14 +86,6 @@ class KeptStates:
     def take(self, slots: Sequence[int]) -> TakenStates:
         """What is kept of each slot, and forget it."""
         return TakenStates([self._pieces.pop(slot, []) for slot in slots])
-
-
-class PromptPiece(NamedTuple):
-    """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already."""
-
-    slot: int
-    start: int
-    token_ids: list[int]
 
 
 class SlotTarget:
@@ -100,8 +98,6 @@ class SlotTarget:
         self._model = model
         self._layers = layers
         self._states = KeptStates()
-        self._verified: Tensor | None = None
-        self._along: Sequence[PromptPiece] = ()
 
     @property
     def launches_at_once(self) -> bool:
@@ -125,53 +121,52 @@ class SlotTarget:
         self._model.copy_slot(source, [slot], length)
         self._states.copy(source, slot)
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
         """One forward over the last committed token and the draft of every request.
 
-        most: [B] draft tokens that each row may hold.
+        A packed model reads ``batch.prompts`` too: a forward reads every weight, whether for one
+        token or for a hundred.
         """
         last = host_integers([context[-1] for context in batch.contexts]).unsqueeze(1)
         # Not by ``device=``, which waits for the copy, and so for all that runs.
-        token_ids = torch.cat([last.to(batch.device, non_blocking=True), draft.token_ids], 1)
+        token_ids = torch.cat([last.to(batch.device, non_blocking=True), flight.draft.token_ids], 1)
         starts = [len(context) - 1 for context in batch.contexts]
         longest = self._model.max_length
         # What is behind the end of a shorter draft is fed like a token: it lands where nothing
         # valid is, and is overwritten before it can be seen. That spares a download of its length.
-        pairs = zip(most, starts, strict=True)
+        pairs = zip(flight.most, starts, strict=True)
         rows = Rows(
             batch.slots, starts, [min(1 + count, longest - start) for count, start in pairs]
         )
         if self._model.is_packed:
-            output = self._verify_line(token_ids, rows)
-        else:
-            inputs = SlotInputs(token_ids, *rows)
-            found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
-            assert found.logits is not None
-            output = TargetOutput(found.logits, found.hidden_states)
-        self._verified = output.hidden_states
-        return output
-
-    def read_along(self, prompts: Sequence[PromptPiece]) -> None:
-        """Let the next ``verify`` read prompts too; of a packed model.
-
-        A forward reads every weight, whether for one token or for a hundred. Replaces what was
-        asked for before.
-        """
-        self._along = prompts
+            return self._verify_line(token_ids, rows, batch.prompts, flight.answer)
+        assert not batch.prompts, "a stock model takes one row a slot"
+        inputs = SlotInputs(token_ids, *rows)
+        found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
+        assert found.logits is not None
+        return TargetOutput(found.logits, found.hidden_states)
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own; of a packed model."""
         self._read_line(torch.empty(0, dtype=torch.int64), Rows((), (), ()), prompts)
 
-    def _verify_line(self, token_ids: Tensor, rows: Rows) -> TargetOutput:
-        """int64 [B, T], of which ``rows`` says how many count, and the prompts, in one line."""
-        prompts, self._along = self._along, ()
+    def _verify_line(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        prompts: Sequence[PromptPiece],
+        answer: Callable[[], None] | None,
+    ) -> TargetOutput:
+        """int64 [B, T], of which ``rows`` says how many count, and the prompts, in one line.
+
+        answer: as of ``DraftInFlight``.
+        """
         batch, width = token_ids.shape
         total = sum(rows.counts)
         wanted = np.concatenate([rows.places_in(width), rows.padded(width).flatten()])
         index = torch.from_numpy(wanted).to(self._model.device, non_blocking=True)
         line, places = index.split([total, batch * width])
-        output = self._read_line(token_ids.flatten()[line], rows, prompts)
+        output = self._read_line(token_ids.flatten()[line], rows, prompts, answer)
         logits, hidden = self._model.logits(output.states[:total]), output.hidden_states
         if total < batch * width:
             logits = logits[places]
@@ -179,11 +174,17 @@ class SlotTarget:
         return TargetOutput(logits.view(batch, width, -1), states, rows.counts)
 
     def _read_line(
-        self, token_ids: Tensor, rows: Rows, prompts: Sequence[PromptPiece]
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        prompts: Sequence[PromptPiece],
+        answer: Callable[[], None] | None = None,
     ) -> LineOutput:
         """The rows' own tokens int64 [N] and the prompts behind them; their states are kept."""
         if prompts:
-            before_waiting()  # so many tokens may have to wait for their copy
+            if answer is not None:  # so many tokens may have to wait for their copy
+                answer()
+                answer = None
             read = host_integers([one for prompt in prompts for one in prompt.token_ids])
             fed = read.to(self._model.device, non_blocking=True)
             token_ids = torch.cat([token_ids.to(self._model.device), fed])
@@ -192,7 +193,7 @@ class SlotTarget:
             [*rows.starts, *(prompt.start for prompt in prompts)],
             [*rows.counts, *(len(prompt.token_ids) for prompt in prompts)],
         )
-        output = self._model.forward_line(token_ids, together, self._layers)
+        output = self._model.forward_line(token_ids, together, self._layers, answer)
         if output.hidden_states is not None and prompts:
             first = sum(rows.counts)
             # A copy: the next forward overwrites these, and a proposer reads them behind it.
@@ -202,16 +203,25 @@ class SlotTarget:
                 self._states.add([prompt.slot], [len(states)], states.unsqueeze(0))
         return output
 
-    def commit(self, batch: DecodeBatch, num_accepted: Sequence[int]) -> None:
-        """Keep the state of the last token and the accepted draft of every request."""
+    def commit(
+        self, batch: DecodeBatch, num_accepted: Sequence[int], hidden_states: Tensor | None
+    ) -> None:
+        """Keep the state of the last token and the accepted draft of every request.
+
+        hidden_states: as of ``TargetOutput``.
+        """
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep)
-        if self._verified is not None:
-            self._states.add(batch.slots, keep, self._verified)
-        self._verified = None
+        if hidden_states is not None:
+            self._states.add(batch.slots, keep, hidden_states)
 
-    def take_features(self, slots: Sequence[int]) -> TakenStates:
-        """What became known of each slot's hidden states since the last call, and forget it."""
+    def take_features(self, slots: Sequence[int], num_draft_tokens: int) -> Sequence[Tensor | None]:
+        """What became known of each slot's hidden states since it was last taken, and forget it.
+
+        () while nothing is drafted and few are kept: a head reads many in one forward.
+        """
+        if num_draft_tokens == 0 and self._states.count(slots) <= MOST_KEPT:
+            return ()
         return self._states.take(slots)
 
     def release(self, slots: Sequence[int]) -> None:

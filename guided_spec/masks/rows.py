@@ -22,7 +22,6 @@ from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.ops.mailbox import answer_later
 
 __all__ = [
     "MaskBlock",
@@ -242,7 +241,6 @@ class MaskRows:
         if self._filling is not None:  # a step that failed half-way may have left it running
             self._filling.exception()
             self._filling = None
-        answer_later(None)  # so may a draft that this thread should have walked
         self._active = self.requests if requests is None else requests
         assert self._active <= self.requests
         self._blocks.append(self._block)

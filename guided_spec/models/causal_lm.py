@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
@@ -198,14 +198,18 @@ class CausalLM:
 
     @torch.inference_mode()
     def forward_line(
-        self, token_ids: Tensor, rows: Rows, hidden_layers: tuple[int, ...] = ()
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        hidden_layers: tuple[int, ...] = (),
+        beside: Callable[[], None] | None = None,
     ) -> LineOutput:
         """``forward`` of tokens int64 [N] in one line; of a packed model.
 
         See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
         """
         assert self._packed is not None, "stock models take one row a slot"
-        return self._packed.forward_line(token_ids, rows, hidden_layers)
+        return self._packed.forward_line(token_ids, rows, hidden_layers, beside)
 
     @torch.inference_mode()
     def logits(self, states: Tensor) -> Tensor:

@@ -11,15 +11,14 @@ is its rows' addresses first and its ticket last: x86 processors show their writ
 (``can_share``).
 
 The device waits for a limited time, and goes on with whatever rows it finds. Whatever it drew from
-them, it drew with the probabilities that it reports: the draft is poor, and the text exact. So a
-thread that is about to wait for the device answers it first: ``before_waiting``.
+them, it drew with the probabilities that it reports: the draft is poor, and the text exact. So
+whoever is about to wait for the device answers it first: see ``DraftInFlight.answer``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import platform
-import threading
 import time
 from collections.abc import Callable
 from functools import cache
@@ -37,11 +36,8 @@ __all__ = [
     "Answer",
     "Mailbox",
     "answer",
-    "answer_later",
-    "before_waiting",
     "can_share",
     "fetch_rows",
-    "is_awaited",
 ]
 
 UNTICKETED = 0  # whoever holds it does not wait
@@ -115,35 +111,6 @@ class Mailbox:
         low = words & (2**32 - 1)
         tokens = (low & (2**TOKEN_BITS - 1)) - 1
         return Answer(tokens.tolist(), (low >> TOKEN_BITS).tolist())
-
-
-class _Unanswered(threading.local):
-    """What this thread still has to do for a device that waits for it."""
-
-    task: Callable[[], None] | None = None
-
-
-_unanswered = _Unanswered()
-
-
-def answer_later(task: Callable[[], None] | None) -> None:
-    """The device waits for this thread until it has done this, which may be done twice.
-
-    It replaces the last one: one draft is made at a time. None: the device waits no more.
-    """
-    _unanswered.task = task
-
-
-def is_awaited() -> bool:
-    """Whether the device waits for this thread."""
-    return _unanswered.task is not None
-
-
-def before_waiting() -> None:
-    """To be called by whoever waits for the device: this thread does first what that waits for."""
-    task, _unanswered.task = _unanswered.task, None
-    if task is not None:
-        task()
 
 
 def can_share(device: torch.device) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -98,6 +98,9 @@ class _Turns:
         batch, lookahead = self._batch, self._lookahead
         if self.flying is not None:
             if self.last[member] is None:
+                answer = self.flying.flight.answer
+                if answer is not None:  # who reads may wait for the device
+                    answer()
                 # Hidden states come once: it has to get them even if its turn never comes.
                 self._begin(member, replace(batch, num_draft_tokens=0))
             return list(left)
@@ -151,6 +154,11 @@ class _ChainDraft(NamedTuple):
     @property
     def is_underway(self) -> bool:
         return self.turns.flying is not None
+
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        flying = self.turns.flying
+        return None if flying is None else flying.flight.answer
 
     def finish(self) -> Draft:
         flying = self.turns.flying

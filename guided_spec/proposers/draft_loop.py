@@ -147,6 +147,10 @@ class _Unwalked(NamedTuple):
     def is_underway(self) -> bool:
         return self.loop.is_underway
 
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        return self.loop.answer
+
     def finish(self) -> Draft:
         return self.loop.walk_as(self.draft, self.later)
 
@@ -263,6 +267,12 @@ class DraftLoop:
     def is_underway(self) -> bool:
         """Whether the host has not waited for any of the tokens while they were drawn."""
         return self._masked is not None or all(self._is_later)
+
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        """See ``DraftInFlight``."""
+        running = self._running
+        return None if running is None or running.is_walked else running.walk
 
     def walk_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""

@@ -1,7 +1,5 @@
 """A learned draft head drafts for the target: EAGLE, EAGLE-3 and MTP, all by this one class.
 
-Hidden states that a draft head was given and has not read yet.
-
 The learned draft heads by name: which checkpoint each is read from.
 """
 
@@ -49,7 +47,6 @@ from guided_spec.types import Accepted, Draft, DraftPolicy
 __all__ = [
     "HeadDraft",
     "LearnedHead",
-    "UnreadStates",
     "deepseek_mtp",
     "dflash",
     "eagle",
@@ -60,41 +57,7 @@ __all__ = [
 ]
 
 
-class UnreadStates:
-    """The states of some slots, in the order of their texts; made when they are taken."""
-
-    def __init__(self) -> None:
-        self._parts: dict[int, list[tuple[Sequence[Tensor | None], int]]] = {}
-        self._counts: dict[int, int] = {}
-
-    def count(self, slot: int) -> int:
-        """Tokens of the slot whose states are expected to wait here."""
-        return self._counts.get(slot, 0)
-
-    def add(self, slot: int, features: Sequence[Tensor | None], row: int, count: int) -> None:
-        """``features[row]`` goes on with the slot's text, by ``count`` tokens."""
-        self._parts.setdefault(slot, []).append((features, row))
-        self._counts[slot] = self.count(slot) + count
-
-    def take(self, slot: int) -> Tensor:
-        """All that waits of one slot, [n, H], and forget it; n may not be what was expected."""
-        found = [features[row] for features, row in self._parts.get(slot, ())]
-        self.forget(slot)
-        known = [states for states in found if states is not None]
-        if not known:
-            return torch.empty(0, 0)
-        return known[0] if len(known) == 1 else torch.cat(known)
-
-    def forget(self, slot: int) -> None:
-        """The slot's text is another from here on."""
-        self._parts.pop(slot, None)
-        self._counts.pop(slot, None)
-
-
 DEFAULT_POLICY: DraftPolicy = "mask"
-# Tokens of a batch that may wait to be read while nobody drafts: a forward reads them in little
-# more time than a few. Their hidden states are kept: 25 MB of 3 x 4096 in bfloat16.
-MOST_UNREAD = 1024
 
 
 class _ReadAhead(NamedTuple):
@@ -131,6 +94,10 @@ class HeadDraft(NamedTuple):
     def is_underway(self) -> bool:
         return self.inner.is_underway
 
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        return self.inner.answer
+
     def finish(self) -> Draft:
         return self.inner.finish()
 
@@ -156,7 +123,7 @@ class LearnedHead:
 
     A step that drafts first reads the tokens verified since the last one, with the target's hidden
     states, and so overwrites what the last draft left behind; then it drafts from its own output.
-    Where K is 0 it reads now and then.
+    Where K is 0 it reads what it is given.
 
     head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
     run: makes what runs the head over its slots.
@@ -180,7 +147,6 @@ class LearnedHead:
         self._masked: MaskedWalk | None = None
         if self._packed is not None and can_share(context.device):
             self._masked = MaskedWalk(self._packed, target_ids, context)
-        self._unread = UnreadStates()
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -217,8 +183,6 @@ class LearnedHead:
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
-        for slot in slots:
-            self._unread.forget(slot)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
@@ -317,20 +281,15 @@ class LearnedHead:
                     head.confirm(slot, num_accepted + 1)
 
     def _read(self, batch: DecodeBatch) -> None:
-        """Read what was verified and is not read yet; a little of it waits while K is 0."""
-        head, unread = self._head, self._unread
-        features = batch.features or (None,) * len(batch)
-        for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
-            if unread.count(slot) == 0:
-                head.adopt(slot)
-            missing = len(context) - 1 - head.length(slot) - unread.count(slot)
-            if missing != 0:  # else it was read ahead, or given earlier in this step
-                unread.add(slot, features, row, missing)
-        waiting = [unread.count(slot) for slot in batch.slots]
-        is_little = min(waiting, default=0) >= 0 and sum(waiting) <= MOST_UNREAD
-        if not any(waiting) or (batch.num_draft_tokens == 0 and is_little):
+        """Read what was verified and is not read yet."""
+        if not batch.features and batch.num_draft_tokens == 0:  # it comes later
             return
-        pieces = {row: self._take(batch, row, count) for row, count in enumerate(waiting) if count}
+        head, pieces = self._head, dict[int, _Piece]()
+        for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
+            head.adopt(slot)
+            missing = len(context) - 1 - head.length(slot)
+            if missing != 0:  # else it was read ahead, or earlier in this step
+                pieces[row] = self._take(batch, row, missing)
         rests: dict[int, _Piece] = {}
         groups = [[row for row in rows if row in pieces] for rows in shared_prompts(batch)]
         shared = [rows for rows in groups if len(rows) > 1 and self._are_new(batch, rows)]
@@ -345,13 +304,15 @@ class LearnedHead:
         self._read_pieces(batch, {row: rest for row, rest in rests.items() if rest.token_ids})
 
     def _take(self, batch: DecodeBatch, row: int, count: int) -> _Piece:
-        states = self._unread.take(batch.slots[row])
-        if len(states) != count:
+        """The last ``count`` of the tokens whose states are known; what was read ahead is not."""
+        states = batch.features[row] if batch.features else None
+        known = 0 if states is None else len(states)
+        if states is None or not 0 < count <= known:
             raise ModelError(
                 f"slot {batch.slots[row]}: the draft head needs the target's hidden states of "
-                f"{count} tokens, and batch.features holds {len(states)}"
+                f"{count} tokens, and batch.features holds {known}"
             )
-        return _Piece(batch.contexts[row][-count:], states)
+        return _Piece(batch.contexts[row][-count:], states[known - count :])
 
     def _are_new(self, batch: DecodeBatch, rows: Sequence[int]) -> bool:
         return batch.prompt_lengths[rows[0]] > 1 and not any(

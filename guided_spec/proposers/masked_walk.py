@@ -19,7 +19,7 @@ from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.host import host_integers
-from guided_spec.ops.mailbox import Mailbox, answer, answer_later, before_waiting, fetch_rows
+from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
@@ -128,6 +128,11 @@ class MaskedDraft:
         self._depth = turn.first()  # the next position to walk
         self._depths = len(room.ids)
 
+    @property
+    def is_walked(self) -> bool:
+        """Whether the device waits for nothing any more."""
+        return self._depth >= self._depths
+
     def begin(self) -> None:
         """Fill the first mask. Positions before it are of given tokens only."""
         with self._turn.at_work() as lookahead:
@@ -135,7 +140,10 @@ class MaskedDraft:
                 self._post(lookahead, depth)
 
     def walk(self, count: int | None = None) -> None:
-        """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each."""
+        """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each.
+
+        Does nothing once all are walked.
+        """
         end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
             with self._turn.at_work() as lookahead:
@@ -161,7 +169,6 @@ class MaskedDraft:
     def _end(self) -> None:
         self._depth = self._depths
         self._mailbox.release()
-        answer_later(None)
 
     def _check(self) -> None:
         if self.room.ids.is_cuda:
@@ -211,11 +218,8 @@ class MaskedWalk:
         ticket = self._mailbox.begin()
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
         draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
-        answer_later(draft.begin)
         picker = _Picker(self, ticket, len(slots), room, sampling, noise)
-        self._head.walk_by(picker, slots, count, token_ids)
-        before_waiting()
-        answer_later(draft.walk)
+        self._head.walk_by(picker, slots, count, token_ids, draft.begin)
         return draft
 
     def capture(self) -> Iterator[None]:

@@ -7,7 +7,7 @@ import importlib
 import json
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import jsonschema
 import pytest
 
 import guided_spec
-from guided_spec import LLM, DecodeBatch, Draft, GrammarSpec, SamplingParams
+from guided_spec import LLM, DecodeBatch, GrammarSpec, SamplingParams
+from guided_spec.core import DraftInFlight
 from guided_spec.models.loading import load_model, load_tokenizer
 from tests.docs.pages import ROOT, read_blocks
 
@@ -92,9 +93,9 @@ def test_any_proposer_gives_the_plain_text(
     engine = page.TinyEngine(model, tokenizer, proposer)
     verify, widths = engine.target.verify, list[int]()
 
-    def counting(batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> Any:
-        widths.append(draft.token_ids.shape[1])
-        return verify(batch, draft, most)
+    def counting(batch: DecodeBatch, flight: DraftInFlight) -> Any:
+        widths.append(flight.draft.token_ids.shape[1])
+        return verify(batch, flight)
 
     engine.target.verify = counting
     assert write(engine) == plain

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine import engine
+from guided_spec.engine import target as engine_target
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
@@ -31,7 +33,6 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotHead
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.host import Download
-from guided_spec.proposers import learned_head
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
@@ -223,6 +224,10 @@ class Watched(NamedTuple):
     def is_underway(self) -> bool:
         return self.inner.is_underway
 
+    @property
+    def answer(self) -> Callable[[], None] | None:
+        return self.inner.answer
+
     def finish(self) -> Draft:
         draft, batch = self.inner.finish(), self.batch
         for constraint, context, prompt in zip(
@@ -311,14 +316,14 @@ def test_a_head_that_rests_reads_later(
     found, reads, read = [], Counter[int](), kind.read
     proposer = f"chain:ngram+{method}" if is_chained else method
     monkeypatch.setattr(engine, "build_draft_length", lambda _: NowAndThen())
-    for most in (learned_head.MOST_UNREAD, 12, 0):
+    for most in (engine_target.MOST_KEPT, 12, 0):
 
         def counting(*arguments: Any, most: int = most) -> None:
             reads[most] += 1
             read(*arguments)
 
         monkeypatch.setattr(kind, "read", counting)
-        monkeypatch.setattr(learned_head, "MOST_UNREAD", most)
+        monkeypatch.setattr(engine_target, "MOST_KEPT", most)
         options: Any = {"max_batch_size": batch_size, "kernels": kernels}
         found.append(taught(method).generate(proposer, PARAMS, **options))
     assert all(tokens(one) == tokens(taught(method).guided) for one in found)

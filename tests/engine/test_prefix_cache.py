@@ -86,9 +86,9 @@ def test_what_is_cached_is_not_read_again(
     read: list[int] = []
     forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any) -> Any:
+    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
         read.extend(prompt.start for prompt in prompts for _ in prompt.token_ids)
-        return forward(target, tokens, rows, prompts)
+        return forward(target, tokens, rows, prompts, *answer)
 
     monkeypatch.setattr(SlotTarget, "_read_line", reading)
     with make(headed) as llm:

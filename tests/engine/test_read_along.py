@@ -30,12 +30,12 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     calls = Counter[str]()
     forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any) -> Any:
+    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
         kind = "along" if rows.slots else "alone"
         calls[kind] += bool(prompts)
         count = sum(len(prompt.token_ids) for prompt in prompts)
         calls[f"most {kind}"] = max(calls[f"most {kind}"], count)
-        return forward(target, tokens, rows, prompts)
+        return forward(target, tokens, rows, prompts, *answer)
 
     monkeypatch.setattr(SlotTarget, "_read_line", reading)
     return calls

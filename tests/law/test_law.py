@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guided_spec import core
-from guided_spec.core import DecodeBatch, TargetOutput, from_propose
+from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput, from_propose
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -131,8 +131,8 @@ class Tables:
     def __init__(self, case: Case) -> None:
         self.case = case
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
-        return TargetOutput(verify(nodes_of(batch), draft))
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        return TargetOutput(verify(nodes_of(batch), flight.draft))
 
     def propose(self, batch: DecodeBatch, lookahead: Lookahead) -> Draft:
         batch = self.case.drafting(batch)

@@ -12,18 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from guided_spec.masks.rows import MaskRows
 from guided_spec.ops import mailbox
 from guided_spec.ops.mailbox import (
     LAST_TICKET,
     UNTICKETED,
     Mailbox,
     answer,
-    answer_later,
-    before_waiting,
     can_share,
     fetch_rows,
-    is_awaited,
 )
 
 CPU = torch.device("cpu")
@@ -119,27 +115,6 @@ def test_tickets_begin_again() -> None:
     box = Mailbox(1, 1, WORDS, CPU)
     box.ticket = LAST_TICKET
     assert box.begin() == 1 != UNTICKETED
-
-
-def test_a_thread_answers_before_it_waits() -> None:
-    done: list[int] = []
-    answer_later(lambda: done.append(1))
-    answer_later(lambda: done.append(2))  # in place of the first
-    with beside(before_waiting):  # another thread's concern is its own
-        pass
-    assert is_awaited()
-    assert not done
-    before_waiting()
-    before_waiting()
-    assert done == [2]
-    assert not is_awaited()
-
-
-def test_a_step_begins_with_nothing_left_to_answer() -> None:
-    answer_later(lambda: pytest.fail("the draft of a step that failed is walked"))
-    MaskRows(1, 2, 32, CPU).clear()
-    assert not is_awaited()
-    before_waiting()
 
 
 def test_a_cpu_is_not_shared_with() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -44,6 +45,7 @@ class Flight(NamedTuple):
     draft: Draft
     most: tuple[int, ...]
     lookahead: Lookahead
+    answered: list[str]
 
     @property
     def is_walked(self) -> bool:
@@ -52,6 +54,10 @@ class Flight(NamedTuple):
     @property
     def is_underway(self) -> bool:
         return True
+
+    @property
+    def answer(self) -> Callable[[], None]:
+        return partial(self.answered.append, "answer")
 
     def finish(self) -> Draft:
         legal = self.lookahead.extend(self.draft.token_ids.tolist())
@@ -68,6 +74,7 @@ class Launched:
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, object | None]] = []
+        self.answered: list[str] = []
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -79,7 +86,7 @@ class Launched:
             min(count, limit - start) for limit, start in zip(batch.limits, starts, strict=True)
         )
         ids = torch.full((len(batch), count), 3)
-        return Flight(Draft(ids, torch.tensor(most)), most, lookahead)
+        return Flight(Draft(ids, torch.tensor(most)), most, lookahead, self.answered)
 
     def release(self, slots: Sequence[int]) -> None:
         """Nothing is kept."""
@@ -183,6 +190,10 @@ def test_a_draft_under_way_ends_the_chains(monkeypatch: pytest.MonkeyPatch) -> N
     assert flight.most == (3, 2, 3)
     assert flight.draft.token_ids.tolist() == [[1, 1, 3], [3, 3, 0], [1, 3, 3]]
     assert lookahead.drafted == [[1, 1], [], [1]]
+    assert two.answered == ["answer"]  # before the third read
+    assert flight.answer is not None
+    flight.answer()
+    assert (two.answered, three.answered) == (["answer"] * 2, [])
     draft = flight.finish()
     assert draft.token_ids.tolist() == flight.draft.token_ids.tolist()
     assert draft.num_tokens.tolist() == [3, 2, 3]

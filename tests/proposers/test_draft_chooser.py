@@ -57,10 +57,15 @@ class Watched(GraphPool):
         self.seen: list[tuple[set[str], set[str]]] = []
 
     def run(
-        self, key: Hashable, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs = NOTHING
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+        beside: Callable[[], None] | None = None,
     ) -> Any:
         self.seen.append((set(inputs), set(fixed)))
-        return super().run(key, inputs, body, fixed)
+        return super().run(key, inputs, body, fixed, beside)
 
 
 def test_a_drafters_own_logits_are_read_where_they_lie() -> None:

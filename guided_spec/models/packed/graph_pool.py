@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.ops.host import host_integers
-from guided_spec.ops.mailbox import before_waiting, is_awaited
 
 __all__ = [
     "NOTHING",
@@ -121,6 +120,7 @@ class GraphPool:
         inputs: Inputs,
         body: Callable[[Inputs], Any],
         fixed: Inputs = NOTHING,
+        beside: Callable[[], None] | None = None,
     ) -> Any:
         """``body`` of ``inputs`` and ``fixed``, captured at the first call with ``key``.
 
@@ -131,34 +131,41 @@ class GraphPool:
         fixed: tensors on the device that are read where they lie, without a copy.
         body: must not wait for the device. It may change its inputs in place; what else it writes
             must not depend on how often it runs, which at the first call is several times.
+        beside: what a device that runs, or is launched here, waits for this thread to do. It is
+            done once, beside the launch, and before a capture.
 
         Returns what ``body`` returned; on CUDA the next call overwrites it, with whatever key: the
         graphs share their memory. What is to stay must be copied, or written elsewhere by ``body``.
         """
         if key not in self._captured:
+            if beside is not None:  # a capture waits for the device
+                beside()
+                beside = None
             self.prepare(key, inputs, body, fixed)
         found = self._captured[key]
         for name, value in inputs.items():
             found.inputs[name].copy_(value, non_blocking=True)
         if found.graph is None:
-            return body({**found.inputs, **fixed})
-        self._replay(found.graph)
+            outputs = body({**found.inputs, **fixed})
+            if beside is not None:
+                beside()
+            return outputs
+        self._replay(found.graph, beside)
         return found.outputs
 
-    def _replay(self, graph: Any) -> None:
-        if not is_awaited():
+    def _replay(self, graph: Any, beside: Callable[[], None] | None) -> None:
+        if beside is None:
             graph.replay()
             return
         # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
         stream = torch.cuda.current_stream(self._device)
         launched = _launcher().submit(_launch, graph, stream)
         try:
-            before_waiting()
+            beside()
         finally:
             launched.result()
 
     def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
-        before_waiting()
         static = {
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()

@@ -7,7 +7,7 @@ are: their launches take less time than their kernels.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import product
 from typing import NamedTuple
@@ -207,11 +207,16 @@ class PackedLM:
         self._device = tables.tables.device
 
     def forward_line(
-        self, token_ids: Tensor, rows: Rows, layers: tuple[int, ...] = ()
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        layers: tuple[int, ...] = (),
+        beside: Callable[[], None] | None = None,
     ) -> LineOutput:
         """Feed tokens int64 [N], those of ``rows`` in turn; nothing waits for the device.
 
-        token_ids: on the device or the host. layers: as of ``CausalLM.forward``.
+        token_ids: on the device or the host. layers: as of ``CausalLM.forward``. beside: as of
+        ``GraphPool.run``; without a graph it is left to be done later.
 
         Raises ModelError where no blocks are free for the rows.
         """
@@ -232,7 +237,7 @@ class PackedLM:
         if self._graphs is None or not shape.has_graph:
             states, hidden = body(upload(inputs, self._device))
         else:
-            states, hidden = self._graphs.run((shape, layers), inputs, body)
+            states, hidden = self._graphs.run((shape, layers), inputs, body, beside=beside)
         kept = max(total, 1)  # rows of no tokens ask for some all the same
         return LineOutput(states[:kept], None if hidden is None else hidden[:kept])
 

@@ -156,11 +156,13 @@ class Scored(NamedTuple):
 class _Rows(NamedTuple):
     """The rows of a draft.
 
-    places: as of ``pack_places``. given: see ``PackedSlotHead.walk_greedily``.
+    places: as of ``pack_places``. given: see ``PackedSlotHead.walk_greedily``. beside: see
+    ``GraphPool.run``.
     """
 
     places: Sequence[Sequence[int]]
     given: Tensor | None
+    beside: Callable[[], None] | None = None
 
 
 class PackedSlotHead:
@@ -334,13 +336,20 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def walk_by(
-        self, picker: Picker, slots: Sequence[int], count: int, given: Tensor | None = None
+        self,
+        picker: Picker,
+        slots: Sequence[int],
+        count: int,
+        given: Tensor | None = None,
+        beside: Callable[[], None] | None = None,
     ) -> None:
         """Draft ``count`` tokens that ``picker`` picks: one graph for all.
 
-        given: as of ``walk_greedily``. All but the last are appended.
+        given: as of ``walk_greedily``. All but the last are appended. beside: what the picker waits
+        for while it is launched.
         """
-        rows = _Rows((slots, self._ends(slots), [picker.ticket] * len(slots)), given)
+        places = (slots, self._ends(slots), [picker.ticket] * len(slots))
+        rows = _Rows(places, given, beside)
         body = partial(self._draft_by, picker, count)
         self._run_draft(picker.key, count, rows, body, picker.inputs)
 
@@ -506,7 +515,7 @@ class PackedSlotHead:
             still = pack_places([[] for _ in rows.places], size)
             self.graphs.prepare(key, {**inputs, "places": still}, body)
         inputs["places"] = pack_places(rows.places, size)
-        found, last = self.graphs.run(key, inputs, body)
+        found, last = self.graphs.run(key, inputs, body, beside=rows.beside)
         self._keep(slots, last)
         for slot in slots:
             self._depths[slot] += count - 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, TargetOutput
+from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.errors import BudgetTooSmallError, ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
@@ -22,7 +22,7 @@ from guided_spec.guide import Guide
 from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor
 from guided_spec.proposers import build_proposer
 from guided_spec.step import commit, speculative_step
-from guided_spec.types import Draft, DraftPolicy, SamplingParams
+from guided_spec.types import DraftPolicy, SamplingParams
 from tests.grammar.backends.own_backends import Listed
 from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model, tiny_tokenizer
 from tests.toys import CPU, toy_context
@@ -153,8 +153,8 @@ def test_its_texts_end_within_their_budget() -> None:
 class EvenTarget:
     """A model to which all tokens are alike."""
 
-    def verify(self, batch: DecodeBatch, draft: Draft, most: Sequence[int]) -> TargetOutput:  # noqa: ARG002
-        width = draft.token_ids.shape[1] + 1
+    def verify(self, batch: DecodeBatch, flight: DraftInFlight) -> TargetOutput:
+        width = flight.draft.token_ids.shape[1] + 1
         return TargetOutput(torch.zeros(len(batch), width, VOCAB_SIZE))
 
 

@@ -299,6 +299,17 @@ def test_without_cuda_a_pool_runs_the_function() -> None:
     assert len(pool) == 2
 
 
+def test_a_pool_answers_once_beside_each_run() -> None:
+    pool, done = GraphPool(CPU), list[str]()
+
+    def body(_: Inputs) -> None:
+        done.append("run")
+
+    for _ in range(2):
+        pool.run("key", {}, body, beside=lambda: done.append("answer"))
+    assert done == ["answer", "run", "run", "answer"]  # before a capture, else behind the launch
+
+
 @pytest.mark.parametrize("draft_vocab_size", [24, None])
 def test_a_greedy_walk_is_one_step_after_another(
     draft_vocab_size: int | None, tmp_path: Path
