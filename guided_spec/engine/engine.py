@@ -423,7 +423,7 @@ class Engine:
         return []
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
-        pieces = []
+        pieces = list[Piece]()
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
