@@ -173,14 +173,17 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 # Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
 # less than a forward of their own, which reads the weights again. No text waits long for them.
 ALONG = 512
+# Steps that what waits to be read is spread over, where that is more.
+STEPS_TO_READ = 16
 
 
-def tokens_along(num_unread: int, num_slots: int, most: int) -> int:
+def tokens_along(num_unread: int, most: int) -> int:
     """Prompt tokens, of ``most``, that the next verify forward reads besides.
 
-    The more slots have a prompt to read, the longer may the others wait for them.
+    The more of them wait, the longer may the texts that decode wait for each forward: all end
+    sooner so.
     """
-    return min(max(ALONG, most * num_unread // num_slots), most)
+    return min(max(ALONG, num_unread // STEPS_TO_READ), most)
 
 
 class Piece(NamedTuple):
@@ -413,7 +416,7 @@ class Engine:
         is_decoding = bool(self._scheduler.running(State.DECODE))
         budget = self._config.prefill_tokens
         if is_decoding:
-            budget = tokens_along(len(unread), self.num_slots, budget)
+            budget = tokens_along(sum(request.num_unread for request in unread), budget)
         pieces = self._next_pieces(unread, budget)
         if is_decoding:
             return pieces

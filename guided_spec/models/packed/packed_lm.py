@@ -42,7 +42,7 @@ UNCAPTURED = (4 * LARGEST_GRAPH, LARGEST_GRAPH + 16, LARGEST_GRAPH + 1)
 # Groups of texts that begin alike, in a forward that reads such beginnings once. Where fewer
 # positions of a layer are saved, the launches for it take longer than reading them again.
 MOST_GROUPS = 8
-WORTH_SHARING = 8192
+WORTH_SHARING = 16_384
 
 
 class Rows(NamedTuple):
