@@ -39,9 +39,10 @@ LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their la
 # Tokens of the forwards without a graph that run beforehand, for their kernels: Triton compiles one
 # for a number that is a multiple of 16, and texts are cut into more parts where tokens are few.
 UNCAPTURED = (4 * LARGEST_GRAPH, LARGEST_GRAPH + 16, LARGEST_GRAPH + 1)
-# Groups of texts that begin alike, in a forward that reads such beginnings once. Where fewer
-# positions of a layer are saved, the launches for it take longer than reading them again.
+# Groups of texts that begin alike, in a forward of so many tokens that reads such beginnings once.
+# Where fewer positions of a layer are saved, launches for it take longer than reading them again.
 MOST_GROUPS = 8
+SHARED_FROM = 8
 WORTH_SHARING = 16_384
 
 
@@ -225,7 +226,7 @@ class PackedLM:
         if self._graphs is None:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
-            groups = rows.alike(self._tables)
+            groups = rows.alike(self._tables) if total >= SHARED_FROM else ()
             shape = LineShape.of(total, batch, self._room, num_groups=len(groups))
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
@@ -274,10 +275,10 @@ class PackedLM:
         """
         if self._graphs is None:
             return
-        none, num_slots = Rows((), (), ()), self._room[0]
+        none = Rows((), (), ())
         for size, num_groups in product((*UNCAPTURED, *reversed(SIZES)), (0, MOST_GROUPS)):
-            if num_groups and min(size, num_slots) < 2:
-                continue  # no two texts are in it
+            if num_groups and size < SHARED_FROM:
+                continue
             shape = LineShape.of(size, 0, self._room, num_groups=num_groups)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
