@@ -141,9 +141,10 @@ def _lines(figure: Figure) -> Any:
 
 def _panels(count: int, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    canvas = Canvas(figsize=(9, height), layout="constrained")
-    canvas.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+    canvas = Canvas(figsize=(9, height), layout=layout)
     panels = canvas.subplots(1, count, squeeze=False)[0]
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
