@@ -7,7 +7,8 @@ GuidedSpecError
 │   └── VocabularyMismatchError          a draft model with another vocabulary than the target
 ├── TrainingStoppedError                 a signal ended a training run, which was saved
 ├── RequestError                         one request cannot be served; the others go on
-│   ├── PromptError                      empty, of the wrong type, or longer than the context
+│   ├── PromptError                      empty or of the wrong type
+│   │   └── PromptTooLongError           longer than the context
 │   ├── BudgetTooSmallError              max_tokens is below the grammar's shortest text
 │   ├── NoTokenLeftError                 bans, or bans and the grammar, forbid every token
 │   └── RequestCancelledError            the caller cancelled it
@@ -34,6 +35,7 @@ __all__ = [
     "ModelError",
     "NoTokenLeftError",
     "PromptError",
+    "PromptTooLongError",
     "RequestCancelledError",
     "RequestError",
     "TrainingStoppedError",
@@ -108,7 +110,11 @@ class RequestError(GuidedSpecError):
 
 
 class PromptError(RequestError):
-    """The prompt is empty, of the wrong type, or longer than the context."""
+    """The prompt is empty, of the wrong type, or too long."""
+
+
+class PromptTooLongError(PromptError):
+    """The prompt leaves no room in the context for a token."""
 
 
 class BudgetTooSmallError(RequestError):

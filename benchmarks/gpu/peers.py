@@ -25,9 +25,11 @@ from guided_spec.models.loading import end_of_text_ids
 __all__ = [
     "VLLM_METHODS",
     "VllmEnvironment",
+    "end_group",
     "measure_transformers",
     "measure_vllm",
     "start_vllm",
+    "vllm_environment",
     "vllm_grammar",
     "vllm_measurement",
     "vllm_plan",
@@ -181,9 +183,6 @@ def start_vllm(
     name: of the log ``vllm_NAME.log`` and of the result beside it. variables: further ones of the
     environment. path: folders in front of ``where``'s site.
     """
-    environment = {**os.environ, **ENVIRONMENT, **(variables or {})}
-    site = where.site if where.site is not None else os.environ.get("PYTHONPATH")
-    environment["PYTHONPATH"] = os.pathsep.join([*path, *([site] if site else [])])
     with tempfile.TemporaryDirectory() as scratch:
         asked = Path(scratch) / "plan.json"
         folder = where.logs or Path(scratch)
@@ -198,7 +197,7 @@ def start_vllm(
                 [*script, str(asked), str(answer)],
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment,
+                env=vllm_environment(where, path) | dict(variables or {}),
                 start_new_session=True,  # so that its own processes can be ended with it
             )
             code = _wait(process, where.limit)
@@ -210,18 +209,26 @@ def start_vllm(
     return result
 
 
+def vllm_environment(where: VllmEnvironment, path: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of a process that runs vLLM. path: folders in front of ``where``'s site."""
+    site = where.site if where.site is not None else os.environ.get("PYTHONPATH")
+    path = [*path, *([site] if site else [])]
+    return {**os.environ, **ENVIRONMENT, "PYTHONPATH": os.pathsep.join(path)}
+
+
 def _wait(process: subprocess.Popen[bytes], limit: float) -> int:
     """Its exit status. Whatever ends the waiting ends the process and those that it started."""
     try:
         return process.wait(limit)
     except subprocess.TimeoutExpired:
-        return _kill(process)
+        return end_group(process)
     except BaseException:  # Ctrl-C does not reach another session
-        _kill(process)
+        end_group(process)
         raise
 
 
-def _kill(process: subprocess.Popen[bytes]) -> int:
+def end_group(process: subprocess.Popen[bytes]) -> int:
+    """Kill a process that began a session, and those that it started; its exit status."""
     os.killpg(process.pid, signal.SIGKILL)
     return process.wait()
 

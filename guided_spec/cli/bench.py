@@ -20,6 +20,7 @@ from guided_spec.cli.console import (
     stderr,
     working,
 )
+from guided_spec.errors import ConfigError
 from guided_spec.evaluate.figure import require_matplotlib
 from guided_spec.types import SamplingParams
 
@@ -41,7 +42,7 @@ def bench(
     model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
     draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
-    batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 1,
+    batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
     limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
@@ -50,7 +51,7 @@ def bench(
     device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
     ] = None,
@@ -64,12 +65,14 @@ def bench(
     held-out documents that come with the package are used.
     """
     load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
-    load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
+    batches = _batch_sizes(batch_size)
+    load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": max(batches)}
     load["verifier"] = verifier
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     if plot is not None:
         require_matplotlib("--plot", str(plot))  # before anything runs
-    asked = _Asked(workload, limit, (proposers or _default_proposers(model)).split(","), params)
+    names = (proposers or _default_proposers(model)).split(",")
+    asked = _Asked(workload, limit, names, params, batches)
     measurements = _compare(asked, model, load, profile)
     report = [measurement.as_dict() for measurement in measurements]
     _write(output, report)
@@ -88,6 +91,7 @@ class _Asked(NamedTuple):
     limit: int | None
     proposers: list[str]
     params: SamplingParams
+    batch_sizes: list[int]
 
 
 def _compare(
@@ -100,12 +104,19 @@ def _compare(
     from guided_spec.evaluate.workload import load_workload
 
     items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
-    with_transformers = load["max_batch_size"] == 1 and asked.params.temperature == 0
-    plan = Plan(items, asked.proposers, asked.params, with_transformers)
+    is_greedy = asked.params.temperature == 0
+    plan = Plan(items, asked.proposers, asked.params, is_greedy, asked.batch_sizes)
     with working("loading the model"):
         llm = LLM(model, "none", **{name: v for name, v in load.items() if v is not None})
     with llm, profiling(profile):
         return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
+
+
+def _batch_sizes(text: str) -> list[int]:
+    sizes = [int(part) if part.isdecimal() else 0 for part in text.split(",")]
+    if min(sizes) < 1:
+        raise ConfigError("--batch-size", text, "must be numbers of at least 1, comma-separated")
+    return sizes
 
 
 def _write(output: Path | None, report: Any) -> None:
@@ -133,13 +144,23 @@ def _default_proposers(model: str | None) -> str:
 
 
 def _table(measurements: list[Measurement]) -> Table:
-    """Within 80 columns; ``as_dict`` has more."""
-    heads = ("tokens\n/s", "tokens\n/forward", "accepted", "mask µs\n/token", "valid", "same\ntext")
+    """Within 80 columns; ``as_dict`` has more. Several batch sizes have a column."""
+    is_one_size = len({m.batch_size for m in measurements}) == 1
+    heads: tuple[str, ...] = (
+        "tokens\n/s",
+        "tokens\n/forward",
+        "accepted",
+        "mask µs\n/token",
+        "valid",
+        "same\ntext",
+    )
+    heads = heads if is_one_size else ("batch", *heads)
     columns = (Column(head, justify="right", no_wrap=True) for head in heads)
     table = Table(Column("proposer", overflow="fold"), *columns, box=SIMPLE, padding=0)
     for m in measurements:
         table.add_row(
             m.name,
+            *(() if is_one_size else (str(m.batch_size),)),
             f"{m.tokens_per_second:.0f}",
             f"{m.acceptance_length:.2f}",
             f"{m.accepted / m.drafted:.0%}" if m.drafted else "",

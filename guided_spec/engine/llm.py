@@ -405,17 +405,18 @@ class LLM:
         """How many samples run and wait, of all callers."""
         return self._worker.load
 
-    def with_proposer(self, proposer: str, draft: Any = None) -> LLM:
+    def with_proposer(self, proposer: str, draft: Any = None, **changes: Any) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
 
         draft: as for the constructor; None is this one's own, and the bundled model's is what fits
-            the proposer.
+            the proposer. changes: settings of the engine that are to differ, by name.
 
         The two must not generate at the same time: a model runs in one thread.
         """
         settings = {f.name: getattr(self.config, f.name) for f in fields(self.config)}
         settings["max_model_len"] = self.max_model_len  # though the memory has less room by now
         draft = self._draft if draft is None else draft
+        settings |= changes
         return LLM(self.model, proposer, draft=draft, tokenizer=self.tokenizer, **settings)
 
     def encode(self, prompt: Prompt) -> list[int]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.errors import PromptError
+from guided_spec.errors import PromptError, PromptTooLongError
 
 __all__ = ["Message", "Prompt", "PromptEncoder", "Prompts", "split_prompts", "text_ids"]
 
@@ -87,7 +87,7 @@ class PromptEncoder:
                 raise PromptError("prompt='': it has no tokens; pass at least one word")
             token_ids = [bos]
         if len(token_ids) >= self._max_model_len:
-            raise PromptError(
+            raise PromptTooLongError(
                 f"prompt has {len(token_ids)} tokens, but only {self._max_model_len - 1} fit "
                 f"before the first generated one: shorten it, or raise max_model_len"
             )

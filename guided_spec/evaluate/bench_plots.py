@@ -1,4 +1,4 @@
-"""The plots of a ``guided-spec bench`` report: speed, acceptance by position, and mask cost."""
+"""The plots of a ``guided-spec bench`` report: speed, acceptance, and what masks cost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import Figure, draw
+from guided_spec.evaluate.figure import Figure, write_figure
 
 __all__ = ["Origin", "bench_figures", "draw_bench"]
 
@@ -18,6 +18,7 @@ MOST_POSITIONS = 16
 BASELINES = ("none", "transformers")
 PACKAGES = ("guided-spec", "torch", "transformers", "xgrammar")
 Report = Sequence[Mapping[str, Any]]
+_Rows = dict[int, dict[str, Mapping[str, Any]]]
 
 
 class Origin(NamedTuple):
@@ -39,7 +40,8 @@ class Origin(NamedTuple):
 def draw_bench(report: Report, folder: Path, origin: Origin) -> list[Path]:
     """Write the plots of ``bench_figures`` to ``folder``, as SVG; returns where they are.
 
-    Raises ConfigError where matplotlib is missing, or the folder cannot be made.
+    Beside each lies its figure as JSON, from which ``draw`` makes it again. Raises ConfigError
+    where matplotlib is missing, or the folder cannot be made.
     """
     figures = bench_figures(report, origin)
     try:
@@ -47,9 +49,7 @@ def draw_bench(report: Report, folder: Path, origin: Origin) -> list[Path]:
     except OSError as error:
         fix = f"must be a folder that can be written to ({error.strerror})"
         raise ConfigError("--plot", str(folder), fix) from error
-    for name, figure in figures.items():
-        draw(figure, folder / f"{name}.svg")
-    return [folder / f"{name}.svg" for name in figures]
+    return [write_figure(figure, folder / f"{name}.json") for name, figure in figures.items()]
 
 
 def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
@@ -60,11 +60,12 @@ def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
     Raises ConfigError for a report that holds something else.
     """
     try:
-        rows = {_name(report, at): row for at, row in enumerate(report)}
+        rows = _by_batch(report)
         figures = {
-            "tokens_per_second": _speed(rows, origin),
+            "tokens_per_second": _bars(_SPEED, rows, origin),
+            "tokens_per_forward": _bars(_FORWARDS, rows, origin),
             "acceptance_by_position": _acceptance(rows, origin),
-            "mask_cost": _masks(rows, origin),
+            "mask_cost": _bars(_MASKS, rows, origin),
         }
     except (KeyError, TypeError) as error:
         fix = f"must be what guided-spec bench --output wrote ({type(error).__name__}: {error})"
@@ -72,45 +73,68 @@ def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
     return {name: figure for name, figure in figures.items() if figure is not None}
 
 
-def _name(report: Report, at: int) -> str:
-    """Of one row; a proposer that was measured twice gets its number."""
-    name: str = report[at]["name"]
-    before = sum(row["name"] == name for row in report[:at])
-    return f"{name} ({before + 1})" if before else name
+def _by_batch(report: Report) -> _Rows:
+    """Each batch size's rows by name; a proposer that was measured twice gets its number."""
+    rows: _Rows = {}
+    for row in report:
+        found, name = rows.setdefault(row["batch_size"], {}), row["name"]
+        before = sum(other["name"] == name for other in found.values())
+        found[f"{name} ({before + 1})" if before else name] = row
+    return rows
 
 
-def _speed(rows: Mapping[str, Any], origin: Origin) -> Figure | None:
-    values = {name: round(row["tokens_per_second"], 1) for name, row in rows.items()}
-    note = "Output tokens by wall time, prompts and drafts included."
-    return _bars("Tokens per second", "tokens/s", values, note, origin)
+class _Bars(NamedTuple):
+    """One figure of each row, as a bar. column: of the report."""
+
+    title: str
+    unit: str
+    column: str
+    digits: int
+    note: str
 
 
-def _masks(rows: Mapping[str, Any], origin: Origin) -> Figure | None:
-    costs = {name: row["mask_microseconds"] for name, row in rows.items()}
-    values = {name: round(cost, 1) for name, cost in costs.items() if cost is not None}
-    note = "Host time; where the target runs on a GPU, most of it passes beside its forward."
-    return _bars("What masks cost", "µs per output token", values, note, origin)
+_SPEED = _Bars(
+    *("Tokens per second", "tokens/s", "tokens_per_second", 1),
+    "Output tokens by wall time, prompts and drafts included.",
+)
+_FORWARDS = _Bars(
+    *("Tokens per forward pass of the target", "tokens/forward", "acceptance_length", 2),
+    "How many output tokens one pass brings to a request; plain decoding has 1.",
+)
+_MASKS = _Bars(
+    *("What masks cost", "µs per output token", "mask_microseconds", 1),
+    "Host time; where the target runs on a GPU, most of it passes beside its forward.",
+)
 
 
-def _bars(
-    title: str, unit: str, values: Mapping[str, float], note: str, origin: Origin
-) -> Figure | None:
-    if not any(values.values()):
+def _bars(what: _Bars, rows: _Rows, origin: Origin) -> Figure | None:
+    """A panel for each batch size."""
+    names = list(dict.fromkeys(name for found in rows.values() for name in found))
+    series = {name: [_rounded(found.get(name), what) for found in rows.values()] for name in names}
+    series = {name: values for name, values in series.items() if any(values)}
+    if not series:
         return None
     return Figure(
-        title=title,
+        title=what.title,
         style="bars",
-        x="",
-        ticks=[""],
-        unit=unit,
-        series={name: [value] for name, value in values.items()},
-        highlight=[name for name in values if name not in BASELINES],
-        note=note,
+        x="requests at a time",
+        ticks=[str(size) for size in rows],
+        unit=what.unit,
+        series=series,
+        highlight=[name for name in series if name not in BASELINES],
+        note=what.note,
         **_measured(origin),
     )
 
 
-def _acceptance(rows: Mapping[str, Any], origin: Origin) -> Figure | None:
+def _rounded(row: Mapping[str, Any] | None, what: _Bars) -> float | None:
+    value = None if row is None else row[what.column]
+    return None if value is None else round(value, what.digits)
+
+
+def _acceptance(by_batch: _Rows, origin: Origin) -> Figure | None:
+    """At the first batch size: it changes what is accepted by no more than rounding."""
+    rows = next(iter(by_batch.values()), {})
     drafted = {name: row["drafted_at"] for name, row in rows.items() if row["drafted_at"]}
     if not drafted:
         return None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["Figure", "draw", "require_matplotlib"]
+__all__ = ["Figure", "draw", "read_figure", "require_matplotlib", "write_figure"]
 
 GREY, TEXT = "#b8c1cc", "#52606d"
 COLOURS = (
@@ -33,7 +33,7 @@ class Figure:
 
     style: "bars" draws a panel for each tick, with an axis of its own; "lines" joins the ticks.
     ticks: what is varied, such as the numbers of requests. unit: of the values.
-    series: for each name as many values as there are ticks; a line has a gap where one is None.
+    series: for each name as many values as there are ticks; None is a gap, nothing was measured.
         Lines have the colour of what stands before the first comma of their names.
     highlight: the series in colour among bars, and solid among lines.
     note: what a reader has to know to read it right; it stands in the plot.
@@ -60,8 +60,6 @@ class Figure:
             if len(values) != len(self.ticks):
                 fix = f"{name!r} has {len(values)} values; give one for each of {self.ticks}"
                 raise ConfigError("series", values, fix)
-            if self.style == "bars" and None in values:
-                raise ConfigError("series", values, f"{name!r} has a gap; only lines may")
         if unknown := set(self.highlight) - set(self.series):
             raise ConfigError("highlight", sorted(unknown), f"choose of {list(self.series)}")
 
@@ -71,6 +69,27 @@ def require_matplotlib(argument: str, value: str) -> None:
     if importlib.util.find_spec("matplotlib") is None:
         fix = "drawing it needs matplotlib: pip install 'guided-spec[plots]'"
         raise ConfigError(argument, value, fix)
+
+
+def read_figure(path: Path) -> Figure:
+    """The figure in a JSON file, as ``write_figure`` wrote it.
+
+    Raises ConfigError, with the file's name, when it holds no figure.
+    """
+    try:
+        return Figure(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Figure))
+        raise ConfigError("figure", path.name, f"{error}; its keys are {names}") from error
+
+
+def write_figure(figure: Figure, path: Path) -> Path:
+    """Write the figure to ``path``, as JSON, and its plot beside it; returns where that is."""
+    text = json.dumps(dataclasses.asdict(figure), indent=2, ensure_ascii=False)
+    path.write_text(f"{text}\n", encoding="utf-8")
+    plot = path.with_suffix(".svg")
+    draw(figure, plot)
+    return plot
 
 
 def draw(figure: Figure, path: Path) -> None:
@@ -90,12 +109,14 @@ def draw(figure: Figure, path: Path) -> None:
 def _bars(figure: Figure) -> Any:
     names = list(figure.series)
     colours = [COLOURS[1] if name in figure.highlight else GREY for name in names]
-    canvas, panels = _panels(len(figure.ticks), 1.1 + 0.3 * len(names))
+    canvas, panels = _panels(len(figure.ticks), 1.3 + 0.3 * len(names))
     for index, (panel, tick) in enumerate(zip(panels, figure.ticks, strict=True)):
-        values = [v for name in names if (v := figure.series[name][index]) is not None]
-        bars = panel.barh(names, values, color=colours)
-        panel.bar_label(bars, labels=[f"{value:g}" for value in values], padding=3)
-        panel.set_xlim(0, 1.25 * max(values))
+        values = [figure.series[name][index] for name in names]
+        lengths = [value or 0.0 for value in values]
+        bars = panel.barh(names, lengths, color=colours)
+        labels = ["" if value is None else f"{value:g}" for value in values]
+        panel.bar_label(bars, labels=labels, padding=3)
+        panel.set_xlim(0, 1.25 * (max(lengths) or 1.0))
         panel.set_title(f"{figure.x}: {tick}" if tick else "", fontsize=10)
         panel.set_xlabel(figure.unit)
         panel.tick_params(left=False, labelleft=index == 0)
@@ -114,14 +135,16 @@ def _lines(figure: Figure) -> Any:
     panel.set_xlabel(figure.x)
     panel.set_ylabel(figure.unit)
     panel.grid(visible=True, axis="y", color="#e4e7eb")
-    panel.legend(frameon=False, fontsize=9)
+    panel.legend(frameon=False, fontsize=9, loc="center left", bbox_to_anchor=(1.0, 0.5))
     return canvas
 
 
 def _panels(count: int, height: float) -> tuple[Any, Any]:
     from matplotlib.figure import Figure as Canvas
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    canvas = Canvas(figsize=(9, height), layout="constrained")
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.1)  # inches
+    canvas = Canvas(figsize=(9, height), layout=layout)
     panels = canvas.subplots(1, count, squeeze=False)[0]
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)

@@ -52,13 +52,13 @@ __all__ = [
 class Measurement:
     """Totals over a workload.
 
-    name: the proposer, or the engine compared with.
+    name: the proposer, or the engine compared with. batch_size: requests that decode together.
     requests, failed, tokens: counts; seconds: wall time of the whole workload.
     forwards: target forwards that decoded, a forward over a batch counted once a request.
     drafted, accepted: draft tokens; drafted_at, accepted_at: of them at each position of a draft.
     mask_microseconds: host time on masks per output token; None where it was not measured.
     valid: share of the finished outputs that match their grammar.
-    same_text: share of the requests whose text equals the first measurement's.
+    same_text: share of the requests whose text equals that of ``none`` at the same batch size.
     """
 
     name: str
@@ -75,6 +75,7 @@ class Measurement:
     same_text: float = 1.0
     drafted_at: tuple[int, ...] = ()
     accepted_at: tuple[int, ...] = ()
+    batch_size: int = 1
 
     @property
     def tokens_per_second(self) -> float:
@@ -247,12 +248,15 @@ class Plan(NamedTuple):
 
     proposers: measured in this order, after plain constrained decoding (``none``); ``name=draft``
         is a proposer with another draft than the LLM's.
+    with_transformers: its ``generate`` too, where one request decodes at a time.
+    batch_sizes: requests that decode together, measured one after another.
     """
 
     items: Sequence[WorkItem]
     proposers: Sequence[str]
     params: SamplingParams
     with_transformers: bool
+    batch_sizes: Sequence[int] = (1,)
 
 
 def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measurement]:
@@ -263,23 +267,32 @@ def run_plan(llm: LLM, plan: Plan, report: Callable[[str], None]) -> list[Measur
     what the others' are compared with.
     """
     llm.close()  # its thread would share the cores with those that are measured
-    measurements: list[Measurement] = []
+    return [
+        replace(measurement, batch_size=size)
+        for size in plan.batch_sizes
+        for measurement in _run_batch(llm, plan, size, report)
+    ]
+
+
+def _run_batch(
+    llm: LLM, plan: Plan, size: int, report: Callable[[str], None]
+) -> Iterator[Measurement]:
     report("none")
-    plain, seconds = run_items(llm.with_proposer("none"), plan.items, plan.params)
+    engine = llm.with_proposer("none", max_batch_size=size)
+    plain, seconds = run_items(engine, plan.items, plan.params)
     texts = [completion.text for completion in plain]
-    measurements.append(_measure("none", plain, seconds, plan, texts))
-    if plan.with_transformers:
+    yield _measure("none", plain, seconds, plan, texts)
+    if plan.with_transformers and size == 1:
         report("transformers")
         # In a thread of its own, as our engine is: its pool of CPU threads ends with it.
         with ThreadPoolExecutor(1) as pool:
-            measurements.append(pool.submit(_run_baseline, llm, plan, texts).result())
+            yield pool.submit(_run_baseline, llm, plan, texts).result()
     for proposer in plan.proposers:
         name, _, draft = proposer.partition("=")
         report(name)
-        engine = llm.with_proposer(name, draft or None)
+        engine = llm.with_proposer(name, draft or None, max_batch_size=size)
         completions, seconds = run_items(engine, plan.items, plan.params)
-        measurements.append(_measure(name, completions, seconds, plan, texts))
-    return measurements
+        yield _measure(name, completions, seconds, plan, texts)
 
 
 class Timed(NamedTuple):

@@ -19,6 +19,7 @@ from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 
 import guided_spec
+from guided_spec.engine.chat import ChatOptions
 from guided_spec.engine.llm import LLM
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
@@ -37,7 +38,7 @@ from guided_spec.server.endpoints.replies import (
     TokenizeReply,
 )
 from guided_spec.server.endpoints.responses import ResponseAnswer
-from guided_spec.server.endpoints.sampling import plain_messages
+from guided_spec.server.endpoints.sampling import plain_messages, template_variables
 from guided_spec.server.faults import add_handlers, invalid_value, json_response
 from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
 from guided_spec.server.service import Service
@@ -169,9 +170,13 @@ def _add_tokenize_path(app: FastAPI, service: Service) -> None:
             raise invalid_value("pass prompt or messages", "prompt")
         if body.messages is not None:
             messages = plain_messages(body.messages, knows_developer=service.knows_developer)
-            prepared = await asyncio.to_thread(service.llm.prepare_chat, messages, body.tools)
+            variables = template_variables(body.chat_template_kwargs)
+            options: ChatOptions = {"chat_template_kwargs": variables}
+            prepare = service.llm.prepare_chat
+            prepared = await asyncio.to_thread(prepare, messages, body.tools, **options)
             prompt = prepared.prompt_ids
-        (token_ids,) = await service.encode([prompt])
+        param = "prompt" if body.messages is None else "messages"
+        (token_ids,) = await service.encode([prompt], param)
         texts = [service.token_bytes(token).decode("utf-8", "replace") for token in token_ids]
         reply = TokenizeReply(
             count=len(token_ids),

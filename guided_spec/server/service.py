@@ -12,6 +12,7 @@ from typing import Any
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.prompt import Prompt
+from guided_spec.errors import PromptError
 from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.settings import ServerSettings
@@ -64,18 +65,20 @@ class Service:
             message = f"the request asks for {num_samples} texts, and {limit} is the most"
             raise invalid_value(message, "n")
 
-    def require_prompt(self, prompt_ids: Sequence[int], param: str) -> None:
-        """Raise ApiError for a prompt that is too long. param: the argument that it came in."""
-        limit = self.settings.max_prompt_tokens
-        if limit is not None and len(prompt_ids) > limit:
-            message = f"the prompt has {len(prompt_ids)} tokens, and this server takes {limit}"
-            raise ApiError(400, message, code="context_length_exceeded", param=param)
+    async def encode(self, prompts: Sequence[Any], param: str) -> list[list[int]]:
+        """The tokens of prompts, off the event loop.
 
-    async def encode(self, prompts: Sequence[Any]) -> list[list[int]]:
-        """The tokens of prompts, off the event loop. Raises PromptError and ApiError."""
-        encoded = await asyncio.to_thread(lambda: [self.llm.encode(prompt) for prompt in prompts])
-        for prompt_ids in encoded:
-            self.require_prompt(prompt_ids, "prompt")
+        param: the argument that they came in. Raises ApiError, for prompts that are too long too.
+        """
+        try:
+            encoded = await asyncio.to_thread(lambda: [self.llm.encode(one) for one in prompts])
+        except PromptError as error:
+            raise api_error(error, param) from error
+        limit = self.settings.max_prompt_tokens
+        for length in map(len, encoded):
+            if limit is not None and length > limit:
+                message = f"the prompt has {length} tokens, and this server takes {limit}"
+                raise ApiError(400, message, code="context_length_exceeded", param=param)
         return encoded
 
     async def chunks(

@@ -13,9 +13,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks.plots import draw_all, main, read_figure
+from benchmarks.plots import draw_all, main
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import Figure, draw
+from guided_spec.evaluate.figure import Figure, draw, read_figure
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 FIGURE = Figure(
@@ -62,6 +62,15 @@ def test_a_plot_shows_all_of_its_figure(style: Any, tmp_path: Path) -> None:
     assert {"Speed", "plain", "drafted", "tokens/s", "A toy."} <= texts(path)
     assert style == "lines" or {"1.5", "11", "requests: 8"} <= texts(path)
     assert path.read_bytes() == again.read_bytes()
+
+
+def test_a_bar_that_was_not_measured_has_no_number(tmp_path: Path) -> None:
+    path = tmp_path / "speed.svg"
+    draw(dataclasses.replace(FIGURE, series={"plain": [1.5, None], "drafted": [3.0, 11.0]}), path)
+    assert {"plain", "1.5", "3", "11"} <= texts(path)
+    assert "None" not in texts(path)
+    empty = dataclasses.replace(FIGURE, series={"plain": [None, 2.0]}, highlight=[])
+    draw(empty, path)
 
 
 @pytest.mark.parametrize(

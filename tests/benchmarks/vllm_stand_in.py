@@ -67,13 +67,75 @@ class LLM:
         ]
 """
 
+_SERVER = """
+import argparse, json, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+parser = argparse.ArgumentParser(allow_abbrev=False)
+parser.add_argument("--host")
+parser.add_argument("--port", type=int)
+parser.add_argument("--disable-uvicorn-access-log", action="store_true")
+parser.add_argument("--speculative-config", type=json.loads, default={})
+parser.add_argument("--compilation-config", type=json.loads)
+parser.add_argument("--structured-outputs-config", type=json.loads)
+for name in ("model", "dtype", "max-model-len", "max-num-seqs", "max-num-batched-tokens",
+             "gpu-memory-utilization", "seed"):
+    parser.add_argument(f"--{name}", required=True)
+args = parser.parse_args()
+if args.speculative_config.get("method") == "ngram":
+    sys.exit("no such thing as ngram")
+
+running = []
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        body = json.dumps({"data": [{"id": "stand-in"}]}).encode()
+        self.answer(200, body)
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        assert asked["model"] == "stand-in" and asked["stream_options"] == {"include_usage": True}
+        if "refused" in str(asked.get("prompt")):
+            return self.answer(400, b"no such schema")
+        is_chat = self.path == "/v1/chat/completions"
+        wanted = asked.get("structured_outputs", {})
+        text = wanted.get("choice", ["free"])[0] if "wrong" not in str(asked) else "wrong"
+        running.append(self)
+        if asked.get("prompt") == "count":
+            text = str(len(running))
+        events = [{"choices": [{"delta": {"content": c}} if is_chat else {"text": c}]}
+                  for c in ("", text[:3], text[3:])]
+        events.append({"choices": [], "usage": {"completion_tokens": 4}})
+        if "broken" in str(asked):
+            events[2:] = [{"error": {"message": "out of memory"}}]
+        if "cut off" in str(asked):
+            events.pop()
+        self.send_response(200)
+        self.end_headers()
+        for event in events:
+            self.wfile.write(b"data: " + json.dumps(event).encode() + bytes([10, 10]))
+            time.sleep(0.01)
+        running.remove(self)
+        self.wfile.write(b"data: [DONE]" + bytes([10, 10]))
+    def answer(self, status, body):
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+ThreadingHTTPServer((args.host, args.port), Handler).serve_forever()
+"""
+
 
 def write_stand_in(folder: Path) -> None:
     """A package ``vllm`` below ``folder``: every draft of five has three accepted tokens.
 
-    It loads plugins and worker extensions as vLLM does, and cannot draft with n-grams.
+    It loads plugins and worker extensions as vLLM does, and cannot draft with n-grams. Its server
+    writes the first of the choices that it is asked for, in two pieces and four tokens.
     """
     package = folder / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text(_SOURCE)
     (package / "sampling_params.py").write_text("from vllm import SAMPLING\nexec(SAMPLING)\n")
+    server = package / "entrypoints" / "openai" / "api_server.py"
+    server.parent.mkdir(parents=True)
+    server.write_text(_SERVER)

@@ -357,6 +357,15 @@ def test_tables_fit_80_columns() -> None:
     lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
     assert all(any(line.strip().startswith(name) for line in lines) for name in names)
     assert any("12346" in line for line in lines)
+    sizes = [replace(row, name=name, batch_size=8) for name in names]
+    console.print(measurement_table([replace(row, name="none"), *sizes]))
+    assert max(map(len, console.file.getvalue().splitlines())) <= 80  # type: ignore[attr-defined]
+
+
+def test_bench_of_no_batch() -> None:
+    result = run("bench", "--batch-size", "1,x")
+    assert result.exit_code == 1
+    assert "--batch-size='1,x': must be numbers" in " ".join(result.stderr.split())
 
 
 def test_a_long_pointer_is_not_broken(tmp_path: Path) -> None:

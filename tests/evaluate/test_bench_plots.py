@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.bench_plots import Origin, bench_figures, draw_bench
+from guided_spec.evaluate.figure import read_figure
 from guided_spec.evaluate.measurement import Measurement
 from tests.benchmarks.test_plots import description, texts
 
@@ -60,8 +61,23 @@ def test_a_proposer_that_was_measured_twice() -> None:
     assert [*figures["tokens_per_second"].series] == ["ngram", "ngram (2)"]
 
 
+def test_each_batch_size_has_a_panel() -> None:
+    eight = [replace(one, batch_size=8, seconds=one.seconds / 2) for one in (PLAIN, NGRAM)]
+    figures = bench_figures(rows(PLAIN, BASELINE, NGRAM, *eight), ORIGIN)
+    speed = figures["tokens_per_second"]
+    assert (speed.x, speed.ticks) == ("requests at a time", ["1", "8"])
+    assert speed.series == {
+        "none": [50.0, 100.0],
+        "transformers": [25.0, None],  # where one request decodes at a time, and no other
+        "ngram": [100.0, 200.0],
+    }
+    assert figures["tokens_per_forward"].series["ngram"] == [1.0, 1.0]
+    assert [*figures["acceptance_by_position"].series] == ["ngram"]
+
+
 def test_what_was_not_measured_has_no_figure() -> None:
-    assert [*bench_figures(rows(BASELINE), ORIGIN)] == ["tokens_per_second"]
+    known = [*bench_figures(rows(BASELINE), ORIGIN)]
+    assert known == ["tokens_per_second", "tokens_per_forward"]
 
 
 @pytest.mark.parametrize("report", [[{"name": "none"}], [3], ["none"]])
@@ -76,7 +92,8 @@ def test_they_are_drawn(tmp_path: Path) -> None:
     assert [path.name for path in paths] == [
         f"{name}.svg" for name in bench_figures(report, ORIGIN)
     ]
-    speed, acceptance, _ = paths
+    speed, _, acceptance, _ = paths
+    assert read_figure(speed.with_suffix(".json")) == bench_figures(report, ORIGIN)[speed.stem]
     assert {"Tokens per second", "ngram", "100"} <= texts(speed)
     assert description(acceptance)["series"]["ngram"][:3] == [50.0, 0.0, None]
     (tmp_path / "file").write_text("")
@@ -87,13 +104,15 @@ def test_they_are_drawn(tmp_path: Path) -> None:
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "w.jsonl").write_text('{"prompt": "aaaa", "regex": "a{9}"}\n')
     arguments = ["bench", "--workload", str(tmp_path / "w.jsonl"), "--proposers", "ngram", "--json"]
-    arguments += ["--plot", str(tmp_path / "plots")]
+    arguments += ["--plot", str(tmp_path / "plots"), "--batch-size", "1,2"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
     measured = [json.loads(line) for line in result.stdout.splitlines()]
     assert sum(measured[-1]["drafted_at"]) == measured[-1]["drafted"] > 0
-    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert plots == ["acceptance_by_position.svg", "mask_cost.svg", "tokens_per_second.svg"]
+    assert [row["batch_size"] for row in measured] == [1, 1, 1, 2, 2]
+    plots = sorted(path.name for path in (tmp_path / "plots").glob("*.svg"))
+    known = ("acceptance_by_position", "mask_cost", "tokens_per_forward", "tokens_per_second")
+    assert plots == [f"{name}.svg" for name in known]
     assert all(name in result.stderr for name in plots)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused = CliRunner().invoke(app, arguments)

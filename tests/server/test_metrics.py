@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
-import pytest
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
@@ -123,17 +123,40 @@ def test_drafts_of_reasoning_are_counted_apart(llm: LLM) -> None:
     assert f"{name} {float(stats.reasoning)}" in lines
 
 
-@pytest.mark.parametrize("path", [DASHBOARD, ROOT / "docs" / "serve.md"], ids=lambda p: p.name)
-def test_what_is_written_of_metrics_exists(served: Running, path: Path) -> None:
-    """The dashboard and the page name metrics that there are; the page names all of them."""
+def test_the_page_names_all_metrics(served: Running) -> None:
     served.require_service()
     known = {name.partition("{")[0] for name in served.metrics()}
-    text = json.dumps(json.loads(path.read_text())) if path == DASHBOARD else path.read_text()
-    named = {*re.findall(r"\bguided_spec_[a-z_]+", text)}
-    assert named
+    named = {*re.findall(r"\bguided_spec_[a-z_]+", (ROOT / "docs" / "serve.md").read_text())}
     histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
     assert named - known - histograms == set()
-    if path != DASHBOARD:
-        derived = re.compile("_(created|bucket|count|sum)$")
-        everything = {name for name in known if not derived.search(name)} | histograms
-        assert everything - named == set()
+    derived = re.compile("_(created|bucket|count|sum)$")
+    everything = {name for name in known if not derived.search(name)} | histograms
+    assert everything - named == set()
+
+
+def test_the_dashboard_asks_for_what_there_is(served: Running) -> None:
+    """Every series and label of its queries; rates of counters, quantiles of histograms alone."""
+    served.require_service()
+    families = [*text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text)]
+    samples = [(family.type, sample) for family in families for sample in family.samples]
+    labels = {sample.name: {*sample.labels} for _, sample in samples}
+    counted = {sample.name for kind, sample in samples if kind in ("counter", "histogram")}
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    queries = [(panel, target["expr"]) for panel in panels for target in panel["targets"]]
+    for panel, query in queries:
+        names = {*re.findall(r"\bguided_spec_\w+", query)}
+        assert names
+        assert names <= labels.keys(), query
+        rates = {*re.findall(r"rate\((guided_spec_\w+)\[\$__rate_interval\]\)", query)}
+        assert rates == names & counted, query
+        assert ("histogram_quantile" in query) == any(name.endswith("_bucket") for name in names)
+        grouped = re.findall(r"by \(([\w, ]+)\)", query)
+        for name in names:
+            assert {*", ".join(grouped).split(", ")} - {""} <= labels[name], query
+        legends = " ".join(target["legendFormat"] for target in panel["targets"])
+        assert {*re.findall(r"{{(\w+)}}", legends)} <= set().union(
+            *(labels[name] for name in names)
+        )
+    shown = {name for _, query in queries for name in re.findall(r"\bguided_spec_\w+", query)}
+    derived = re.compile("_(created|bucket|count|sum)$")
+    assert {name for name in labels if not derived.search(name)} - shown == set()

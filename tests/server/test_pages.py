@@ -21,7 +21,6 @@ from tests.server.running import Running
 
 PAGE = ROOT / "docs" / "serve.md"
 ADDRESS = "http://127.0.0.1:8000"
-EXAMPLES = ROOT / "examples" / "serve"
 
 
 def options() -> dict[str, Any]:
@@ -63,15 +62,3 @@ def test_every_setting_has_its_row() -> None:
         if name in written and field.default is not None:
             assert written[name] == str(field.default)
             assert options()[name].default == field.default
-
-
-@pytest.mark.parametrize("name", ["guided-spec.service", "compose.yaml", "../../Dockerfile"])
-def test_examples_use_options_that_there_are(name: str) -> None:
-    text = (EXAMPLES / name).read_text()
-    (line,) = [one for one in text.splitlines() if re.match(r"ExecStart|CMD|\s+command:", one)]
-    used = re.findall(r"--[a-z-]+", line)
-    assert used
-    assert {*used} <= {*options()}
-    if name == "compose.yaml":
-        (context,) = re.findall(r"context: (\S+)", text)
-        assert (EXAMPLES / context / "Dockerfile").is_file()

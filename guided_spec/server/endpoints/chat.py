@@ -13,6 +13,7 @@ from typing import Any
 from guided_spec.engine.chat import ChatCompletion, ChatOptions, ChatRequest
 from guided_spec.engine.chat_stream import ChatChunk, ChatStream
 from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.errors import PromptError
 from guided_spec.server.endpoints.bodies import ChatBody
 from guided_spec.server.endpoints.logprobs import chat_logprobs
 from guided_spec.server.endpoints.replies import (
@@ -34,9 +35,10 @@ from guided_spec.server.endpoints.sampling import (
     plain_messages,
     require_length,
     sampling_params,
+    template_variables,
 )
 from guided_spec.server.endpoints.traces import SampleTraces
-from guided_spec.server.faults import invalid_value
+from guided_spec.server.faults import api_error
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
@@ -63,11 +65,13 @@ class ChatRun:
         service = self._service
         with service.admission.enter(self.num_samples):
             asked = asked_grammar(self._body, service.settings.max_schema_bytes)
-            request = await asyncio.to_thread(self._prepare, asked.spec)
-            service.require_prompt(request.prompt_ids, "messages")
-            self._tally.count_prompts([request.prompt_ids])
+            try:
+                request = await asyncio.to_thread(self._prepare, asked.spec)
+            except PromptError as error:
+                raise api_error(error, "messages") from error
+            prompts = await service.encode([request.prompt_ids], "messages")
+            self._tally.count_prompts(prompts)
             param = asked.param or ("tools" if self._body.tools else None)
-            prompts = [request.prompt_ids]
             is_traced = self._body.trace is not None
             args = (prompts, request.params, param, self._tally)
             stream = service.chunks(*args, is_traced=is_traced)
@@ -87,9 +91,12 @@ class ChatRun:
         if wanted is None:
             wanted, param = body.max_tokens, "max_tokens"
         limit = service.max_tokens(wanted, param)
+        variables = template_variables(body.chat_template_kwargs)
+        if body.reasoning_effort is not None:
+            variables["reasoning_effort"] = body.reasoning_effort
         options: ChatOptions = {
             "params": sampling_params(body, service.llm.default_params, limit),
-            "chat_template_kwargs": self._template_variables(),
+            "chat_template_kwargs": variables,
             "tool_format": service.settings.tool_format,
         }
         if grammar is not None:
@@ -102,16 +109,6 @@ class ChatRun:
             require_length(json.dumps(body.tools), service.settings.max_schema_bytes, "tools")
         messages = plain_messages(body.messages, knows_developer=service.knows_developer)
         return service.llm.prepare_chat(messages, body.tools or None, **options)
-
-    def _template_variables(self) -> dict[str, Any]:
-        variables = dict(self._body.chat_template_kwargs or {})
-        if "chat_template" in variables:  # a template is a program
-            param = "chat_template_kwargs"
-            message = f"{param}.chat_template: clients cannot bring a template of their own"
-            raise invalid_value(message, param)
-        if self._body.reasoning_effort is not None:
-            variables["reasoning_effort"] = self._body.reasoning_effort
-        return variables
 
 
 class ChatAnswer:

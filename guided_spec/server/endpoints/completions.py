@@ -89,7 +89,7 @@ class CompletionAnswer:
             limit = service.max_tokens(wanted, "max_tokens")
             params = sampling_params(body, service.llm.default_params, limit)
             params = replace(params, grammar=asked.spec)
-            encoded = await service.encode(self._prompts)
+            encoded = await service.encode(self._prompts, "prompt")
             self._tally.count_prompts(encoded)
             # Only the text itself can be echoed as it was.
             prompts: Sequence[Any] = self._prompts if body.echo else encoded

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from typing import Any
 
 from guided_spec.engine.chat_stream import ChatChunk, ChatStream, ToolCallDelta
+from guided_spec.errors import GuidedSpecError
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun
 from guided_spec.server.endpoints.replies import (
@@ -26,7 +27,7 @@ from guided_spec.server.endpoints.replies import (
     ResponseReply,
     ResponseUsage,
 )
-from guided_spec.server.faults import ApiError, invalid_value
+from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
@@ -34,6 +35,8 @@ __all__ = ["ResponseAnswer", "ResponseItems", "as_chat"]
 
 _LOGPROBS = "message.output_text.logprobs"
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
+_PARAMS = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}
+"""Arguments of a chat by their names here."""
 
 
 class ResponseAnswer:
@@ -62,6 +65,12 @@ class ResponseAnswer:
                 yield event(one, one.type)
 
     async def _events(self) -> AsyncGenerator[ResponseEvent, None]:
+        with _named_as_here():
+            async with aclosing(self._unnamed_events()) as events:
+                async for one in events:
+                    yield one
+
+    async def _unnamed_events(self) -> AsyncGenerator[ResponseEvent, None]:
         items, stream, reason = self._items, None, "stop"
         async with aclosing(self._run.requests()) as chunks:
             async for request, chunk in chunks:
@@ -211,6 +220,22 @@ class ResponseItems:
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
+
+
+@contextmanager
+def _named_as_here() -> Iterator[None]:
+    """Faults name the argument of this endpoint, not that of the chat which it asked for."""
+    try:
+        yield
+    except GuidedSpecError as error:
+        raise _renamed(api_error(error)) from error
+    except ApiError as fault:
+        raise _renamed(fault) from fault
+
+
+def _renamed(fault: ApiError) -> ApiError:
+    fault.param = None if fault.param is None else _PARAMS.get(fault.param, fault.param)
+    return fault
 
 
 def _message() -> MessageItem:

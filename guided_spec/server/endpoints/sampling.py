@@ -24,6 +24,7 @@ __all__ = [
     "plain_messages",
     "require_length",
     "sampling_params",
+    "template_variables",
 ]
 
 _SAME_NAMES = (
@@ -145,6 +146,15 @@ def plain_messages(
         content = _text(message.get("content"), f"messages[{index}].content")
         read.append({**message, "role": role, "content": content})
     return read
+
+
+def template_variables(given: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What a client tells the chat template. Raises ApiError for a template of its own."""
+    if given is not None and "chat_template" in given:  # a template is a program
+        param = "chat_template_kwargs"
+        message = f"{param}.chat_template: clients cannot bring a template of their own"
+        raise invalid_value(message, param)
+    return dict(given or {})
 
 
 def _text(content: Any, place: str) -> str:

@@ -208,7 +208,10 @@ UNIQUE = {"type": "array", "items": {"type": "number"}, "uniqueItems": True}
             "reads text, not 'image_url'",
             "invalid_value",
         ),
-        ({"messages": [{"role": "user", "content": "a " * 2000}]}, "only 1023", "invalid_prompt"),
+        (
+            {"messages": [{"role": "user", "content": "a " * 2000}]},
+            *("only 1023", "context_length_exceeded"),
+        ),
         ({"web_search_options": {}}, "web_search_options: ", "unknown_parameter"),
         ({"chat_template_kwargs": {"chat_template": "x"}}, "of their own", "invalid_value"),
         ({"n": 17}, "16 is the most", "invalid_value"),
@@ -231,6 +234,14 @@ def test_errors_are_openai_s(client: openai.OpenAI) -> None:
         client.chat.completions.create(**CREATE, response_format=schema_format(UNIQUE))
     assert caught.value.code == "unsupported_schema"
     assert caught.value.param == "response_format"
+    with pytest.raises(openai.BadRequestError, match="only 1023") as caught:
+        client.chat.completions.create(
+            model="bundled", messages=[{"role": "user", "content": "a " * 2000}]
+        )
+    assert caught.value.param == "messages"
+    with pytest.raises(openai.BadRequestError, match="only 1023") as caught:
+        client.completions.create(model="bundled", prompt="a " * 2000)
+    assert caught.value.param == "prompt"
     with pytest.raises(openai.NotFoundError, match="'gpt' is not served here; there is bundled"):
         client.chat.completions.create(model="gpt", messages=ASK)
     with pytest.raises(openai.NotFoundError):

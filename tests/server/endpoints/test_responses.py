@@ -10,9 +10,9 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from guided_spec.engine.chat_stream import ChatChunk
+from guided_spec.engine.chat_stream import ChatChunk, ToolCallDelta
 from guided_spec.server.endpoints.bodies import ResponsesBody
-from guided_spec.server.endpoints.replies import MessageItem, ReasoningItem
+from guided_spec.server.endpoints.replies import CallItem, MessageItem, ReasoningItem
 from guided_spec.server.endpoints.responses import ResponseItems, as_chat
 from guided_spec.server.faults import ApiError
 from tests.server.running import ASK, BOOK, Contact, Running
@@ -127,6 +127,41 @@ def test_mistakes_are_named(served: Running, options: Any, reason: str) -> None:
     assert reason in reply.json()["error"]["message"]
 
 
+SCHEMA = {"type": "array", "items": {"type": "number"}, "uniqueItems": True}
+UNIQUE = {"type": "function", "name": "x", "parameters": {"properties": {"k": SCHEMA}}}
+
+
+@pytest.mark.parametrize(
+    ("options", "param", "reason"),
+    [
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}},
+            *("text.format", "uniqueItems"),
+        ),
+        ({"tools": [UNIQUE], "tool_choice": "required"}, "tools", "/properties/k: uniqueItems"),
+        ({"tools": [UNIQUE]}, "tools", "/properties/k: uniqueItems"),
+        ({"tool_choice": "required"}, "tool_choice", "tool"),
+        (
+            {
+                "text": {"format": {"type": "regex_schema", "regex_schema": "[ab]{30}"}},
+                "max_output_tokens": 3,
+            },
+            *("max_output_tokens", "allow at least"),
+        ),
+        ({"input": "a " * 2000}, "input", "only 1023"),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_faults_name_the_arguments_of_this_endpoint(
+    served: Running, options: Any, param: str, reason: str, *, is_streamed: bool
+) -> None:
+    reply = served.post("/v1/responses", {**CREATE, **options, "stream": is_streamed})
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert reason in error["message"]
+    assert error["param"] == param
+
+
 def test_items_become_messages() -> None:
     thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "Hm."}]}
     call = {"type": "function_call", "call_id": "call_ab", "name": "book", "arguments": "{}"}
@@ -160,3 +195,19 @@ def test_reasoning_is_an_item_of_its_own() -> None:
         reader.validate_python(event.model_dump())
     kinds = [event.type for event in events]
     assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+
+
+def test_each_of_several_calls_is_an_item() -> None:
+    items = ResponseItems()
+    pieces = [
+        *(ToolCallDelta(0, "a", "book", ""), ToolCallDelta(0, "", "", '{"seats": 1}')),
+        *(ToolCallDelta(1, "b", "call", "{"), ToolCallDelta(1, "", "", "}")),
+    ]
+    events = [e for one in pieces for e in items.feed(ChatChunk(0, tool_calls=(one,)))]
+    events += list(items.end("completed"))
+    found = [(item.name, item.arguments) for item in items.items if isinstance(item, CallItem)]
+    assert found == [("book", '{"seats": 1}'), ("call", "{}")]
+    added = [e.output_index for e in events if e.type == "response.output_item.added"]
+    done = [e.output_index for e in events if e.type == "response.output_item.done"]
+    assert added == done == [0, 1]
+    assert len({item.id for item in items.items}) == 2

@@ -1,0 +1,1 @@
+"""HTTP servers under traffic: ours, vLLM's, or any other with OpenAI's interface."""

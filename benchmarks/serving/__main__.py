@@ -1,0 +1,174 @@
+"""Servers under the same traffic, one after another: ``python -m benchmarks.serving``.
+
+The traffic is that of vLLM's ``benchmark_serving_structured_output``; see docs/benchmarks.md.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import typer
+from rich.box import SIMPLE
+from rich.table import Column, Table
+
+from benchmarks.gpu.peers import VllmEnvironment
+from benchmarks.gpu.run import GpuPlan, folders
+from benchmarks.serving.requests import DATASETS, make_requests
+from benchmarks.serving.servers import DEFAULT, Subject, served
+from benchmarks.serving.traffic import Answer, Pattern, Traffic, drive
+from guided_spec.cli.console import failures_as_messages, print_table, stderr
+from guided_spec.engine.setup import bundled_asset
+
+__all__ = ["app", "summary"]
+
+PERCENTILES = (50, 90, 99)
+WAITS = {"ttft": "first token", "tpot": "per token", "itl": "between pieces", "e2el": "whole"}
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def serving(
+    servers: Annotated[
+        str, typer.Option(help="Proposers, vllm, vllm:METHOD or addresses, comma-separated.")
+    ] = f"none,{DEFAULT}",
+    datasets: Annotated[
+        str, typer.Option(help=f"Of {', '.join(DATASETS)}, or files, comma-separated.")
+    ] = "documents",
+    num_prompts: Annotated[int, typer.Option(help="Requests of a data set.")] = 128,
+    seconds: Annotated[float | None, typer.Option(help="Send them anew until then.")] = None,
+    request_rate: Annotated[float, typer.Option(help="A second; inf: all at once.")] = math.inf,
+    burstiness: Annotated[float, typer.Option(help="1: Poisson; less: in bursts.")] = 1.0,
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests at a time.")] = None,
+    structured_output_ratio: Annotated[float, typer.Option(help="With a grammar.")] = 1.0,
+    output_len: Annotated[int, typer.Option(help="Tokens of an answer at most.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    seed: Annotated[int, typer.Option(help="Of the times, and of what has a grammar.")] = 0,
+    max_batch_size: Annotated[int, typer.Option(help="Texts that run at once.")] = 16,
+    model: Annotated[str | None, typer.Option(help="Folder; default: the bundled one.")] = None,
+    draft: Annotated[str | None, typer.Option(help="Folder of a draft model or head.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Take the widened model, kept here.")] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
+    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
+    vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
+    vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
+    vllm_memory_share: Annotated[float, typer.Option(help="Of the GPU, for vLLM.")] = 0.75,
+    logs: Annotated[Path | None, typer.Option(help="Folder for the servers' output.")] = None,
+    output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
+) -> None:
+    """Compare servers under the same requests; the exit code says whether all were answered."""
+    with failures_as_messages():
+        pattern = Pattern(
+            rate=request_rate,
+            burstiness=burstiness,
+            max_concurrency=max_concurrency,
+            seconds=seconds,
+            max_tokens=output_len,
+            temperature=temperature,
+            seed=seed,
+        )
+        requests = {
+            name: make_requests(name, num_prompts, structured_output_ratio, seed)
+            for name in datasets.split(",")
+        }
+        plan = GpuPlan(model=None if work else model or bundled_asset("target"), work=work)
+        table, found = _table(), list[dict[str, Any]]()
+        with folders(plan, stderr().print) as (folder, head):
+            subject = Subject(
+                model=folder,
+                draft=draft or head,
+                device=device,
+                dtype=dtype,
+                batch_size=max_batch_size,
+                queue=max_concurrency or num_prompts,
+                num_draft_tokens=num_draft_tokens,
+                vllm=VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs),
+            )
+            for server in servers.split(","):
+                stderr().print(f"starting {server}", markup=False)
+                with served(server, subject) as url:
+                    for name, asked in requests.items():
+                        traffic = asyncio.run(drive(url, asked, pattern))
+                        found.append({"server": server, "dataset": name, **summary(traffic)})
+                        table.add_row(*_cells(found[-1]))
+                        _tell(traffic.answers)
+                        if output is not None:  # a run that is stopped keeps what it has
+                            output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print_table(table)
+    if any(one["failed"] for one in found):
+        raise typer.Exit(1)
+
+
+def summary(traffic: Traffic) -> dict[str, Any]:
+    """All figures of one run; times in milliseconds.
+
+    ttft: to the first piece of text. tpot: for each token behind that. itl: between two pieces.
+    e2el: to the end. correct: of the judged answers, in percent; None where none is judged.
+    """
+    whole = [answer for answer in traffic.answers if answer.fault is None]
+    judged = [answer.is_correct for answer in whole if answer.is_correct is not None]
+    tokens = sum(answer.tokens for answer in whole)
+    waits = {
+        "ttft": [answer.first for answer in whole],
+        "tpot": [each for answer in whole if (each := answer.per_token) is not None],
+        "itl": [gap for answer in whole for gap in answer.gaps],
+        "e2el": [answer.seconds for answer in whole],
+    }
+    return {
+        "requests": len(whole),
+        "failed": len(traffic.answers) - len(whole),
+        "correct": 100.0 * sum(judged) / len(judged) if judged else None,
+        "seconds": traffic.seconds,
+        "tokens": tokens,
+        "requests_per_second": len(whole) / traffic.seconds,
+        "tokens_per_second": tokens / traffic.seconds,
+        **{f"{name}_ms": _spread(values) for name, values in waits.items()},
+    }
+
+
+def _spread(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    cuts = zip(PERCENTILES, np.percentile(values, PERCENTILES), strict=True)
+    known = {"mean": np.mean(values), "std": np.std(values), **{f"p{p}": cut for p, cut in cuts}}
+    return {name: 1e3 * float(value) for name, value in known.items()}
+
+
+def _table() -> Table:
+    """Waits hold the median and the 99th percentile."""
+    heads = ("done", "failed", "correct", "requests\n/s", "tokens\n/s")
+    waits = [f"{words}\nms" for words in WAITS.values()]
+    columns = (Column(head, justify="right", no_wrap=True) for head in (*heads, *waits))
+    table = Table(Column("server"), Column("data set"), *columns, box=SIMPLE, padding=0)
+    table.caption, table.caption_justify = "ms: median, 99th percentile", "left"
+    return table
+
+
+def _cells(found: Mapping[str, Any]) -> list[str]:
+    correct, cells = found["correct"], [found["server"], Path(found["dataset"]).name]
+    cells += [str(found["requests"]), str(found["failed"])]
+    cells.append("" if correct is None else f"{correct:.1f} %")
+    cells += [f"{found['requests_per_second']:.2f}", f"{found['tokens_per_second']:.0f}"]
+    for name in WAITS:
+        spread = found[f"{name}_ms"]
+        cells.append("" if spread is None else f"{spread['p50']:.1f} {spread['p99']:.1f}")
+    return cells
+
+
+def _tell(answers: Sequence[Answer]) -> None:
+    """What failed or is wrong, up to ten of each."""
+    failed = [answer.fault for answer in answers if answer.fault is not None]
+    wrong = [f"not what was asked for: {a.text[-200:]!r}" for a in answers if a.is_correct is False]
+    for line in (*failed[:10], *wrong[:10]):
+        stderr().print(line, markup=False)
+
+
+if __name__ == "__main__":
+    app()
