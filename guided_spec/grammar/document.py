@@ -1,8 +1,7 @@
 """A spec on its way to a backend: read, measured, lowered and prepared once, whoever asks.
 
-How big a grammar's source is in the ways that cost, read off without building anything.
-
-What happens to a schema that cannot be enforced in full: refused, narrowed, or loosened.
+It also holds what happens to a schema that cannot be enforced in full: refused, narrowed, or
+loosened.
 """
 
 from __future__ import annotations
@@ -82,6 +81,7 @@ class GrammarSize(NamedTuple):
     alternatives: the most members of one list or object, or the number of ``|`` in one regex or
         grammar, plus 1.
     characters: the largest single count that is about characters, not about items.
+    counted: the different minLength and maxLength, added up.
     large: whether compiling it may take seconds, or more.
     """
 
@@ -89,6 +89,7 @@ class GrammarSize(NamedTuple):
     repetitions: Extent
     alternatives: Extent
     characters: int
+    counted: int
     large: bool
 
 
@@ -106,7 +107,7 @@ def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
     large = len(source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
     largest, alternatives = Extent(found.largest), Extent(found.alternatives)
-    return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, large=large)
+    return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, 0, large=large)
 
 
 class _Walk:
@@ -118,6 +119,7 @@ class _Walk:
         self.repetitions: tuple[int, _Path] = (0, None)
         self.alternatives: tuple[int, _Path] = (0, None)
         self.characters = 0
+        self.lengths = set[int]()
         self.counts: dict[str | int, int] = {}  # of each pattern and each count
         self.repeated = 0
         self.expansion = 0.0  # log2 of how often references can be written out
@@ -179,6 +181,7 @@ class _Walk:
         value = max(0, min(value, ENDLESS))
         if path[1] in ("minLength", "maxLength"):
             self.characters = max(self.characters, value)
+            self.lengths.add(value)
         self.counts[value] = value
         self.repeated += value
         if not is_data and value > self.repetitions[0]:
@@ -199,6 +202,7 @@ class _Walk:
             _extent(self.repetitions),
             _extent(self.alternatives),
             self.characters,
+            sum(self.lengths),
             large=large,
         )
 
@@ -302,7 +306,7 @@ class SpecDocument:
         if self.spec.kind in _TEXTS:
             return measure_text(self.spec.source, is_regex=self.spec.kind == "regex")
         if isinstance(self._parsed, RecursionError):
-            return GrammarSize(Extent(ENDLESS), Extent(), Extent(), 0, large=True)
+            return GrammarSize(Extent(ENDLESS), Extent(), Extent(), 0, 0, large=True)
         return measure_json(self._parsed, len(self.spec.source))
 
     @cached_property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from functools import cached_property
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from guided_spec.grammar.backends.registry import (
     find_grammar_backend,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import SpecDocument, compile_as_asked
+from guided_spec.grammar.document import LARGE_SOURCE, SpecDocument, compile_as_asked
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.report import is_narrowed
 from guided_spec.grammar.spec import GrammarSpec
@@ -26,6 +27,10 @@ from guided_spec.grammar.vocabulary import Vocabulary
 __all__ = ["AutoBackend", "BackendChoice", "build_backend"]
 
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
+# Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens behind
+# every character that it counts, which takes 21 ms of 150,000 tokens, so that this is 0.2 s.
+# llguidance compiles for 2 ms, for masks of 0.04 to 0.3 ms where xgrammar's take 0.03.
+_MOST_COUNTED = 1_400_000
 # Of a regex, those of groups inside each other multiplied. xgrammar writes each repeat out: beyond
 # 32 it compiles for 0.3 to 12 s with 150,000 tokens, for masks of 0.01 ms. llguidance compiles for
 # milliseconds, for masks of 0.1 to 1.3 ms.
@@ -39,10 +44,12 @@ class AutoBackend:
 
     That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
     further keys, no large counts. It is llguidance for those that xgrammar would narrow or not
-    enforce in full, for large ones, which it compiles far faster, and for strings that are counted
-    beyond 128 characters, where each of xgrammar's rows costs tens of milliseconds. What llguidance
-    refuses too goes to xgrammar, narrowed, or is refused. So it is with regexes that repeat
-    anything more than 32 times; all other kinds of grammar are xgrammar's. Under
+    enforce in full, for large ones, which it compiles far faster, for strings whose lengths are
+    counted so far that xgrammar compiles for more than 0.2 s (9 characters with 150,000 tokens, 44
+    with 32,000), and for patterns that count beyond 128 characters, where each of xgrammar's rows
+    costs tens of milliseconds. What llguidance refuses too goes to xgrammar, narrowed, or is
+    refused. So it is with regexes that repeat anything more than 32 times; all other kinds of
+    grammar are xgrammar's. Under
     ``key_order="any"`` xgrammar gets only what holds no object of more than 8 keys.
 
     The attribute ``backend`` of a compiled grammar names the one that took it.
@@ -69,7 +76,7 @@ class AutoBackend:
         if spec.kind == "regex" and document.size.repetitions.value > _MOST_REPEATS:
             with suppress(GrammarCompileError):
                 return self._second.enforce(document)
-        if spec.kind != "json_schema" or _is_for_xgrammar(document):
+        if spec.kind != "json_schema" or self._is_for_xgrammar(document):
             return self._first.enforce(document)
         try:
             return self._second.enforce(document)
@@ -82,20 +89,23 @@ class AutoBackend:
                 raise
             raise UnsupportedSchemaError(f"{error}\n{refused}") from error
 
+    def _is_for_xgrammar(self, document: SpecDocument) -> bool:
+        """Whether xgrammar takes the schema as it is, and soon."""
+        size = document.size
+        if size.large or size.characters > _MOST_CHARACTERS:
+            return False
+        if size.counted * self.vocabulary.vocab_size > _MOST_COUNTED:
+            return False
+        prepared = document.examined
+        # One that is large once it is written out is large too.
+        if is_narrowed(prepared.unenforced) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
+            return False
+        return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
+
     @cached_property
     def _second(self) -> LLGuidanceBackend:
         # Made when it is first needed. Two threads may both make one; either will do.
         return LLGuidanceBackend(self.vocabulary)
-
-
-def _is_for_xgrammar(document: SpecDocument) -> bool:
-    """Whether xgrammar takes the schema as it is, and soon."""
-    if document.size.large or document.size.characters > _MOST_CHARACTERS:
-        return False
-    prepared = document.examined
-    if is_narrowed(prepared.unenforced):
-        return False
-    return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
 
 def _is_xgrammars_alone(document: SpecDocument) -> bool:

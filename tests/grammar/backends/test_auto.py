@@ -8,6 +8,7 @@ import jsonschema
 import pytest
 
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.backends import auto
 from guided_spec.grammar.backends.auto import AutoBackend, build_backend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
@@ -99,6 +100,37 @@ def test_auto_prefers_what_rejects_less() -> None:
 def test_long_counts_are_not_xgrammars(spec: GrammarSpec, taken: str) -> None:
     """Each of its rows would look at the whole vocabulary, or its compile would take seconds."""
     assert AutoBackend(BYTES).compile(spec).backend == taken
+
+
+@pytest.mark.parametrize(
+    ("lengths", "taken"),
+    [
+        ([{"maxLength": 10}], "xgrammar"),
+        ([{"maxLength": 11}], "llguidance"),
+        ([{"minLength": 4, "maxLength": 6}], "xgrammar"),
+        ([{"minLength": 4, "maxLength": 7}], "llguidance"),
+        ([{"maxLength": 10}, {"maxLength": 10}], "xgrammar"),  # compiled once
+        ([{"maxLength": 10}, {"maxLength": 1}], "llguidance"),
+    ],
+    ids=str,
+)
+def test_the_larger_a_vocabulary_the_less_does_xgrammar_count(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[dict[str, int]], taken: str
+) -> None:
+    monkeypatch.setattr(auto, "_MOST_COUNTED", 10 * BYTES.vocab_size)
+    strings = [{"type": "string", **length} for length in lengths]
+    spec = GrammarSpec.json_schema({"type": "array", "prefixItems": strings, "items": False})
+    assert AutoBackend(BYTES).compile(spec).backend == taken
+
+
+def test_a_schema_that_is_large_once_written_out_is_not_xgrammars() -> None:
+    """Its formats are patterns by then."""
+    keys = {f"key{number}": {"type": "string", "format": "uri"} for number in range(12)}
+    schema = {"type": "object", "properties": keys, "additionalProperties": False}
+    for count, taken in ((2, "xgrammar"), (12, "llguidance")):
+        kept = dict(list(keys.items())[:count])
+        spec = GrammarSpec.json_schema({**schema, "properties": kept})
+        assert AutoBackend(BYTES).compile(spec).backend == taken
 
 
 def test_what_llguidance_refuses_is_narrowed() -> None:
