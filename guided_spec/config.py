@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineConfig", "Kernels"]
 
-DraftLengthMode = Literal["fixed", "adaptive"]
 Kernels = Literal["auto", "packed", "stock"]
 
 LARGEST_DRAFT = 64
@@ -51,8 +50,6 @@ class EngineConfig:
         where that form fails its trial; "stock" leaves everything to the stock modules.
     capture: whether CUDA graphs are captured and kernels compiled when the engine is made, so that
         no step does so later; False leaves that to the steps that first need them.
-    draft_length: "fixed" drafts ``num_draft_tokens`` at every step, "adaptive" up to as many, by
-        what was accepted and what steps took.
 
     Raises ConfigError for a value out of range.
     """
@@ -70,7 +67,6 @@ class EngineConfig:
     grammar_limits: GrammarLimits | None = None
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
-    draft_length: DraftLengthMode = "fixed"
     capture: bool = True
 
     def __post_init__(self) -> None:
@@ -87,7 +83,6 @@ class EngineConfig:
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
         _require_one_of("verifier", self.verifier, get_args(Verifier))
-        _require_one_of("draft_length", self.draft_length, get_args(DraftLengthMode))
         _require_one_of("kernels", self.kernels, get_args(Kernels))
 
 

@@ -1,7 +1,4 @@
-"""What a step works on, and what a proposer and a target have to be.
-
-What a proposer may use when it is built.
-"""
+"""The records and protocols of a step: its batch, and what proposers and targets have to be."""
 
 from __future__ import annotations
 
@@ -82,10 +79,9 @@ class DecodeBatch:
     mask_rows: host memory for the masks.
     num_draft_tokens: K for proposers that could go on for ever.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
-        before the last one that became known since the request was last given any (all of the
-        prompt but its last token at the first); None where the proposer asked for none. While K is
-        0, () may stand for all of them: they come later. Each may be made when it is asked for, and
-        made again when it is asked for again.
+        before the last one that became known since the request's previous step (all of the prompt
+        but its last token at the first); None where the proposer asked for none. Each may be made
+        when it is asked for, and made again when it is asked for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.

@@ -1,7 +1,4 @@
-"""Chats with tools: what a conversation asks of the engine, and what its answer holds.
-
-Reasoning before an answer: where it stands in a prompt and in a text.
-"""
+"""Chats with tools and reasoning: what a conversation asks for, and what its answer holds."""
 
 from __future__ import annotations
 

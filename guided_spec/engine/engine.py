@@ -1,10 +1,7 @@
 """The loop: admit, read prompts, speculate, commit. One call of ``step`` is one round of it.
 
-An engine is used by one thread. ``guided_spec.engine.llm`` runs it in a thread of its own.
-
-Which requests hold a slot, and which of them work in the next forward.
-
-Which prompts are read together: rows of one forward are padded to its longest.
+An engine is used by one thread; ``guided_spec.engine.llm`` runs it in a thread of its own. The
+scheduler says which requests hold a slot, and ``group_prompts`` which prompts one forward reads.
 """
 
 from __future__ import annotations
@@ -21,14 +18,12 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import (
     Batches,
     Captures,
-    DecodeBatch,
     FinishedText,
     Learns,
     PromptPiece,
     Proposer,
     source_of,
 )
-from guided_spec.engine.draft_length import Brought, Outcome, Room, build_draft_length
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.scoring import score_rows, scored_length
@@ -193,16 +188,6 @@ class Piece(NamedTuple):
     tokens: PromptPiece
 
 
-class Prompts(NamedTuple):
-    """What a step does about prompts.
-
-    is_any: whether there are any to read. along: what the verify forward reads besides.
-    """
-
-    is_any: bool
-    along: list[Piece]
-
-
 class Engine:
     """Continuous batching over fixed KV slots: requests enter and leave at any step.
 
@@ -221,18 +206,18 @@ class Engine:
         self._window = window or CaptureWindow()
         self._config = config
         self._proposer = proposer
-        self._draft_length = build_draft_length(config)
-        self._target = SlotTarget(model, proposer.aux_hidden_layers)
+        # Who drafts nothing asks for no hidden states.
+        self._layers = proposer.aux_hidden_layers if config.num_draft_tokens else ()
+        self._target = SlotTarget(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
         # A head reads the hidden states of every token, but for what it keeps beside the target.
         blocks = model.blocks
-        may_take = blocks is not None and (not proposer.aux_hidden_layers or blocks.lag > 0)
+        may_take = blocks is not None and (not self._layers or blocks.lag > 0)
         self._takes_prefixes = config.prefix_cache and may_take
         self._learner = proposer if isinstance(proposer, Learns) and proposer.learns else None
-        # Drafts, or K, then follow what others drew, an equal request with the same noise among
-        # them. Coupled texts do not depend on either.
-        learns = self._draft_length.learns or self._learner is not None
-        self._keys_vary = learns and config.verifier == "rejection"
+        # Drafts then follow what others drew, an equal request with the same noise among them.
+        # Coupled texts do not depend on drafts.
+        self._keys_vary = self._learner is not None and config.verifier == "rejection"
         self._num_added = 0
         self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
@@ -288,7 +273,7 @@ class Engine:
 
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        yield from self._model.capture(self._proposer.aux_hidden_layers)
+        yield from self._model.capture(self._layers)
         if isinstance(self._proposer, Captures):
             yield from self._proposer.capture()
 
@@ -311,9 +296,9 @@ class Engine:
             self._wait_for_a_grammar()
             return
         try:
-            prompts = self._prefill()
-            has_scored = self._score()
-            self._decode(prompts.along, is_typical=not (prompts.is_any or has_scored))
+            along = self._prefill()
+            self._score()
+            self._decode(along)
         except Exception as error:  # the model or a proposer broke: nobody in the batch is safe
             self.fail(self._scheduler.running(), error)
         self._drop_ended()
@@ -392,12 +377,12 @@ class Engine:
         for request in requests:
             request.fail(failure)
 
-    def _prefill(self) -> Prompts:
+    def _prefill(self) -> list[Piece]:
         """Read prompts, at most ``prefill_tokens`` tokens in all.
 
-        Beside texts that decode, a packed model reads them in the verify forward of this step. The
-        last prompt token is left for the first speculative step. The forwards may still run when
-        this returns.
+        Returns what is left to the verify forward of this step, by which a packed model reads
+        beside texts that decode. The last prompt token is left for the first speculative step. The
+        forwards may still run when this returns.
         """
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
         unread = [request for request in rows if request.num_unread]
@@ -409,7 +394,7 @@ class Engine:
             for members, width in group_prompts(left, self._config.prefill_tokens):
                 self._read_prompts([unread[at] for at in members], width)
         self._begin_decoding(rows)
-        return Prompts(bool(unread), along)
+        return along
 
     def _read_lines(self, unread: Sequence[Request]) -> list[Piece]:
         """Read the next pieces of prompts now, or return them for the verify forward."""
@@ -502,7 +487,7 @@ class Engine:
             return False
         # Keys and values of the prompt stay where they are, a linear state and the hidden states
         # that a proposer takes do not.
-        moves_on = self._model.has_linear_state or bool(self._proposer.aux_hidden_layers)
+        moves_on = self._model.has_linear_state or bool(self._layers)
         for other in self._scheduler.running():
             if other is request or not request.has_prompt_of(other):
                 continue
@@ -533,15 +518,14 @@ class Engine:
             if request.num_cached == 0 and request.has_prompt_of(source):
                 self._share(source, request)
 
-    def _score(self) -> bool:
-        """One forward over the next row of every request that scores; whether there were any."""
+    def _score(self) -> None:
+        """One forward over the next row of every request that scores."""
         for request in self._scheduler.running(State.SCORE):
             if request.state is State.SCORE:  # else it had to go for one before it
                 self._make_room(request, scored_length(request))
         requests = self._scheduler.running(State.SCORE)
         if requests:
             score_rows(self._model, requests)
-        return bool(requests)
 
     def _decoding(self) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
@@ -552,27 +536,19 @@ class Engine:
                 self._make_room(request, len(request.text.tokens) + most)
         return self._scheduler.running(State.DECODE)
 
-    def _decode(self, along: Sequence[Piece], *, is_typical: bool) -> None:
-        """One speculative step.
-
-        along: of prompts, which its forward reads. is_typical: False when its time holds more than
-        that.
-        """
+    def _decode(self, along: Sequence[Piece]) -> None:
+        """One speculative step. along: of prompts, which its forward reads."""
         requests = self._decoding()
         if not requests:
             return
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is State.PREFILL]
-        learns = self._draft_length.learns
-        rooms = [Room(r.acceptance, r.text.draft_room) for r in requests] if learns else []
-        num_draft_tokens = self._draft_length.begin(rooms)
-        slots = [request.text.slot for request in requests]
-        features = self._target.take_features(slots, num_draft_tokens)
+        features = self._target.take_features([request.text.slot for request in requests])
         texts = [request.text for request in requests]
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
         pieces = [piece.tokens for piece in along]
-        batch = self._batches.make(texts, num_draft_tokens, features, traced, pieces)
+        batch = self._batches.make(texts, self._config.num_draft_tokens, features, traced, pieces)
         carry, self._carry = self._carry, None
         step = speculative_step(self._target, self._proposer, batch, carry=carry)
         self._carry = step.carry
@@ -581,16 +557,13 @@ class Engine:
             num_accepted = [row.num_accepted for row in committed]
             self._target.commit(batch, num_accepted, step.hidden_states)
         num_drafted = step.num_drafted.wait().tolist()
-        _count(requests, step, num_draft_tokens, num_drafted, num_accepted)
+        _count(requests, step, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
             request.append(row, values, one)
             if request.state is State.DECODE:
                 self._remember(request, len(request.text.tokens) - 1)
-        if learns:
-            brought = _brought(step, batch, num_drafted, num_accepted)
-            self._draft_length.end(brought, is_typical=is_typical)
         self._have_read(along)
         self._begin_decoding([piece.request for piece in along])
 
@@ -605,7 +578,7 @@ def _reads_on(piece: Piece, text: GuidedText, length: int) -> bool:
 
 
 def _count(
-    requests: Sequence[Request], step: Step, planned: int, drafted: list[int], accepted: list[int]
+    requests: Sequence[Request], step: Step, drafted: list[int], accepted: list[int]
 ) -> None:
     """Enter a step into its requests' statistics."""
     lookahead = step.lookahead
@@ -616,20 +589,8 @@ def _count(
         stats = request.stats
         reasoning = request.num_before_marker(known[:num_drafted])
         stats.count_step(num_drafted, num_accepted, forced, reasoning)
-        stats.planned += planned
         stats.mask_seconds += share
         stats.starved += starved
-
-
-def _brought(step: Step, batch: DecodeBatch, drafted: list[int], accepted: list[int]) -> Brought:
-    planned, all_forced = batch.num_draft_tokens, step.lookahead.forced
-    outcomes = []
-    for limit, num_accepted, forced in zip(batch.limits, accepted, all_forced, strict=True):
-        offered = min(planned, limit)
-        certain = sum(position < num_accepted for position in forced)
-        outcomes.append(Outcome(offered, min(num_accepted - certain, offered)))
-    chosen = max(n - len(forced) for n, forced in zip(drafted, all_forced, strict=True))
-    return Brought(outcomes, step.draft.token_ids.shape[1], max(0, max(drafted) - chosen))
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

@@ -1,9 +1,4 @@
-"""LLM: the public face of the engine.
-
-Which failures of requests are raised, and which come back with their outputs.
-
-A bar on stderr: how many requests of a call are done.
-"""
+"""LLM, the public face of the engine: its calls, how they fail, and a bar of how far they are."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What the user gets back.
-
-What speculation did for one request.
-"""
+"""What the user gets back: outputs, and what speculation did for each request."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ class RequestStats:
     forced, forced_accepted: those of them that the grammar left no choice about.
     reasoning, reasoning_accepted: those that stood before the marker of ``GrammarSpec.after``, as
         reasoning does, where the grammar does not bind yet.
-    planned: K of each of its steps, added up; forced tokens come on top of K.
     starved: draft positions at which a draft head's smaller vocabulary had no legal token.
     steered: output tokens chosen where the mask lacked tokens behind which the text could no longer
         have ended within its budget, see ``SamplingParams.complete``.
@@ -59,7 +55,6 @@ class RequestStats:
     forced_accepted: int = 0
     reasoning: int = 0
     reasoning_accepted: int = 0
-    planned: int = 0
     starved: int = 0
     steered: int = 0
     ends_lost: int = 0
@@ -80,11 +75,6 @@ class RequestStats:
         return self.steps / self.output_tokens if self.output_tokens else 0.0
 
     @property
-    def draft_length(self) -> float:
-        """The mean K of its steps."""
-        return self.planned / self.steps if self.steps else 0.0
-
-    @property
     def tokens_per_second(self) -> float:
         """Output tokens per second of ``seconds``."""
         return self.output_tokens / self.seconds if self.seconds else 0.0
@@ -92,7 +82,7 @@ class RequestStats:
     def as_dict(self) -> dict[str, Any]:
         """Every counter and every ratio, for JSON."""
         counters = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
-        ratios = ("acceptance_length", "draft_length", "forwards_per_token", "tokens_per_second")
+        ratios = ("acceptance_length", "forwards_per_token", "tokens_per_second")
         return counters | {name: getattr(self, name) for name in ratios}
 
     def start(self) -> None:

@@ -1,9 +1,4 @@
-"""One sample on its way through the engine.
-
-One request's text as it is committed: whole characters only, and never part of a stop string.
-
-Text that grows token by token.
-"""
+"""One sample on its way through the engine, and its text as it grows by whole characters."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from concurrent.futures import Future
 from enum import Enum, auto
 from typing import NamedTuple
 
-from guided_spec.engine.draft_length import OwnAcceptance
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestStats
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
@@ -207,7 +201,6 @@ class Request:
         self.num_cached = 0
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
-        self.acceptance = OwnAcceptance()
         self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
         self.scores: list[dict[int, list[float]]] = []
         self._report = report

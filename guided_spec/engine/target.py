@@ -1,7 +1,4 @@
-"""The target: a causal LM over KV slots, as the step and the prefill see it.
-
-Hidden states of each slot that no proposer has taken yet.
-"""
+"""The target, a causal LM over KV slots, and the hidden states that no proposer has taken yet."""
 
 from __future__ import annotations
 
@@ -23,11 +20,6 @@ __all__ = [
     "SlotTarget",
     "TakenStates",
 ]
-
-
-# Tokens of a batch whose hidden states are kept while nobody drafts: a head's forward reads them in
-# little more time than a few. 25 MB of 3 x 4096 in bfloat16.
-MOST_KEPT = 1024
 
 
 class _Piece(NamedTuple):
@@ -73,10 +65,6 @@ class KeptStates:
         """The first ``counts[i]`` places of ``hidden[i]``, of [B, n, H], belong to ``slots[i]``."""
         for row, (slot, count) in enumerate(zip(slots, counts, strict=True)):
             self._pieces.setdefault(slot, []).append(_Piece(hidden, row, count))
-
-    def count(self, slots: Sequence[int]) -> int:
-        """Tokens of these slots whose states are kept."""
-        return sum(piece.length for slot in slots for piece in self._pieces.get(slot, ()))
 
     def copy(self, source: int, slot: int) -> None:
         """Give ``slot`` what is kept of ``source``."""
@@ -215,13 +203,8 @@ class SlotTarget:
         if hidden_states is not None:
             self._states.add(batch.slots, keep, hidden_states)
 
-    def take_features(self, slots: Sequence[int], num_draft_tokens: int) -> Sequence[Tensor | None]:
-        """What became known of each slot's hidden states since it was last taken, and forget it.
-
-        () while nothing is drafted and few are kept: a head reads many in one forward.
-        """
-        if num_draft_tokens == 0 and self._states.count(slots) <= MOST_KEPT:
-            return ()
+    def take_features(self, slots: Sequence[int]) -> TakenStates:
+        """What became known of each slot's hidden states since the last call, and forget it."""
         return self._states.take(slots)
 
     def release(self, slots: Sequence[int]) -> None:

@@ -1,7 +1,4 @@
-"""A vocabulary's tokens as the keys of a JSON text see them.
-
-Where a JSON text stands, byte by byte, and the keys that each object around it has so far.
-"""
+"""Where a JSON text stands, byte by byte, and what each token does to the keys around it."""
 
 from __future__ import annotations
 

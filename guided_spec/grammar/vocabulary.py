@@ -1,7 +1,4 @@
-"""The bytes behind every token id: what a grammar walks over and what a text is made of.
-
-Text as the tokens in which the tokenizer writes it in the middle of a text.
-"""
+"""The bytes behind every token id, and text as the tokenizer writes it in the middle of a text."""
 
 from __future__ import annotations
 

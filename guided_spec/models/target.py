@@ -1,9 +1,4 @@
-"""The two ends of a target that its draft heads share: token embedding and output head.
-
-A target's kind of decoder layer, for draft heads that are made of the same.
-
-The decoder of a model, and its hidden states, read while it runs.
-"""
+"""What a target shares with its draft heads: embedding, output head, layers, hidden states."""
 
 from __future__ import annotations
 

@@ -1,11 +1,4 @@
-"""Tensors on their way to the host, while the device goes on.
-
-Integers of Python lists as tensors.
-
-Names for the parts of a step in a profiler's timeline.
-
-Large memory that is taken as it is used.
-"""
+"""What passes between host and device while the device goes on, and names for a profiler."""
 
 from __future__ import annotations
 

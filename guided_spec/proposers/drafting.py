@@ -1,9 +1,4 @@
-"""What all proposers share: how a draft is put together.
-
-Which draft policy a request gets, and what that means for how a draft can be made.
-
-No drafts: plain constrained decoding, for comparison.
-"""
+"""What all proposers share: draft policies, how a draft is put together, and drafting nothing."""
 
 from __future__ import annotations
 

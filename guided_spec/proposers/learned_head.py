@@ -123,7 +123,6 @@ class LearnedHead:
 
     A step that drafts first reads the tokens verified since the last one, with the target's hidden
     states, and so overwrites what the last draft left behind; then it drafts from its own output.
-    Where K is 0 it reads what it is given.
 
     head: on the device and in the dtype of ``context``. The context's argument is the draft policy.
     run: makes what runs the head over its slots.
@@ -154,7 +153,7 @@ class LearnedHead:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
         self._confirm(batch, carry)
         self._read(batch)
-        if batch.num_draft_tokens == 0:  # the next step may be another without a draft
+        if batch.num_draft_tokens == 0:  # another draft of the step is on its way
             return FinishedDraft(no_draft(batch), (0,) * len(batch))
         return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
 
@@ -282,7 +281,7 @@ class LearnedHead:
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet."""
-        if not batch.features and batch.num_draft_tokens == 0:  # it comes later
+        if not batch.features and batch.num_draft_tokens == 0:  # nobody ever drafts
             return
         head, pieces = self._head, dict[int, _Piece]()
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):

@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
-from guided_spec.engine import engine
-from guided_spec.engine import target as engine_target
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
@@ -28,9 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.block_head import BlockSlotHead
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.heads.slot_head import SlotHead
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.host import Download
 from guided_spec.proposers.learned_head import LearnedHead
@@ -284,55 +280,6 @@ def check_original(constraint: Constraint, output: list[int]) -> None:
     for row, one in enumerate((matcher, constraint._original)):
         one.fill_next_token_bitmask(masks, row)
     assert bool((masks[0] == masks[1]).all())
-
-
-class NowAndThen:
-    """Drafts at some steps and not at others, whenever they are."""
-
-    learns = True  # how many tokens there is room for
-
-    def begin(self, rooms: Any) -> int:
-        return (0, 0, 0, 4, 0, 4, 4, 0)[sum(room.tokens for room in rooms) % 8]
-
-    def end(self, brought: Any, *, is_typical: bool = True) -> None:
-        del brought, is_typical
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("is_chained", [False, True])
-@pytest.mark.parametrize(("method", "kernels"), [*((m, "auto") for m in METHODS), PACKED])
-def test_a_head_that_rests_reads_later(
-    monkeypatch: pytest.MonkeyPatch,
-    taught: Any,
-    method: str,
-    kernels: str,
-    batch_size: int,
-    *,
-    is_chained: bool,
-) -> None:
-    """And drafts as one does that reads at every step."""
-    kind: Any = {"eagle3": PackedSlotHead, "dflash": BlockSlotHead}.get(method, SlotHead)
-    found, reads, read = [], Counter[int](), kind.read
-    proposer = f"chain:ngram+{method}" if is_chained else method
-    monkeypatch.setattr(engine, "build_draft_length", lambda _: NowAndThen())
-    for most in (engine_target.MOST_KEPT, 12, 0):
-
-        def counting(*arguments: Any, most: int = most) -> None:
-            reads[most] += 1
-            read(*arguments)
-
-        monkeypatch.setattr(kind, "read", counting)
-        monkeypatch.setattr(engine_target, "MOST_KEPT", most)
-        options: Any = {"max_batch_size": batch_size, "kernels": kernels}
-        found.append(taught(method).generate(proposer, PARAMS, **options))
-    assert all(tokens(one) == tokens(taught(method).guided) for one in found)
-    counts = [sum(sum(c.stats.accepted) for c in one) for one in found]
-    assert min(counts) > 10
-    if batch_size == 1:  # else who joins at which step is a matter of time
-        assert max(counts) - min(counts) <= 1  # rounding may decide between two tokens
-        assert reads[1024] < reads[0]
-        assert reads[1024] <= reads[12] <= reads[0]
 
 
 def test_without_drafts_a_head_reads_nothing(monkeypatch: pytest.MonkeyPatch, taught: Any) -> None:

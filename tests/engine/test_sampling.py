@@ -84,17 +84,6 @@ def test_one_seed_for_a_batch(uniform: PreTrainedModel) -> None:
     assert resembling < 4
 
 
-@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
-def test_equal_requests_part_where_k_adapts(uniform: PreTrainedModel, verifier: str) -> None:
-    """Else what one has drawn could choose the K of the other, which is about to draw the same."""
-    options = {"draft_length": "adaptive", "verifier": verifier}
-    params = SamplingParams(temperature=1.0, seed=3, max_tokens=12)
-    with make_llm(uniform, "draft_model", uniform, **options) as llm:
-        texts = [tuple(output.token_ids) for output in llm.generate(["A"] * 3, params)]
-        texts.append(tuple(llm.generate("A", params)[0].token_ids))
-    assert len(set(texts)) == (4 if verifier == "rejection" else 1)
-
-
 def test_seeds_decide() -> None:
     grammar = GrammarSpec.regex("[a-z]{12}")
     with make_llm("llama", "draft_model", near_copy("llama")) as llm:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import CausalLM
@@ -128,34 +127,3 @@ def test_other_prompts_are_read_for_themselves(
             assert reads["head"] == 2 * 69
         alone = [llm.generate([one], [p])[0] for one, p in zip(prompts, params, strict=True)]
     assert [one.token_ids for one in found] == [one.token_ids for one in alone]
-
-
-class Late:
-    """Drafts from the fourth step on."""
-
-    learns = False
-
-    def __init__(self) -> None:
-        self.steps = 0
-
-    def begin(self, rooms: Any) -> int:
-        del rooms
-        self.steps += 1
-        return 4 if self.steps > 3 else 0
-
-
-@pytest.mark.parametrize("kernels", ["stock", "packed"])
-def test_a_head_that_rests_reads_it_once(
-    monkeypatch: pytest.MonkeyPatch, headed: Any, reads: Counter[Any], kernels: Any
-) -> None:
-    known = headed("eagle3")
-    monkeypatch.setattr(engine, "build_draft_length", lambda _: Late())
-    found: list[list[int]] = []
-    for count in (4, 1, 1, 1, 1):
-        with make_llm(known.target, "eagle3", known.draft, kernels=kernels) as llm:
-            params = replace(PARAMS, n=count, seed=3 + len(found))
-            found += tokens(llm.generate(PROMPT, params)[0].completions)
-        if count == 4:
-            assert reads["head"] == len(PROMPT) - 1
-            shared, found = found, []
-    assert found == shared

@@ -8,21 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
 import torch
 
 from guided_spec.core import DecodeBatch, Proposer
-from guided_spec.engine.draft_length import (
-    AdaptiveLength,
-    DraftLength,
-    FixedLength,
-    OwnAcceptance,
-    Room,
-)
-from guided_spec.engine.engine import _brought
 from guided_spec.masks.constraint import Constraint
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DraftPolicy, SamplingParams
@@ -75,7 +67,6 @@ class Member:
     key: int
     joins: int = 0
     policy: DraftPolicy = "mask"
-    own: OwnAcceptance = field(default_factory=OwnAcceptance)
 
     def __post_init__(self) -> None:
         self.tokens = [*PROMPTS[self.kind]]
@@ -86,54 +77,39 @@ class Member:
         return self.tokens[len(PROMPTS[self.kind]) :]
 
 
-class Pace:
-    """How long drafts are: always K, or what has paid off in a time that steps with drafts take."""
-
-    def __init__(self, *, is_adaptive: bool = False) -> None:
-        self.seconds = 0.0
-        self.lengths: DraftLength = FixedLength(K)
-        if is_adaptive:
-            self.lengths = AdaptiveLength(K, lambda: self.seconds)
-
-
 @cache
 def target() -> ToyTarget:
     return ToyTarget(3, scale=SCALE)
 
 
-def write(members: Sequence[Member], proposer: Proposer, pace: Pace) -> list[str]:
+def write(members: Sequence[Member], proposer: Proposer) -> list[str]:
     """The texts of all members, who leave the batch when theirs is complete."""
     number = 0
     while left := {row: one for row, one in enumerate(members) if EOS not in one.output}:
         running = {row: one for row, one in left.items() if one.joins <= number}
-        _step(running, proposer, pace)
+        _step(running, proposer)
         proposer.release([row for row, one in running.items() if EOS in one.output])
         number += 1
     return [spelled(member.output) for member in members]
 
 
-def _step(running: dict[int, Member], proposer: Proposer, pace: Pace) -> None:
+def _step(running: dict[int, Member], proposer: Proposer) -> None:
     members = list(running.values())
     limits = [LONGEST - len(member.output) for member in members]
-    rooms = [Room(m.own, limit) for m, limit in zip(members, limits, strict=True)]
-    batch = _batch(running, pace.lengths.begin(rooms), limits)
+    batch = _batch(running, limits)
     step = speculative_step(target(), proposer, batch)
     committed = commit(batch, step.accepted)
     for member, row in zip(members, committed, strict=True):
         assert row.error is None
         member.tokens += row.token_ids
-    accepted = [row.num_accepted for row in committed]
-    drafted = step.num_drafted.wait().tolist()
-    pace.seconds += 1.0 + 0.1 * sum(drafted)
-    pace.lengths.end(_brought(step, batch, drafted, accepted))
 
 
-def _batch(running: dict[int, Member], k: int, limits: list[int]) -> DecodeBatch:
+def _batch(running: dict[int, Member], limits: list[int]) -> DecodeBatch:
     members = list(running.values())
     batch = toy_batch(
         [member.tokens for member in members],
         [member.constraint for member in members],
-        k=k,
+        k=K,
         limits=limits,
         params=[SAMPLED] * len(members),
         seeds=[member.key for member in members],

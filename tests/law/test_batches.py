@@ -15,13 +15,12 @@ from torch import Tensor
 from guided_spec import proposers
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.ops.sampling.noise import DraftNoise, Stream, noise_key
+from guided_spec.ops.sampling.noise import DraftNoise, Stream, noise_key, uniform_noise
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.chain import Chain, Lead
 from guided_spec.proposers.drafting import concatenate
 from guided_spec.types import Draft, DraftPolicy
-from tests.engine.test_draft_length import written
-from tests.law.batches import PROMPTS, RULES, SCALE, TOLD, Member, Pace, law, p_value, write
+from tests.law.batches import PROMPTS, RULES, SCALE, TOLD, Member, law, p_value, write
 from tests.law.fields import Fields
 from tests.law.harness import UNLIKELY, Case, check_law, emit
 from tests.law.world import LENGTH, SETTINGS, VOCAB_SIZE
@@ -57,26 +56,24 @@ def shared(seed: int, kind: int) -> int:
 class Company:
     """A request of each kind with one seed, in one batch.
 
-    joins, policies: see ``Member``. changes: whether K is chosen for each step, by what it paid.
+    joins, policies: see ``Member``.
     """
 
     spec: str = "chain:grammar_forced+toy"
     key: Callable[[int, int], int] = shared
     joins: tuple[int, ...] = (0, 0, 0)
     policies: tuple[DraftPolicy, ...] = ("mask", "mask", "mask")
-    changes: bool = False
 
     def texts(self, seeds: range) -> list[list[str]]:
         """For each seed those of all kinds."""
         proposer = build_proposer(self.spec, toy_context())
-        pace = Pace(is_adaptive=self.changes)
-        return [write(self.members(seed), proposer, pace) for seed in seeds]
+        return [write(self.members(seed), proposer) for seed in seeds]
 
     def alone(self, seed: int) -> list[str]:
         """The same texts, each in a batch of its own."""
         proposer = build_proposer(self.spec, toy_context())
         members = [replace(self, joins=(0, 0, 0)).members(seed)[kind] for kind in KINDS]
-        return [write([member], proposer, Pace())[0] for member in members]
+        return [write([member], proposer)[0] for member in members]
 
     def members(self, seed: int) -> list[Member]:
         return [
@@ -90,7 +87,6 @@ COMPANIES = {
     "chain": Company(),
     "joining": Company("chain:grammar_forced+ngram+toy", joins=LATE),
     "policies": Company(key=own, policies=("mask", "validate", "mask")),
-    "adaptive": Company(key=own, joins=LATE, changes=True),
 }
 
 
@@ -113,7 +109,7 @@ def test_the_law_of_every_row(name: str) -> None:
     assert min(found) > UNLIKELY
 
 
-@pytest.mark.parametrize("name", sorted(set(COMPANIES) - {"adaptive"}))
+@pytest.mark.parametrize("name", sorted(COMPANIES))
 def test_the_same_text_alone_and_in_company(name: str) -> None:
     for seed, texts in enumerate(texts_of(name)[:20]):
         assert texts == COMPANIES[name].alone(seed)
@@ -156,13 +152,59 @@ def test_other_requests_draw_other_noise() -> None:
     exact = {one + other: p * q for one, p in first[0].items() for other, q in first[1].items()}
     pairs = {name: [one[0] + other[0] for one, other, _ in texts_of(name)] for name in COMPANIES}
     assert p_value(pairs["policies"], exact) > UNLIKELY
-    assert p_value(pairs["adaptive"], exact) > UNLIKELY
     assert p_value(pairs["chain"], exact) < UNLIKELY
 
 
 # --- K may depend on all that was drafted before, on what was refused as well ---
 
 ROWS, MANY = 20_000, 100_000
+
+
+def written(nodes: Tensor) -> Tensor:
+    """int64 [B]: how many tokens the texts of these numbers have."""
+    firsts = [sum(VOCAB_SIZE**i for i in range(length)) for length in range(1, 8)]
+    return torch.bucketize(nodes, torch.tensor(firsts), right=True)
+
+
+@dataclass(frozen=True)
+class FollowingCase(Case):
+    """Drafts are as long as the last step was successful; every third step has none."""
+
+    last: Tensor = field(default_factory=lambda: torch.zeros(ROWS, dtype=torch.int64))
+    steps: Tensor = field(default_factory=lambda: torch.zeros(ROWS, dtype=torch.int64))
+
+    def limits(self, seeds: Tensor, nodes: Tensor) -> Tensor:
+        gained = written(nodes) - self.last[seeds]
+        self.last[seeds] = written(nodes)
+        self.steps[seeds] += 1
+        return torch.where((self.steps[seeds] + seeds) % 3 == 0, 0, gained.clamp(1, SHORT_K))
+
+
+@dataclass(frozen=True)
+class PeekingCase(Case):
+    """The mistake: a draft is dropped where the noise says that it is going to be refused."""
+
+    def limits(self, seeds: Tensor, nodes: Tensor) -> Tensor:
+        positions = (written(nodes) + 1).unsqueeze(1)
+        noise = uniform_noise(seeds, positions, Stream.ACCEPT).squeeze(1)
+        return torch.where(noise < 0.5, SHORT_K, 0)
+
+
+@pytest.mark.parametrize("kind", ["sampled", "unmasked"])
+def test_the_law_holds_when_k_follows_the_past(kind: str) -> None:
+    case = FollowingCase(kind, SETTINGS["temperature"])
+    with torch.inference_mode():
+        texts = emit(case, torch.arange(ROWS))
+    assert set(case.last.tolist()) == {0, 1, 2, 3}
+    check_law(case, texts)
+
+
+def test_the_law_is_broken_when_k_follows_the_noise() -> None:
+    case = PeekingCase("sampled", SETTINGS["temperature"])
+    with torch.inference_mode():
+        texts = emit(case, torch.arange(ROWS))
+    with pytest.raises(AssertionError, match="p ="):
+        check_law(case, texts)
 
 
 @dataclass(frozen=True)

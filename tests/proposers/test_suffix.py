@@ -14,13 +14,13 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.suffix import (
     LEAST_CHANCE,
+    LONGEST,
     OWN_TOKENS,
     REACH,
     READ_AT_ONCE,
     Learned,
     Suffix,
 )
-from guided_spec.proposers.suffix_counts import LONGEST
 from tests.toys import ToyCompiled, text_rule, toy_batch, toy_context
 
 KIND = ("grammar", None)

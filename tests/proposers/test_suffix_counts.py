@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.proposers.suffix_counts import CountedText, Match, SuffixCounts
+from guided_spec.proposers.suffix import CountedText, Match, SuffixCounts
 
 Texts = list[list[int]]
 texts = st.lists(st.lists(st.integers(0, 2), max_size=14), max_size=6)

@@ -1,9 +1,4 @@
-"""What has to be known about a grammar to end a text in time.
-
-A grammar's rules as automata over bytes that call each other.
-
-Sets of characters as sequences of byte ranges: what UTF-8 makes of them.
-"""
+"""How a text can end in time: a grammar's rules as automata over bytes that call each other."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Where a text stands in a grammar's rules: places that can be compared, unlike matchers.
 
-How many tokens the shortest end of a document takes, behind every token of the vocabulary.
+From each place, how many tokens the shortest end of a document takes behind every token.
 """
 
 from __future__ import annotations

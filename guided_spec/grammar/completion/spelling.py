@@ -1,7 +1,4 @@
-"""A vocabulary's tokens byte by byte, and texts written in as few of them as possible.
-
-A vocabulary's tokens as a search for the end of a text sees them.
-"""
+"""A vocabulary's tokens byte by byte, and texts written in as few of them as possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The end of free text: an automaton that finds a marker in a sequence of tokens.
-
-Texts in which added tokens are told apart from the same letters.
-"""
+"""The end of free text: an automaton that finds a marker in tokens, added ones included."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Whether objects of a prepared schema may have keys that it does not list, and how many.
-
-The keys that an object does not list, as a pattern.
-"""
+"""The keys that an object of a prepared schema does not list: how many, and as a pattern."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One schema lowered: the walk, and what the rules of single keywords may ask of it.
-
-The values that a schema does not admit, as schemas without ``not``.
-"""
+"""One schema lowered: the walk, what rules of keywords may ask of it, and what ``not`` means."""
 
 from __future__ import annotations
 

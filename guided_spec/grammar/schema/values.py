@@ -1,7 +1,4 @@
-"""What is left when some values are taken away, as schemas.
-
-Two schemas combined into one, and values held against a schema.
-"""
+"""Schemas as sets of values: joined, reduced by some values, and held against one value."""
 
 from __future__ import annotations
 

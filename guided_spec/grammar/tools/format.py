@@ -1,9 +1,4 @@
-"""Tools, calls and arguments: what a model family's form of calls is made of.
-
-A call's arguments in the spellings of model families: as JSON, or each one between marks.
-
-Tools that a model may call, read from OpenAI's dicts, typed functions and pydantic models.
-"""
+"""A model family's form of calls: the tools it may call, and how their arguments are spelled."""
 
 from __future__ import annotations
 

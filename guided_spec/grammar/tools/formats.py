@@ -1,9 +1,4 @@
-"""The tool formats by name, and the one that a chat template is of.
-
-Calls in free text, each between its own marks, as most model families write them.
-
-gpt-oss's messages in channels (the "harmony" format): reasoning, text and at most one call.
-"""
+"""The tool formats by name: calls between marks, gpt-oss's channels, and a chat template's own."""
 
 from __future__ import annotations
 

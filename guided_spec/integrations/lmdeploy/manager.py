@@ -1,7 +1,4 @@
-"""The grammars of LMDeploy's requests: compiled off the engine's thread, kept by turn.
-
-One request's place in its grammar under LMDeploy, across drafting, verification and commit.
-"""
+"""The grammars of LMDeploy's requests: compiled off its thread, and moved along their texts."""
 
 from __future__ import annotations
 

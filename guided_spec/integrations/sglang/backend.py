@@ -1,11 +1,8 @@
 """The two classes that SGLang asks of a grammar backend, put together once SGLang is imported.
 
-Masks have the format of SGLang's own xgrammar backend, so what allocates, moves and applies them is
-SGLang's.
-
-One request's place in its grammar, moved the way SGLang moves it.
-
-What SGLang's requests ask for, as grammar specs.
+They take SGLang's requests as grammar specs, and move each along its text the way SGLang does.
+Masks have the format of SGLang's own xgrammar backend, so what allocates, moves and applies them
+is SGLang's.
 """
 
 from __future__ import annotations

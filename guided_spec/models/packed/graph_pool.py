@@ -1,8 +1,7 @@
 """Functions over tensors of fixed shapes, captured as CUDA graphs and replayed by one launch.
 
 On another device than CUDA the functions simply run, so that what uses a pool runs everywhere.
-
-Batches filled up to the size that a graph has.
+Batches are filled up to the sizes that graphs have.
 """
 
 from __future__ import annotations
