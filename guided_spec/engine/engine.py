@@ -543,7 +543,8 @@ class Engine:
             return
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is State.PREFILL]
-        features = self._target.take_features([request.text.slot for request in requests])
+        slots = [request.text.slot for request in requests]
+        features = self._target.take_features(slots) if self._layers else ()
         texts = [request.text for request in requests]
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
