@@ -30,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
-from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import (
     NEVER,
     Endings,
@@ -40,7 +38,7 @@ from guided_spec.grammar.completion.endings import (
     pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
-from guided_spec.grammar.completion.rules import read_regex, read_rules
+from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
@@ -222,10 +220,11 @@ class EndingsCache:
         endings = self._by_rules(compiled)
         if endings is not None:
             return endings
-        return SearchEndings(compiled, self.vocabulary, self._spelling, self._tokens)
+        return SearchEndings(compiled, self.vocabulary, self.spelling, self._tokens)
 
     @cached_property
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """Its tokens byte by byte."""
         return Spelling(self.vocabulary)
 
     @cached_property
@@ -235,16 +234,11 @@ class EndingsCache:
     def _by_rules(self, compiled: CompiledGrammar) -> RuleEndings | None:
         """None where no rules are known or understood, or where they say something else."""
         try:
-            if isinstance(compiled, XGrammarGrammar):
-                rules = read_rules(str(compiled.compiled.grammar))
-            elif isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
-                rules = read_regex(compiled.pattern)
-            else:
+            rules = rules_of(compiled)
+            places = Places(rules, self.spelling.longest)
+            if not places.shortest_bytes <= self.spelling.single_bytes:
                 return None
-            places = Places(rules, self._spelling.longest)
-            if not places.shortest_bytes <= self._spelling.single_bytes:
-                return None
-            endings = RuleEndings(places, self._spelling)
+            endings = RuleEndings(places, self.spelling)
             row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
