@@ -15,6 +15,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
@@ -22,7 +23,6 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import Unenforced, find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.automaton import NoTableError, TableLimits
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part, walk_both
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary

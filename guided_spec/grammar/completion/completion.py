@@ -49,6 +49,7 @@ from guided_spec.grammar.protocol import (
     Matcher,
     WrappedMatcher,
 )
+from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -214,6 +215,8 @@ class EndingsCache:
         return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 
     def _make(self, compiled: CompiledGrammar) -> Endings:
+        if isinstance(compiled, TabledGrammar):
+            return self.of(compiled.inner)
         if isinstance(compiled, AfterGrammar):
             inner = self.of(compiled.inner)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)

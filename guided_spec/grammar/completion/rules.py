@@ -39,15 +39,21 @@ __all__ = [
     "rest_of_call",
     "rules_of",
     "shortest_texts",
+    "tells_rules",
 ]
 
 
-def rules_of(compiled: CompiledGrammar) -> Rules:
-    """The rules of a compiled grammar, where they can be had.
+def tells_rules(compiled: CompiledGrammar) -> bool:
+    """Whether ``rules_of`` may know the rules of a compiled grammar.
 
-    Raises UnreadableGrammarError for one that tells nobody what they are: llguidance's, but for a
-    regex or choice, and those of registered backends.
+    llguidance tells those of a regex or choice only, registered backends none.
     """
+    is_pattern = isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None
+    return is_pattern or isinstance(compiled, XGrammarGrammar)
+
+
+def rules_of(compiled: CompiledGrammar) -> Rules:
+    """The rules of a compiled grammar. Raises UnreadableGrammarError where they are not known."""
     if isinstance(compiled, XGrammarGrammar):
         return read_rules(str(compiled.compiled.grammar))
     if isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:

@@ -4,48 +4,16 @@ from __future__ import annotations
 
 import heapq
 import time
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.errors import ConfigError
 from guided_spec.grammar.completion.endings import EndLostError, Rules, UnreadableGrammarError
 from guided_spec.grammar.completion.places import Places
+from guided_spec.grammar.limits import NoTableError, TableLimits
 
-__all__ = ["ByteAutomaton", "Clock", "NoTableError", "TableLimits", "explore"]
-
-MOST_STATES = 2**15 - 1  # a state is an int16
-
-
-class NoTableError(Exception):
-    """Why a grammar has no table. Never leaves the package."""
-
-
-@dataclass(frozen=True, slots=True)
-class TableLimits:
-    """What one table may cost. A grammar that goes beyond it stays with its matchers.
-
-    states: of the automaton over bytes, 32,767 at most. Of a grammar that has more, such as one of
-        JSON values inside each other, the table holds so many, those with the fewest open rules
-        first; a text that leaves them goes on with a matcher.
-    seconds: of making and proving it. bytes: of the finished table.
-
-    Raises ConfigError for a limit that is not positive, or too many states.
-    """
-
-    states: int = 8192
-    seconds: float = 30.0
-    bytes: int = 64 * 2**20
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(field.name, value, "must be a positive number")
-        if self.states > MOST_STATES:
-            raise ConfigError("states", self.states, f"must be at most {MOST_STATES}")
+__all__ = ["ByteAutomaton", "Clock", "explore"]
 
 
 class Clock:

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from guided_spec.grammar.completion.endings import UnreadableGrammarError, pack_row
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
-from guided_spec.grammar.tables.automaton import Clock, NoTableError, TableLimits
+from guided_spec.grammar.tables.automaton import Clock
 from guided_spec.grammar.tables.table import ENDED, REFUSED, TokenTable, build_table
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,8 @@ from numpy.typing import NDArray
 from guided_spec.grammar.completion.endings import Rules, pack_row
 from guided_spec.grammar.completion.places import NOWHERE
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.tables.automaton import (
-    ByteAutomaton,
-    Clock,
-    NoTableError,
-    TableLimits,
-    explore,
-)
+from guided_spec.grammar.limits import NoTableError, TableLimits
+from guided_spec.grammar.tables.automaton import ByteAutomaton, Clock, explore
 
 __all__ = ["ENDED", "OUTSIDE", "REFUSED", "TokenTable", "build_table"]
 
@@ -30,7 +26,7 @@ OUTSIDE = -3
 _PREFIXES = 4  # times the limit of bytes, for the columns of all beginnings of tokens
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class TokenTable:
     """States 0 to N - 1, of which 0 is the start; immutable, shared by requests and processes.
 
@@ -59,9 +55,17 @@ class TokenTable:
         """Of all four arrays."""
         return sum(part.nbytes for part in (self.classes, self.then, self.rows, self.row_of))
 
+    @cached_property
+    def forbids(self) -> NDArray[np.bool_]:
+        """bool [R]: whether a row forbids any token."""
+        full = pack_row(np.ones(len(self.classes), dtype=np.bool_))
+        found: NDArray[np.bool_] = (self.rows != full).any(axis=1)
+        return found
+
     def after(self, state: int, token_id: int) -> int:
         """The state behind a token, or ``REFUSED``, ``ENDED``, ``OUTSIDE``."""
-        return int(self.then[state, self.classes[token_id]])
+        then: int = self.then.item(state, self.classes.item(token_id))
+        return then
 
     def row(self, state: int) -> NDArray[np.int32]:
         """int32 [W]: the mask row of a state. Read only."""
