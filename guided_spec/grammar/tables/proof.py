@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -15,13 +15,18 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.tables.automaton import Clock
-from guided_spec.grammar.tables.table import ENDED, REFUSED, TokenTable, build_table
+from guided_spec.grammar.tables.table import (
+    ENDED,
+    REFUSED,
+    TokenTable,
+    build_table,
+    without_tokens,
+)
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 
 __all__ = [
     "Difference",
     "Walked",
-    "compare_states",
     "compare_steps",
     "proven_table",
     "tabled_part",
@@ -29,6 +34,7 @@ __all__ = [
 ]
 
 _LONGEST_WALK = 400  # tokens, then another text begins
+_MOST_LACKING = 1024  # tokens that a matcher lacks: more are another language
 
 
 class Difference(NamedTuple):
@@ -60,8 +66,11 @@ def tabled_part(compiled: CompiledGrammar) -> CompiledGrammar:
 def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLimits) -> TokenTable:
     """The table of a compiled grammar; in each of its states a matcher has been asked.
 
+    A mask may lack tokens that the rules allow: xgrammar 0.2.8 has no ``rror`` behind the ``e`` of
+    ``error`` where there is a token ``ror``. The matcher is what counts: the table lacks them, too.
+
     Raises NoTableError where its rules are not known, where the table is beyond the limits, and
-    where the two differ.
+    where the matcher allows what the rules do not.
     """
     clock = Clock(limits.seconds)
     try:
@@ -69,32 +78,22 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
     except UnreadableGrammarError as error:
         raise NoTableError(str(error)) from error
     table = build_table(rules, spelling, limits, clock)
-    found = compare_states(table, compiled, clock.look)
-    if found is not None:
-        raise NoTableError(f"its matcher differs behind the tokens {list(found.token_ids)}")
-    return table
-
-
-def compare_states(
-    table: TokenTable, compiled: CompiledGrammar, look: Callable[[], None] = lambda: None
-) -> Difference | None:
-    """Compare the row of every state with the matcher's, behind a shortest text that leads there.
-
-    look: called at every state; what it raises ends the comparison.
-    """
-    rows = _Rows(table)
+    rows, lacking = _Rows(table), dict[int, list[int]]()
     for text, state, matcher in _every_state(table, compiled):
-        look()
-        found = rows.differ(state, matcher)
-        if found is not None:
-            return Difference(text, *found)
-    return None
+        clock.look()
+        more, fewer = rows.differ(state, matcher) or ((), ())
+        for token_id in more:
+            lacking.setdefault(token_id, []).append(state)
+        if fewer or len(lacking) > _MOST_LACKING:
+            raise NoTableError(f"its matcher differs behind the tokens {list(text)}")
+    return without_tokens(table, lacking, limits, clock) if lacking else table
 
 
 def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | None:
-    """As ``compare_states``, and so in every state behind one token of each legal class.
+    """Compare the rows of every state, and behind one token of each class that is legal there.
 
-    So each entry of the table is looked at, with what is legal behind it.
+    A state is reached by a shortest text. So each entry of the table is looked at, with what is
+    legal behind it.
     """
     rows = _Rows(table)
     _, first = np.unique(table.classes, return_index=True)

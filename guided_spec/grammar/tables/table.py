@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,7 +15,7 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.tables.automaton import ByteAutomaton, Clock, explore
 
-__all__ = ["ENDED", "OUTSIDE", "REFUSED", "TokenTable", "build_table"]
+__all__ = ["ENDED", "OUTSIDE", "REFUSED", "TokenTable", "build_table", "without_tokens"]
 
 REFUSED = -1
 """The token is illegal."""
@@ -91,6 +92,24 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
     names[columns.refused], names[count + 2] = REFUSED, ENDED
     names[reached] = np.arange(len(reached))
     merged, index = _merge(names[then[:, reached]])
+    return _with_rows(merged, index[classes], limits, clock)
+
+
+def without_tokens(
+    table: TokenTable, lacking: Mapping[int, Sequence[int]], limits: TableLimits, clock: Clock
+) -> TokenTable:
+    """The same table, but that some tokens are refused in some states. lacking: token to states.
+
+    Raises NoTableError where it is beyond the limits.
+    """
+    columns, classes = [*table.then.T], table.classes.copy()
+    for token_id, states in lacking.items():
+        column = table.then[:, table.classes[token_id]].copy()
+        column[list(states)] = REFUSED
+        classes[token_id] = len(columns)
+        columns.append(column)
+    used, classes = np.unique(classes, return_inverse=True)
+    merged, index = _merge(np.stack([columns[at] for at in used.tolist()]))
     return _with_rows(merged, index[classes], limits, clock)
 
 

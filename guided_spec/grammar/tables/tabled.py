@@ -20,7 +20,14 @@ from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar
 
-__all__ = ["TabledGrammar", "TabledMatcher"]
+__all__ = ["TabledGrammar", "TabledMatcher", "finished"]
+
+
+def finished(table: TokenTable) -> Future[TokenTable]:
+    """A table that is there."""
+    made: Future[TokenTable] = Future()
+    made.set_result(table)
+    return made
 
 
 class TabledGrammar:

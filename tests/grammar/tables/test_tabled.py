@@ -24,9 +24,9 @@ from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.maker import TableMaker, table_bytes
-from guided_spec.grammar.tables.proof import compare_states, proven_table, tabled_part
+from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.table import TokenTable
-from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher
+from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher, finished
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
@@ -152,9 +152,7 @@ def test_a_text_goes_over_to_a_table_and_counts_from_there() -> None:
 
 def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
     compiled, table = parts("part")
-    made: Future[TokenTable] = Future()
-    made.set_result(table)
-    matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()  # type: ignore[arg-type]
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
     deep = 40
     assert accepted(matcher, b"[" * deep + b"]" * deep)
     assert isinstance(matcher, Matcher)
@@ -168,9 +166,7 @@ def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
 
 def test_what_is_wrong_is_said() -> None:
     compiled, table = parts("whole")
-    made: Future[TokenTable] = Future()
-    made.set_result(table)
-    matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()  # type: ignore[arg-type]
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
     assert accepted(matcher, b'{"name": ""}')
     assert matcher.accept_token(STOPS[1])
     with pytest.raises(GrammarStateError, match="the text is complete"):
@@ -242,7 +238,7 @@ def test_a_grammar_that_is_sent_again_and_again_gets_its_table_from_a_worker() -
         while grammar.table is None and time.monotonic() < until:
             time.sleep(0.02)
         assert grammar.table is not None, grammar.reason
-        assert compare_states(grammar.table, grammar.inner) is None
+        assert compare_steps(grammar.table, grammar.inner) is None
         assert accepted(first, b'": "b"}')
         assert first.num_tabled == 7  # type: ignore[attr-defined]
         assert made._workers.pids
