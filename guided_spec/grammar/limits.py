@@ -60,7 +60,7 @@ class TableLimits:
     states: of the automaton over bytes, 32,767 at most. Of a grammar that has more, such as one of
         JSON values inside each other, the table holds so many, those with the fewest open rules
         first; a text that leaves them goes on with a matcher.
-    seconds: of making and proving it. bytes: of the finished table.
+    seconds: of a core, to make it and to compare it with a matcher. bytes: of the finished table.
 
     Raises ConfigError for a limit that is not positive, or too many states.
     """

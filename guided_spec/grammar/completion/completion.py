@@ -76,7 +76,7 @@ class AfterEndings:
     def __init__(self, marker: Marker, inner: Endings, vocab_size: int) -> None:
         self._marker = marker
         self._inner = inner
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._missing = [self._spelled(state) for state in range(len(marker) + 1)]
         self._behind = inner.cost(inner.start)
         self._next: dict[int, NDArray[np.int32]] = {}
@@ -94,7 +94,7 @@ class AfterEndings:
     @property
     def memory_size_bytes(self) -> int:
         """The rows of the marker, and what the inner grammar's take."""
-        return self._inner.memory_size_bytes + 4 * self._vocab_size * len(self._next)
+        return self._inner.memory_size_bytes + 4 * self.vocab_size * len(self._next)
 
     @property
     def start(self) -> Any:
@@ -155,7 +155,7 @@ class AfterEndings:
     def _missing_after(self, state: int) -> NDArray[np.int32]:
         """int32 [V]: tokens that spell the rest of the marker behind each token."""
         step, missing = self._marker.step, [*self._missing, NEVER]
-        thens = (step(state, token) for token in range(self._vocab_size))
+        thens = (step(state, token) for token in range(self.vocab_size))
         return np.array([missing[-1 if then is None else then] for then in thens], dtype=np.int32)
 
 
@@ -354,9 +354,11 @@ class CompletingMatcher(WrappedMatcher):
         except EndLostError:
             return forbids
         row = np.asarray(bitmask)[index]  # a view, also of a tensor
-        own = row.copy()
+        lost = (row & ~fitting).view(np.uint32)
         row &= fitting
-        if not np.array_equal(row, own):
+        # Behind the last token the grammar's row may hold anything.
+        lost[-1] &= np.uint32(2 ** ((self._endings.vocab_size - 1) % 32 + 1) - 1)
+        if lost.any():
             self._steered.add(len(self._token_ids))
         return True
 

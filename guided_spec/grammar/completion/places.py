@@ -363,6 +363,11 @@ class RuleEndings:
         self._most: dict[int, int] = {}
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._spelling.vocab_size
+
+    @property
     def is_exact(self) -> bool:
         """Always."""
         return True

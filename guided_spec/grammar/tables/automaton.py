@@ -17,16 +17,16 @@ __all__ = ["ByteAutomaton", "Clock", "explore"]
 
 
 class Clock:
-    """Raises NoTableError at a look that comes ``seconds`` after it was made."""
+    """Raises NoTableError at a look behind ``seconds`` of this thread's own time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._began = time.perf_counter()
+        self._began = time.thread_time()
 
     def look(self) -> None:
         """Raise if it is late."""
-        if time.perf_counter() - self._began > self._seconds:
-            raise NoTableError(f"it takes longer than {self._seconds:g} seconds")
+        if time.thread_time() - self._began > self._seconds:
+            raise NoTableError(f"it takes longer than seconds={self._seconds:g}")
 
 
 class ByteAutomaton(NamedTuple):

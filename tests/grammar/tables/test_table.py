@@ -200,7 +200,7 @@ def test_a_table_lacks_what_its_matcher_lacks() -> None:
     ("limits", "reason"),
     [
         (TableLimits(states=1), "too many states, from the first token on"),
-        (TableLimits(seconds=1e-9), "longer than 1e-09 seconds"),
+        (TableLimits(seconds=1e-9), "longer than seconds=1e-09"),
         (TableLimits(bytes=5_000), "tokens differ|more than bytes=5000"),
     ],
 )
