@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from guided_spec.grammar.backends.registry import GrammarBackendName
     from guided_spec.grammar.limits import GrammarLimits
 
-__all__ = ["EngineConfig", "Kernels"]
+__all__ = ["EngineConfig", "GrammarTables", "Kernels"]
 
 Kernels = Literal["auto", "packed", "stock"]
+GrammarTables = Literal["auto", "always", "off"]
 
 LARGEST_DRAFT = 64
 
@@ -43,6 +44,10 @@ class EngineConfig:
         least, else xgrammar; or a registered name, which is looked up where the engine is made.
     grammar_limits: what one grammar may cost at most, a
         ``guided_spec.grammar.limits.GrammarLimits``; None takes its defaults.
+    grammar_tables: whether grammars are made into tables of states, from which masks are looked up
+        (docs/device_tables.md). "auto" makes the table of a grammar once 32 texts of it have begun,
+        in a process of its own, and texts go over to it; "always" of each one that can have one,
+        before its first text begins; "off" of none. The texts are the same.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
@@ -65,6 +70,7 @@ class EngineConfig:
     grammar_cache_bytes: int = 2**30
     grammar_backend: GrammarBackendName = "auto"
     grammar_limits: GrammarLimits | None = None
+    grammar_tables: GrammarTables = "auto"
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
     capture: bool = True
@@ -82,6 +88,7 @@ class EngineConfig:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)
         _require_limits(self.grammar_limits)
+        _require_one_of("grammar_tables", self.grammar_tables, get_args(GrammarTables))
         _require_one_of("verifier", self.verifier, get_args(Verifier))
         _require_one_of("kernels", self.kernels, get_args(Kernels))
 

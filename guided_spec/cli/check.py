@@ -33,12 +33,16 @@ def check(
     additional_properties: Annotated[
         str, typer.Option(help="closed: declared keys only; schema: as JSON Schema reads it.")
     ] = "closed",
+    table: Annotated[
+        bool, typer.Option("--table", help="Make its token table; compare it with the matcher.")
+    ] = False,
+    steps: Annotated[int, typer.Option(help="Random tokens to compare it along.", min=0)] = 100_000,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
     """Compile a schema, and say what would be enforced.
 
-    The exit code is 1 if it does not compile.
+    The exit code is 1 if it does not compile, and if a table differs from its matcher.
     """
     spec = replace(
         GrammarSpec.json_schema(read_text("SCHEMA", schema)),
@@ -49,9 +53,9 @@ def check(
     with working("loading the tokenizer, compiling the schema"):
         from guided_spec.cli.verdict import report_schema
 
-        report = report_schema(spec, tokenizer, grammar_backend)
+        report = report_schema(spec, tokenizer, grammar_backend, steps if table else None)
     print_json(report) if as_json else _print(report)
-    if report["error"] is not None:
+    if report["error"] is not None or (report["table"] or {}).get("equal") is False:
         raise typer.Exit(1)
 
 
@@ -65,8 +69,23 @@ def _print(report: dict[str, Any]) -> None:
             promise = "outputs may break what is of level error above"
         typer.echo(f"{took}; {promise}")
         typer.echo(f"additional_properties={report['additional_properties']}: {_keys_of(report)}")
+        if report["table"] is not None:
+            typer.echo(_wrapped(_table_of(report["table"]), min(stdout().width, LONGEST_LINE)))
     else:
         typer.echo(f"{report['error']['type']}: {report['error']['message']}")
+
+
+def _table_of(table: dict[str, Any]) -> str:
+    if table["reason"] is not None:
+        return f"no table: {table['reason']}; its matchers are asked for every mask"
+    size = f"{table['states']} states, {table['rows']} rows, {table['bytes'] / 1e6:.1f} MB"
+    whole = "the whole grammar" if table["whole"] else "a part of the grammar"
+    keys = "; its matcher keeps the keys unique" if table["keys_by_matcher"] else ""
+    made = f"table of {whole}: {size}, made in {table['seconds']:.3f} s{keys}"
+    if not table["equal"]:
+        return f"{made}; it differs from the matcher: {table['difference']}"
+    along = f"along {table['steps']} random tokens of {table['texts']} texts"
+    return f"{made}; equal to the matcher behind each state's tokens, and {along}"
 
 
 def _keys_of(report: dict[str, Any]) -> str:

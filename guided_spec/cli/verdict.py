@@ -14,6 +14,8 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
@@ -21,6 +23,7 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import Unenforced, find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part, walk_both
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
@@ -28,10 +31,13 @@ from guided_spec.models.loading import load_tokenizer
 __all__ = ["report_schema"]
 
 
-def report_schema(spec: GrammarSpec, tokenizer: str | None, grammar_backend: str) -> dict[str, Any]:
+def report_schema(
+    spec: GrammarSpec, tokenizer: str | None, grammar_backend: str, table_steps: int | None = None
+) -> dict[str, Any]:
     """Compile it and say what would be enforced of it.
 
     spec: of kind ``json_schema``. tokenizer: a hub id or folder; None is the bundled model's.
+    table_steps: tokens of the random texts along which its table is compared; None for no table.
 
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
@@ -52,6 +58,36 @@ def report_schema(spec: GrammarSpec, tokenizer: str | None, grammar_backend: str
         "additional_properties": spec.additional_properties,
         "left_open": _left_open(spec) if error is None else [],
         "findings": [finding._asdict() for finding in findings],
+        "table": _table(compiled, vocabulary, table_steps)
+        if table_steps is not None and not isinstance(compiled, GrammarCompileError)
+        else None,
+    }
+
+
+def _table(compiled: CompiledGrammar, vocabulary: Vocabulary, steps: int) -> dict[str, Any]:
+    """What its table takes, and whether it equals the matcher."""
+    part, spelling = tabled_part(compiled), Spelling(vocabulary)
+    started = time.perf_counter()
+    try:
+        table = proven_table(part, spelling, TableLimits())
+    except NoTableError as error:
+        return {"reason": str(error), "equal": None}
+    seconds = time.perf_counter() - started
+    difference = compare_steps(table, part)
+    walked = walk_both(table, part, 0 if difference else steps, seed=0)
+    return {
+        "reason": None,
+        "equal": (difference or walked.difference) is None,
+        "difference": difference or walked.difference,
+        "whole": table.is_whole,
+        "keys_by_matcher": part is not compiled,
+        "states": table.num_states,
+        "classes": table.then.shape[1],
+        "rows": len(table.rows),
+        "bytes": table.memory_size_bytes,
+        "seconds": seconds,
+        "steps": walked.steps,
+        "texts": walked.texts,
     }
 
 

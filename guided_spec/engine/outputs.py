@@ -39,6 +39,8 @@ class RequestStats:
         have ended within its budget, see ``SamplingParams.complete``.
     ends_lost: 1 where no way to end the text within its budget was known any more, so that it may
         be cut off. The grammar holds all the same.
+    tabled: output tokens that a grammar's table judged: no matcher was asked for their masks, see
+        ``EngineConfig.grammar_tables``.
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
@@ -58,6 +60,7 @@ class RequestStats:
     starved: int = 0
     steered: int = 0
     ends_lost: int = 0
+    tabled: int = 0
     resyncs: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0

@@ -295,6 +295,7 @@ class Request:
         self.stats.output_tokens = len(output_ids)
         if constraint is not None:
             self.stats.resyncs = constraint.resyncs
+            self.stats.tabled = constraint.num_tabled
             self.stats.ends_lost |= int(constraint.has_lost_end)
             # A stop string may have dropped what was committed last.
             self.stats.steered = sum(at < len(output_ids) for at in constraint.steered)

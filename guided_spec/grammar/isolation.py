@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable
+from functools import cache, partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends.registry import (
@@ -19,11 +21,12 @@ from guided_spec.grammar.backends.registry import (
     BackendFactory,
     importable_backends,
 )
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.limits import GrammarLimits, NoTableError, TableLimits
 from guided_spec.grammar.spec import GrammarSpec
 
-if TYPE_CHECKING:  # a worker starts by importing this module, and these two load torch
-    from guided_spec.grammar.protocol import GrammarBackend
+if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
+    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+    from guided_spec.grammar.tables.table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["Workers", "serve"]
@@ -77,10 +80,24 @@ class Workers:
 
         Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
         """
+        self._run(_Job(spec, limits))
+
+    def make_table(
+        self, spec: GrammarSpec, limits: GrammarLimits, tables: TableLimits
+    ) -> TokenTable:
+        """The table of ``spec``'s grammar, made in a worker that compiles it once more.
+
+        Raises NoTableError where there is none, and what ``try_out`` raises.
+        """
+        table = self._run(_Job(spec, limits, tables))
+        assert table is not None
+        return table
+
+    def _run(self, job: _Job) -> TokenTable | None:
         worker = self._take()
         try:
             worker.start()
-            error = worker.compile(spec, limits)
+            result = worker.run(job)
         except BaseException:
             self._end(worker)
             raise
@@ -90,8 +107,9 @@ class Workers:
                 self._idle.append(worker)
         if closed:
             self._end(worker)
-        if error is not None:
-            raise error
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def _take(self) -> _Worker:
         with self._lock:
@@ -145,11 +163,12 @@ class _Worker:
             )
         self._first_message = None
 
-    def compile(self, spec: GrammarSpec, limits: GrammarLimits) -> GrammarError | None:
-        """What the backend found wrong, or None. Raises GrammarCompileError beyond the limits."""
+    def run(self, job: _Job) -> GrammarError | NoTableError | TokenTable | None:
+        """What was found wrong, or made. Raises GrammarCompileError beyond the limits."""
+        spec, limits = job.spec, job.limits
         try:
-            self._connection.send((spec, limits, importable_backends()))
-            if not self._connection.poll(limits.compile_seconds):
+            self._connection.send((job, importable_backends()))
+            if not self._connection.poll(job.seconds):
                 raise _refuse(spec, f"compile_seconds={limits.compile_seconds:g}")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
@@ -161,26 +180,59 @@ class _Worker:
         return reply  # type: ignore[no-any-return]
 
 
+class _Job(NamedTuple):
+    """A spec to compile; and to make a table of, where there are limits for one."""
+
+    spec: GrammarSpec
+    limits: GrammarLimits
+    tables: TableLimits | None = None
+
+    @property
+    def seconds(self) -> float:
+        """That it may take."""
+        return self.limits.compile_seconds + (0.0 if self.tables is None else self.tables.seconds)
+
+
 def serve() -> None:
     """A worker's main program: a backend, then specs to compile, until the parent goes away."""
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
         make, vocabulary, registered = connection.recv()
         GRAMMAR_BACKENDS.update(registered)
         backend = make(vocabulary)
+        make_table = _table_maker(vocabulary)
         connection.send(_READY)
         while True:
-            spec, limits, registered = connection.recv()
+            job, registered = connection.recv()
             GRAMMAR_BACKENDS.update(registered)
-            connection.send(_attempt(backend, spec, limits))
+            connection.send(_attempt(backend, job, make_table))
 
 
-def _attempt(backend: GrammarBackend, spec: GrammarSpec, limits: GrammarLimits) -> Any:
-    _limit_memory(limits.compile_bytes)
+def _table_maker(
+    vocabulary: Vocabulary,
+) -> Callable[[CompiledGrammar, TableLimits], TokenTable]:
+    from guided_spec.grammar.completion.spelling import Spelling
+    from guided_spec.grammar.tables.proof import proven_table, tabled_part
+
+    spelling = cache(partial(Spelling, vocabulary))
+    return lambda compiled, limits: proven_table(tabled_part(compiled), spelling(), limits)
+
+
+def _attempt(
+    backend: GrammarBackend,
+    job: _Job,
+    make_table: Callable[[CompiledGrammar, TableLimits], TokenTable],
+) -> Any:
+    spec = job.spec
+    _limit_memory(job.limits.compile_bytes)
     # For a parent that died meanwhile: a native compile notices nothing but a signal's default.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
-    signal.alarm(int(limits.compile_seconds) + _GRACE_SECONDS)
+    signal.alarm(int(job.seconds) + _GRACE_SECONDS)
     try:
-        backend.compile(spec)
+        compiled = backend.compile(spec)
+        if job.tables is not None:
+            return make_table(compiled, job.tables)
+    except NoTableError as error:
+        return error.with_traceback(None)
     except GrammarError as error:
         is_refused = any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
         return _OUT_OF_MEMORY if is_refused else error.with_traceback(None)

@@ -1,4 +1,4 @@
-"""What a grammar may cost at most, and the check of what can be seen in its source."""
+"""What a grammar and its table may cost, and the check of what can be seen in its source."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.document import ENDLESS, Extent, GrammarSize, SpecDocument
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["GrammarLimits", "check_limits"]
+__all__ = ["GrammarLimits", "NoTableError", "TableLimits", "check_limits"]
 
 _FIXES = {
     "nesting": "flatten it",
@@ -16,6 +16,7 @@ _FIXES = {
     "alternatives": "list fewer, or describe them with a pattern",
 }
 
+_MOST_STATES = 2**15 - 1  # a state is an int16
 _SHOWN = 200  # characters of a JSON pointer
 
 
@@ -45,10 +46,40 @@ class GrammarLimits:
     compile_bytes: int = 2 * 2**30
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-                raise ConfigError(field.name, value, "must be a positive number")
+        _require_positive(self)
+
+
+class NoTableError(Exception):
+    """Why a grammar has no table. Never leaves the package."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableLimits:
+    """What one table may cost. A grammar that goes beyond it stays with its matchers.
+
+    states: of the automaton over bytes, 32,767 at most. Of a grammar that has more, such as one of
+        JSON values inside each other, the table holds so many, those with the fewest open rules
+        first; a text that leaves them goes on with a matcher.
+    seconds: of a core, to make it and to compare it with a matcher. bytes: of the finished table.
+
+    Raises ConfigError for a limit that is not positive, or too many states.
+    """
+
+    states: int = 8192
+    seconds: float = 30.0
+    bytes: int = 64 * 2**20
+
+    def __post_init__(self) -> None:
+        _require_positive(self)
+        if self.states > _MOST_STATES:
+            raise ConfigError("states", self.states, f"must be at most {_MOST_STATES}")
+
+
+def _require_positive(limits: GrammarLimits | TableLimits) -> None:
+    for field in fields(limits):
+        value = getattr(limits, field.name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
+            raise ConfigError(field.name, value, "must be a positive number")
 
 
 def check_limits(document: SpecDocument, limits: GrammarLimits) -> GrammarSize:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from functools import cached_property, partial
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarError
@@ -13,13 +13,17 @@ from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.isolation import Workers
-from guided_spec.grammar.limits import GrammarLimits, check_limits
+from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
 from guided_spec.grammar.markers.after import AfterGrammar
 from guided_spec.grammar.markers.markers import Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.maker import TableMaker, table_bytes
+from guided_spec.grammar.tables.proof import proven_table
+from guided_spec.grammar.tables.table import TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["GrammarPipeline", "RequestGrammars"]
@@ -44,6 +48,8 @@ class GrammarPipeline:
         3 MB of grammar). Without POSIX there is no worker, and only the source is checked.
     markers: for specs with a ``start``: these are compiled without it, and bind behind the marker.
     endings: prepared where grammars are compiled, not while others wait.
+    tables: whether grammars get tables: "auto" in a worker once they are asked for again and again,
+        "always" here, at once; None for none.
     make: what builds the backend in a worker, a function or class that can be imported; None
         takes the backend's class.
     name: of the registered backend that compiles specs which name none; None where ``make`` builds
@@ -51,13 +57,14 @@ class GrammarPipeline:
         none, such as a class in a notebook, compiles here alone: then only the source is checked.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts around a backend
         self,
         backend: GrammarBackend,
         limits: GrammarLimits | None = None,
         *,
         markers: Markers | None = None,
         endings: EndingsCache | None = None,
+        tables: Literal["auto", "always"] | None = None,
         make: BackendFactory | None = None,
         name: str | None = None,
     ) -> None:
@@ -68,6 +75,10 @@ class GrammarPipeline:
         self._endings = endings
         self._name = name
         self._workers = Workers(type(backend) if make is None else make, self.vocabulary)
+        self._tables: TableMaker | None = None
+        if tables is not None:
+            make_table = self._table_here if tables == "always" else self._table_elsewhere
+            self._tables = TableMaker(make_table, tables)
 
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         """Compile ``spec``.
@@ -87,6 +98,8 @@ class GrammarPipeline:
         except GrammarError as error:
             _shorten(error)
             raise
+        if self._tables is not None:
+            compiled = self._tables.attach(document.spec, compiled)
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
@@ -95,16 +108,34 @@ class GrammarPipeline:
 
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
+        if self._tables is not None:
+            self._tables.close()
         self._workers.close()
 
     def _keep_limits(self, document: SpecDocument) -> None:
         if self.limits is None:
             return
         size = check_limits(document, self.limits)
-        name = document.spec.backend or self._name
-        is_importable = name is None or import_path(name) is not None
-        if size.large and os.name == "posix" and is_importable:
+        if size.large and self._has_worker(document.spec):
             self._workers.try_out(replace(document.spec, start=None), self.limits)
+
+    def _has_worker(self, spec: GrammarSpec) -> bool:
+        name = spec.backend or self._name
+        return os.name == "posix" and (name is None or import_path(name) is not None)
+
+    def _table_here(self, spec: GrammarSpec, part: CompiledGrammar) -> TokenTable:
+        del spec
+        return proven_table(part, self._spelling, TableLimits())
+
+    def _table_elsewhere(self, spec: GrammarSpec, part: CompiledGrammar) -> TokenTable:
+        if not self._has_worker(spec):
+            return self._table_here(spec, part)
+        limits = self.limits or GrammarLimits()
+        return self._workers.make_table(replace(spec, start=None), limits, TableLimits())
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        return Spelling(self.vocabulary) if self._endings is None else self._endings.spelling
 
 
 class RequestGrammars(NamedTuple):
@@ -133,6 +164,7 @@ class RequestGrammars(NamedTuple):
             config.grammar_limits or GrammarLimits(),
             markers=markers,
             endings=endings,
+            tables=None if config.grammar_tables == "off" else config.grammar_tables,
             # Where no other process can import it, that one is for specs which name another.
             make=partial(build_backend, name if import_path(name) else "auto"),
             name=name,
@@ -141,7 +173,7 @@ class RequestGrammars(NamedTuple):
             pipeline,
             max_workers=config.compile_threads,
             cache_bytes=config.grammar_cache_bytes,
-            size_of_more=endings.size_of,
+            size_of_more=lambda grammar: endings.size_of(grammar) + table_bytes(grammar),
         )
         return cls(markers, queue, endings)
 

@@ -95,6 +95,11 @@ class Matcher(GrammarMatcher):
         """Whether there is a budget, and no way to an end of the text within it is known."""
         return False
 
+    @property
+    def num_tabled(self) -> int:
+        """Tokens of the text that a table judged, see ``guided_spec.grammar.tables``."""
+        return 0
+
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""
         count = follow(self, token_ids)
@@ -159,6 +164,11 @@ class WrappedMatcher(Matcher):
     def may_fail(self) -> bool:
         """As the inner matcher has it."""
         return self._inner.may_fail
+
+    @property
+    def num_tabled(self) -> int:
+        """As the inner matcher has it."""
+        return self._inner.num_tabled
 
     def is_terminated(self) -> bool:
         """Whether a stop token has been accepted."""

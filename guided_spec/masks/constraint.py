@@ -97,6 +97,11 @@ class Constraint:
         """Whether a stop token was committed: the text is complete."""
         return not self._unread and self._original.is_terminated()
 
+    @property
+    def num_tabled(self) -> int:
+        """Committed tokens that a table judged, and no matcher was asked about."""
+        return self._original.num_tabled
+
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
         if self.settle() is not None:

@@ -8,11 +8,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from guided_spec.cli import verdict
 from guided_spec.cli.main import app
 from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.proof import Difference
 from tests.grammar.backends.own_backends import Listed
 
 TWO_PATTERNS = {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}
@@ -105,3 +107,29 @@ def test_check_says_which_keys_are_written(tmp_path: Path) -> None:
     report = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)
     assert (report["additional_properties"], report["left_open"]) == ("schema", [])
     assert "open where the schema leaves them open" in CliRunner().invoke(app, arguments).stdout
+
+
+@pytest.mark.parametrize("backend", ["xgrammar", "llguidance"])
+def test_check_compares_a_table(tmp_path: Path, backend: str) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps({"enum": ["a", "bb"]}))
+    arguments = ["check", str(path), "--grammar-backend", backend, "--table", "--steps", "50"]
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0
+    table = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)["table"]
+    if backend == "llguidance":
+        assert table == {"reason": "its backend does not tell its rules", "equal": None}
+        assert "no table: its backend does not tell its rules" in printed.stdout
+    else:
+        assert (table["equal"], table["whole"], table["steps"]) == (True, True, 50)
+        assert "table of the whole grammar: " in printed.stdout
+
+
+def test_check_says_where_a_table_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "schema.json"
+    path.write_text("{}")
+    difference = Difference((1, 2), (3,), ())
+    monkeypatch.setattr(verdict, "compare_steps", lambda *_: difference)
+    result = CliRunner().invoke(app, ["check", str(path), "--table"])
+    assert result.exit_code == 1
+    assert "it differs from the matcher: Difference(" in " ".join(result.stdout.split())

@@ -30,8 +30,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
-from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import (
     NEVER,
     Endings,
@@ -40,7 +38,7 @@ from guided_spec.grammar.completion.endings import (
     pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
-from guided_spec.grammar.completion.rules import read_regex, read_rules
+from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
@@ -51,6 +49,7 @@ from guided_spec.grammar.protocol import (
     Matcher,
     WrappedMatcher,
 )
+from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -77,7 +76,7 @@ class AfterEndings:
     def __init__(self, marker: Marker, inner: Endings, vocab_size: int) -> None:
         self._marker = marker
         self._inner = inner
-        self._vocab_size = vocab_size
+        self.vocab_size = vocab_size
         self._missing = [self._spelled(state) for state in range(len(marker) + 1)]
         self._behind = inner.cost(inner.start)
         self._next: dict[int, NDArray[np.int32]] = {}
@@ -95,7 +94,7 @@ class AfterEndings:
     @property
     def memory_size_bytes(self) -> int:
         """The rows of the marker, and what the inner grammar's take."""
-        return self._inner.memory_size_bytes + 4 * self._vocab_size * len(self._next)
+        return self._inner.memory_size_bytes + 4 * self.vocab_size * len(self._next)
 
     @property
     def start(self) -> Any:
@@ -156,7 +155,7 @@ class AfterEndings:
     def _missing_after(self, state: int) -> NDArray[np.int32]:
         """int32 [V]: tokens that spell the rest of the marker behind each token."""
         step, missing = self._marker.step, [*self._missing, NEVER]
-        thens = (step(state, token) for token in range(self._vocab_size))
+        thens = (step(state, token) for token in range(self.vocab_size))
         return np.array([missing[-1 if then is None else then] for then in thens], dtype=np.int32)
 
 
@@ -216,16 +215,19 @@ class EndingsCache:
         return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 
     def _make(self, compiled: CompiledGrammar) -> Endings:
+        if isinstance(compiled, TabledGrammar):
+            return self.of(compiled.inner)
         if isinstance(compiled, AfterGrammar):
             inner = self.of(compiled.inner)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
         endings = self._by_rules(compiled)
         if endings is not None:
             return endings
-        return SearchEndings(compiled, self.vocabulary, self._spelling, self._tokens)
+        return SearchEndings(compiled, self.vocabulary, self.spelling, self._tokens)
 
     @cached_property
-    def _spelling(self) -> Spelling:
+    def spelling(self) -> Spelling:
+        """Its tokens byte by byte."""
         return Spelling(self.vocabulary)
 
     @cached_property
@@ -235,16 +237,11 @@ class EndingsCache:
     def _by_rules(self, compiled: CompiledGrammar) -> RuleEndings | None:
         """None where no rules are known or understood, or where they say something else."""
         try:
-            if isinstance(compiled, XGrammarGrammar):
-                rules = read_rules(str(compiled.compiled.grammar))
-            elif isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
-                rules = read_regex(compiled.pattern)
-            else:
+            rules = rules_of(compiled)
+            places = Places(rules, self.spelling.longest)
+            if not places.shortest_bytes <= self.spelling.single_bytes:
                 return None
-            places = Places(rules, self._spelling.longest)
-            if not places.shortest_bytes <= self._spelling.single_bytes:
-                return None
-            endings = RuleEndings(places, self._spelling)
+            endings = RuleEndings(places, self.spelling)
             row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
@@ -357,9 +354,11 @@ class CompletingMatcher(WrappedMatcher):
         except EndLostError:
             return forbids
         row = np.asarray(bitmask)[index]  # a view, also of a tensor
-        own = row.copy()
+        lost = (row & ~fitting).view(np.uint32)
         row &= fitting
-        if not np.array_equal(row, own):
+        # Behind the last token the grammar's row may hold anything.
+        lost[-1] &= np.uint32(2 ** ((self._endings.vocab_size - 1) % 32 + 1) - 1)
+        if lost.any():
             self._steered.add(len(self._token_ids))
         return True
 

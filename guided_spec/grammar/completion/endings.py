@@ -41,6 +41,11 @@ class Endings(Protocol):
     """
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        ...
+
+    @property
     def is_exact(self) -> bool:
         """Whether costs are the least there are, and every token is judged by them."""
         ...

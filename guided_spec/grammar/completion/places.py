@@ -51,13 +51,15 @@ class _Frame:
     """An open call: what follows when the called rule is complete.
 
     done: how often the rule will have been complete then. text: the shortest way from there to the
-    end of the document. worst: bytes that may be missing at most, some bytes later.
+    end of the document. worst: bytes that may be missing at most, some bytes later. depth: open
+    calls around it.
     """
 
-    __slots__ = ("call", "done", "number", "parent", "text", "worst")
+    __slots__ = ("call", "depth", "done", "number", "parent", "text", "worst")
 
     def __init__(self, call: Call, done: int, parent: _Frame | None, number: int) -> None:
         self.call, self.done, self.parent, self.number = call, done, parent, number
+        self.depth: int = 0 if parent is None else parent.depth + 1
         self.text = b""
         self.worst = 0
 
@@ -81,6 +83,11 @@ class Place:
         self.can_end = can_end
         self.text = b""
         self.most_missing = 0
+
+    @property
+    def depth(self) -> int:
+        """Open calls of the reading that has most of them."""
+        return max((frame.depth for _, frame in self.items), default=0)
 
 
 class _Step(NamedTuple):
@@ -354,6 +361,11 @@ class RuleEndings:
         self._spelling = spelling
         self._tables: OrderedDict[int, NDArray[np.int16]] = OrderedDict()
         self._most: dict[int, int] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self._spelling.vocab_size
 
     @property
     def is_exact(self) -> bool:

@@ -22,7 +22,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
+from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.completion.endings import LAST, Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize
 
 __all__ = [
@@ -34,8 +37,29 @@ __all__ = [
     "read_rules",
     "require_no_left_recursion",
     "rest_of_call",
+    "rules_of",
     "shortest_texts",
+    "tells_rules",
 ]
+
+
+def tells_rules(compiled: CompiledGrammar) -> bool:
+    """Whether ``rules_of`` may know the rules of a compiled grammar.
+
+    llguidance tells those of a regex or choice only, registered backends none.
+    """
+    is_pattern = isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None
+    return is_pattern or isinstance(compiled, XGrammarGrammar)
+
+
+def rules_of(compiled: CompiledGrammar) -> Rules:
+    """The rules of a compiled grammar. Raises UnreadableGrammarError where they are not known."""
+    if isinstance(compiled, XGrammarGrammar):
+        return read_rules(str(compiled.compiled.grammar))
+    if isinstance(compiled, LLGuidanceGrammar) and compiled.pattern is not None:
+        return read_regex(compiled.pattern)
+    raise UnreadableGrammarError("its backend does not tell its rules")
+
 
 _CHARACTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}|([^\\()\[\]{}|.^$*+?])")
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-fA-F]+\}|-)*)\]")

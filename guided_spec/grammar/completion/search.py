@@ -94,6 +94,11 @@ class SearchEndings:
         self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
 
     @property
+    def vocab_size(self) -> int:
+        """V."""
+        return self.spelling.vocab_size
+
+    @property
     def is_exact(self) -> bool:
         """Never: another way may be shorter."""
         return False

@@ -35,6 +35,7 @@ class Forgetful:
 
     is_exact = is_filling_up = False
     memory_size_bytes = 0
+    vocab_size = SIZE
     start: Any = 0
 
     def __init__(self, known: int = 99, refused: int = -1) -> None:

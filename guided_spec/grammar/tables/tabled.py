@@ -1,0 +1,211 @@
+"""A compiled grammar with a table beside its matchers, and a text's place in either."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+
+from guided_spec.errors import ConfigError, GrammarStateError
+from guided_spec.grammar.protocol import (
+    GrammarMatcher,
+    Matcher,
+    as_matcher,
+    follow,
+)
+from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
+from guided_spec.grammar.unique_keys import NotedGrammar
+
+__all__ = ["TabledGrammar", "TabledMatcher", "finished"]
+
+
+def finished(table: TokenTable) -> Future[TokenTable]:
+    """A table that is there."""
+    made: Future[TokenTable] = Future()
+    made.set_result(table)
+    return made
+
+
+class TabledGrammar:
+    """A compiled grammar, and its table once there is one; shared by requests.
+
+    inner: what the table stands for. begin: starts to make it, elsewhere or at once. texts: how
+    many texts have begun when it is called; 0 for now.
+    table: None as long as there is none. reason: why there will be none, once that is known.
+
+    The table may come while texts are written: their matchers go over to it.
+    """
+
+    def __init__(
+        self, inner: NotedGrammar, begin: Callable[[], Future[TokenTable]], texts: int
+    ) -> None:
+        self.inner = inner
+        self.table: TokenTable | None = None
+        self.reason: str | None = None
+        self._begin = begin
+        self._left = texts
+        self._lock = threading.Lock()
+        if texts == 0:
+            begin().add_done_callback(self._end)
+
+    @property
+    def backend(self) -> str:
+        """The one inside's."""
+        return self.inner.backend
+
+    @property
+    def notes(self) -> tuple[Unenforced, ...]:
+        """As the one inside has them."""
+        return self.inner.notes
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        """As the one inside has it."""
+        return self.inner.excluded
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        with self._lock:
+            self._left -= 1
+            begins = self._left == 0
+        if begins:
+            self._begin().add_done_callback(self._end)
+        return self.inner.new_matcher() if self.reason is not None else TabledMatcher(self)
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """The one inside's: it is asked for guesses alone."""
+        return self.inner.new_style_matcher()
+
+    def _end(self, made: Future[TokenTable]) -> None:
+        if made.cancelled() or made.exception() is not None:
+            self.reason = "none is made any more" if made.cancelled() else str(made.exception())
+        else:
+            self.table = made.result()
+
+
+class TabledMatcher(Matcher):
+    """A ``GrammarMatcher`` that looks its rows up in a table.
+
+    As long as there is none, and where the text leaves it, the grammar's own matcher goes along.
+    """
+
+    def __init__(self, grammar: TabledGrammar) -> None:
+        self._grammar = grammar
+        self._token_ids: list[int] = []
+        self._states = [0]  # before every token and behind the last one; of no use without a table
+        self._table: TokenTable | None = None
+        self._since = 0  # tokens before the table came
+        self._own: Matcher | None = None  # the grammar's
+        self._num_read = 0  # tokens that it has read
+
+    @property
+    def row_source(self) -> GrammarMatcher:
+        """The grammar's own matcher's where the table has no row; else this one."""
+        return self._matcher().row_source if self._state() == OUTSIDE else self
+
+    @property
+    def num_tabled(self) -> int:
+        """Tokens of the text that the table judged."""
+        if self._table is None:
+            return 0
+        return sum(state >= 0 for state in self._states[self._since : -1])
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        token_id = int(token_id)
+        state, table = self._state(), self._table
+        if state == OUTSIDE or table is None:
+            if not self._matcher().accept_token(token_id):
+                return False
+            self._num_read += 1
+            then = OUTSIDE
+        elif state == ENDED or not 0 <= token_id < len(table.classes):
+            return False
+        else:
+            then = table.after(state, token_id)
+            if then == REFUSED:
+                return False
+        self._states.append(then)
+        self._token_ids.append(token_id)
+        return True
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
+        state, table = self._state(), self._table
+        if state == OUTSIDE or table is None:
+            return self._matcher().fill_next_token_bitmask(bitmask, index)
+        if state == ENDED:
+            raise GrammarStateError("the text is complete: no token can follow")
+        np.asarray(bitmask)[index] = table.row(state)  # a view, also of a tensor
+        return bool(table.forbids[table.row_of[state]])
+
+    def fork(self) -> TabledMatcher:
+        """An independent copy at the same position."""
+        copy = TabledMatcher(self._grammar)
+        copy._token_ids, copy._states = self._token_ids.copy(), self._states.copy()
+        copy._table, copy._since = self._table, self._since
+        if self._own is not None and self._state() == OUTSIDE:
+            copy._own, copy._num_read = self._matcher().fork(), self._num_read
+        return copy
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens. Raises ConfigError if there are fewer."""
+        if not 0 <= num_tokens <= len(self._token_ids):
+            fix = f"must be between 0 and {len(self._token_ids)}, the tokens accepted so far"
+            raise ConfigError("num_tokens", num_tokens, fix)
+        length = len(self._token_ids) - num_tokens
+        del self._token_ids[length:]
+        del self._states[length + 1 :]
+        if self._own is not None and self._num_read > length:
+            self._own.rollback(self._num_read - length)
+            self._num_read = length
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        state = self._state()
+        return self._matcher().is_terminated() if state == OUTSIDE else state == ENDED
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """Whether all these tokens are accepted, no stop token before the last; does not move."""
+        if self._state() == OUTSIDE:
+            return self._matcher().takes(token_ids)
+        return super().takes(token_ids)
+
+    def forced_bytes(self) -> bytes:
+        """The grammar's own matcher's while it goes along; a table's rows are cheap to look at."""
+        return self._matcher().forced_bytes() if self._state() == OUTSIDE else b""
+
+    def _state(self) -> int:
+        """Where the text stands in the table; ``OUTSIDE`` while there is none."""
+        if self._table is None:
+            table = self._grammar.table
+            if table is None:
+                return OUTSIDE
+            self._take(table)
+        return self._states[-1]
+
+    def _take(self, table: TokenTable) -> None:
+        """Go over to a table; the text so far is followed in it."""
+        self._table, self._since = table, len(self._token_ids)
+        state = 0
+        for at, token_id in enumerate(self._token_ids, 1):
+            state = table.after(state, token_id) if state >= 0 else OUTSIDE
+            # What its matcher has taken is legal, whatever the table says.
+            self._states[at] = state = OUTSIDE if state == REFUSED else state
+        if state != OUTSIDE:
+            self._own, self._num_read = None, 0
+
+    def _matcher(self) -> Matcher:
+        """The grammar's own matcher, behind the text so far."""
+        if self._own is None:
+            self._own, self._num_read = as_matcher(self._grammar.inner.new_matcher()), 0
+        if missing := self._token_ids[self._num_read :]:
+            self._num_read += follow(self._own, missing)
+            if self._num_read < len(self._token_ids):
+                reason = f"refuses token {self._token_ids[self._num_read]}, which its table allows"
+                raise GrammarStateError(f"the grammar's matcher {reason}")
+        return self._own

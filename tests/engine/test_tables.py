@@ -1,0 +1,81 @@
+"""Texts are the same with tables and without, whoever drafts; and who judged them is counted."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from guided_spec.config import EngineConfig
+from guided_spec.engine.outputs import Completion
+from guided_spec.errors import ConfigError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+from tests.tiny_llm import make_llm, near_copy
+
+RECORD = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 6},
+        "kind": {"enum": ["cat", "dog"]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "kind"],
+}
+OPEN = {"type": "object", "additionalProperties": {"type": "integer"}, "minProperties": 1}
+GRAMMARS = (
+    GrammarSpec.json_schema(RECORD),
+    GrammarSpec.json_schema(OPEN, additional_properties="schema").with_backend("xgrammar"),
+    GrammarSpec.regex("[a-z]{2,6}-[0-9]{3}"),
+    GrammarSpec.choice(["yes", "no", "not now"]).after("e"),
+    GrammarSpec.json_schema(RECORD).with_backend("llguidance"),
+)
+
+ENDS = (True, False, None, None, False)  # whether they keep to their budget, for whole texts
+
+
+def write(proposer: str, tables: str, **options: Any) -> list[Completion]:
+    draft = near_copy("llama") if "draft_model" in proposer else None
+    params = [
+        SamplingParams(
+            max_tokens=30, grammar=grammar, temperature=heat, seed=5, complete=ends, bad_words=words
+        )
+        for grammar, ends in zip(GRAMMARS, ENDS, strict=True)
+        for heat, words in ((0.0, []), (0.9, ["a", "1"]))
+    ]
+    with make_llm("llama", proposer, draft, grammar_tables=tables, **options) as llm:
+        outputs = llm.generate(["The name"] * len(params), params, on_error="return")
+    return [output.completions[0] for output in outputs]
+
+
+@pytest.mark.parametrize("proposer", ["ngram", "chain:grammar_forced+draft_model"])
+def test_texts_do_not_depend_on_tables(proposer: str) -> None:
+    plain, tabled = (write(proposer, tables) for tables in ("off", "always"))
+    for one, other in zip(plain, tabled, strict=True):
+        assert one.error is None
+        assert (one.token_ids, one.finish_reason) == (other.token_ids, other.finish_reason)
+        assert one.stats.steered == other.stats.steered
+        assert one.stats.tabled == 0
+    judged = [one.stats.tabled for one in tabled]
+    lengths = [len(one.token_ids) for one in tabled]
+    assert judged[:6] == lengths[:6]  # every token, the end among them
+    assert all(0 < few <= many for few, many in zip(judged[6:8], lengths[6:8], strict=True))
+    assert judged[8:] == [0, 0]
+
+
+def test_a_log_says_why_there_is_no_table(caplog: pytest.LogCaptureFixture) -> None:
+    spec = GrammarSpec.ebnf('root ::= root "a" | "b"')  # its rules begin with themselves
+    with (
+        caplog.at_level(logging.INFO, "guided_spec.grammar.tables"),
+        make_llm("llama", grammar_tables="always") as llm,
+    ):
+        done = llm.generate("A", SamplingParams(max_tokens=4, grammar=spec, complete=False))[0]
+        llm.generate("A", SamplingParams(max_tokens=4, grammar=GRAMMARS[2], complete=False))
+    assert done.stats.tabled == 0
+    assert [record.message[:12] for record in caplog.records] == ["no table of ", "made the tab"]
+
+
+def test_a_wrong_setting() -> None:
+    with pytest.raises(ConfigError, match="grammar_tables='never': must be one of auto, always"):
+        EngineConfig(grammar_tables="never")  # type: ignore[arg-type]

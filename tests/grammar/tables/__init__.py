@@ -1,0 +1,1 @@
+"""Tables of grammars, held against the matchers that they stand for."""

@@ -1,0 +1,254 @@
+"""A matcher over a table is like the grammar's own one, wherever a text stands."""
+
+from __future__ import annotations
+
+import os
+import time
+from concurrent.futures import Future
+from contextlib import closing
+from functools import cache, partial
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from guided_spec.errors import ConfigError, GrammarStateError
+from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.spelling import Spelling
+from guided_spec.grammar.limits import NoTableError, TableLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.maker import TableMaker, table_bytes
+from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
+from guided_spec.grammar.tables.table import TokenTable
+from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher, finished
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
+
+SPECS = {
+    "whole": GrammarSpec.json_schema(RECORD),
+    "part": GrammarSpec.json_schema(
+        {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
+    ),
+    "regex": GrammarSpec.regex(r"(a|ab|é)*[0-9]{1,40}"),
+}
+WORDS = -(-SMALL.vocab_size // 32)
+USED = np.packbits(np.arange(WORDS * 32) < SMALL.vocab_size, bitorder="little").view(np.int32)
+
+
+@cache
+def parts(name: str) -> tuple[CompiledGrammar, TokenTable]:
+    compiled = tabled_part(backend("auto").compile(SPECS[name]))
+    return compiled, proven_table(
+        compiled, Spelling(SMALL), TableLimits(states=60 if name == "part" else 2000)
+    )
+
+
+def row_of(matcher: GrammarMatcher) -> list[int]:
+    rows = np.zeros((2, WORDS), dtype=np.int32)
+    matcher.fill_next_token_bitmask(rows, 1)
+    found: list[int] = (rows[1] & USED).tolist()
+    return found
+
+
+def legal(matcher: GrammarMatcher) -> list[int]:
+    bits = np.unpackbits(
+        np.array(row_of(matcher), dtype=np.int32).view(np.uint8), bitorder="little"
+    )
+    found: list[int] = np.flatnonzero(bits).tolist()
+    return found
+
+
+class AgainstTheMatcher(RuleBasedStateMachine):
+    """The same calls on both; the table comes at any time."""
+
+    @initialize(name=st.sampled_from(sorted(SPECS)))
+    def begin(self, name: str) -> None:
+        compiled, self.finished = parts(name)
+        self.made: Future[TokenTable] = Future()
+        self.grammar = TabledGrammar(compiled, lambda: self.made, 0)
+        self.tabled: Any = self.grammar.new_matcher()
+        self.own: Any = compiled.new_matcher()
+        self.length = 0
+
+    @precondition(lambda self: not self.made.done())
+    @rule()
+    def arrive(self) -> None:
+        self.made.set_result(self.finished)
+
+    @precondition(lambda self: not self.own.is_terminated())
+    @rule(data=st.data())
+    def accept(self, data: st.DataObject) -> None:
+        token = data.draw(st.sampled_from(legal(self.own)))
+        assert self.tabled.accept_token(token)
+        assert self.own.accept_token(token)
+        self.length += 1
+
+    @precondition(lambda self: not self.own.is_terminated())
+    @rule(token=st.integers(0, SMALL.vocab_size - 1))
+    def try_any(self, token: int) -> None:
+        if token not in legal(self.own):
+            assert not self.tabled.accept_token(token)
+            assert not self.tabled.takes([token])
+        else:
+            assert self.tabled.takes([token])
+
+    @rule(data=st.data())
+    def roll_back(self, data: st.DataObject) -> None:
+        count = data.draw(st.integers(0, min(self.length, 5)))
+        self.tabled.rollback(count)
+        self.own.rollback(count)
+        self.length -= count
+
+    @rule(keeps_fork=st.sampled_from([True, False]))
+    def fork(self, keeps_fork: object) -> None:
+        """Whichever goes on, the other one's moves do not show."""
+        other, goes_on = self.tabled.fork(), self.tabled
+        if keeps_fork:
+            other, goes_on = goes_on, other
+        if not other.is_terminated():
+            for _ in range(2):
+                if not other.is_terminated():
+                    assert other.accept_token(legal(other)[0])
+        self.tabled = goes_on
+
+    @invariant()
+    def agree(self) -> None:
+        assert self.tabled.is_terminated() == self.own.is_terminated()
+        if not self.own.is_terminated():
+            assert row_of(self.tabled) == row_of(self.own)
+        else:
+            assert not self.tabled.accept_token(STOPS[0])
+
+
+TestAgainstTheMatcher = AgainstTheMatcher.TestCase
+TestAgainstTheMatcher.settings = settings(max_examples=40, stateful_step_count=25)
+
+
+def accepted(matcher: GrammarMatcher, data: bytes) -> bool:
+    return all(map(matcher.accept_token, data))
+
+
+def test_a_text_goes_over_to_a_table_and_counts_from_there() -> None:
+    compiled, table = parts("whole")
+    made: Future[TokenTable] = Future()
+    matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()  # type: ignore[arg-type]
+    assert isinstance(matcher, TabledMatcher)
+    assert accepted(matcher, b'{"na')
+    assert (matcher.num_tabled, matcher.row_source is matcher) == (0, False)
+    made.set_result(table)
+    assert accepted(matcher, b'me": "b"}')
+    assert (matcher.num_tabled, matcher.row_source is matcher) == (9, True)
+    matcher.rollback(2)
+    assert (matcher.num_tabled, matcher.fork().num_tabled) == (7, 7)
+    matcher.rollback(11)
+    assert row_of(matcher) == row_of(compiled.new_matcher())
+
+
+def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
+    compiled, table = parts("part")
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
+    deep = 40
+    assert accepted(matcher, b"[" * deep + b"]" * deep)
+    assert isinstance(matcher, Matcher)
+    assert 0 < matcher.num_tabled < deep
+    assert matcher.row_source is not matcher
+    assert matcher.accept_token(STOPS[0])
+    assert matcher.is_terminated()
+    matcher.rollback(2 * deep)
+    assert matcher.row_source is matcher
+
+
+def test_what_is_wrong_is_said() -> None:
+    compiled, table = parts("whole")
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
+    assert accepted(matcher, b'{"name": ""}')
+    assert matcher.accept_token(STOPS[1])
+    with pytest.raises(GrammarStateError, match="the text is complete"):
+        row_of(matcher)
+    for count in (-1, 14):
+        with pytest.raises(ConfigError, match=f"num_tokens={count}: must be between 0 and 13"):
+            matcher.rollback(count)
+    assert not any(map(matcher.accept_token, (-1, SMALL.vocab_size, 2**32 + ord("{"))))
+
+
+def pipeline(when: Any, name: str = "auto") -> GrammarPipeline:
+    endings = EndingsCache(SMALL)
+    own = partial(build_backend, name)
+    return GrammarPipeline(own(SMALL), endings=endings, tables=when, make=own, name=name)
+
+
+def inside(compiled: CompiledGrammar) -> TabledGrammar:
+    part = tabled_part(compiled)
+    assert isinstance(part, TabledGrammar)
+    return part
+
+
+def test_tables_made_at_once() -> None:
+    with closing(pipeline("always")) as made:
+        closed = made.compile(GrammarSpec.json_schema(RECORD))
+        assert (inside(closed).reason, closed.backend) == (None, "xgrammar")  # type: ignore[attr-defined]
+        opened = made.compile(GrammarSpec.json_object())
+        assert isinstance(opened, UniqueKeysGrammar)
+        table = inside(opened).table
+        assert table is not None
+        assert not table.is_whole
+        assert table_bytes(opened) == table.memory_size_bytes > 0
+        matcher = opened.new_matcher()
+        assert accepted(matcher, b'{"a": 1, "')
+        assert not matcher.accept_token(ord("a")) or not matcher.accept_token(ord('"'))
+        assert matcher.num_tabled > 0  # type: ignore[attr-defined]
+
+
+def test_a_grammar_without_a_table_keeps_its_matcher() -> None:
+    with closing(pipeline("always")) as made:
+        spec = GrammarSpec.ebnf('root ::= "a" root "b" | "c"')
+        compiled = inside(made.compile(spec))
+        assert compiled.table is None or not compiled.table.is_whole
+    with closing(pipeline("always", "llguidance")) as made:
+        compiled_by_other = made.compile(GrammarSpec.json_schema(RECORD))
+        assert not isinstance(compiled_by_other, TabledGrammar)
+        assert table_bytes(compiled_by_other) == 0
+
+    def fails(*_: object) -> TokenTable:
+        raise NoTableError("none today")
+
+    compiled_part, _ = parts("whole")
+    hopeless = TableMaker(fails, "always").attach(SPECS["whole"], compiled_part)
+    assert isinstance(hopeless, TabledGrammar)
+    assert hopeless.reason == "none today"
+    assert not isinstance(hopeless.new_matcher(), TabledMatcher)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
+def test_a_grammar_that_is_sent_again_and_again_gets_its_table_from_a_worker() -> None:
+    with closing(pipeline("auto")) as made:
+        grammar = inside(made.compile(SPECS["whole"]))
+        first = grammar.new_matcher()
+        assert accepted(first, b'{"name')
+        for _ in range(31):
+            assert not made._workers.pids
+            assert isinstance(grammar.new_matcher(), TabledMatcher)
+        until = time.monotonic() + 60
+        while grammar.table is None and time.monotonic() < until:
+            time.sleep(0.02)
+        assert grammar.table is not None, grammar.reason
+        assert compare_steps(grammar.table, grammar.inner) is None
+        assert accepted(first, b'": "b"}')
+        assert first.num_tabled == 7  # type: ignore[attr-defined]
+        assert made._workers.pids
+
+
+def test_no_table_is_begun_once_it_is_closed() -> None:
+    made = pipeline("auto")
+    grammar = inside(made.compile(SPECS["regex"]))
+    made.close()
+    for _ in range(40):
+        grammar.new_matcher()
+    assert grammar.reason == "none is made any more"
+    assert not made._workers.pids
