@@ -174,7 +174,8 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
 
 def _lines(rows: Tensor) -> int:
     """Of how many rows or groups a program looks for its own, a power of 2."""
-    return max(triton.next_power_of_2(rows.shape[1]), 2)
+    lines: int = max(triton.next_power_of_2(rows.shape[1]), 2)
+    return lines
 
 
 def _tiles(
