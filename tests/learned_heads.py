@@ -12,13 +12,15 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
-from guided_spec.models.heads.dflash import BlockContext, DFlashHead
+from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.loading import load_model
 from guided_spec.ops.slot_attention import KeyValues
 from tests.models.heads import mtp_checkpoints
+from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
 from tests.models.heads.fresh import write_mtp
-from tests.models.heads.heads import write_dflash, write_eagle, write_eagle3
+from tests.models.heads.heads import write_eagle, write_eagle3
 from tests.models.tiny import build
 
 __all__ = ["TARGETS", "HeadedTarget", "overfit", "write_head"]
@@ -28,6 +30,9 @@ TARGETS = {
     "eagle": "llama",
     "eagle3": "llama",
     "dflash": "llama",
+    "dflash2": "llama",
+    "dspark": "llama",
+    "p_eagle": "llama",
     "deepseek_mtp": "deepseek_v3",
     "glm4_moe_mtp": "glm4_moe",
     "qwen3_5_mtp": "qwen3_5",
@@ -53,8 +58,10 @@ def write_head(folder: Path, method: str, vocab_size: int, **changes: Any) -> He
         write_mtp(folder, target, **changes)
     elif method == "eagle":
         write_eagle(folder, target, **changes)
-    elif method == "dflash":
-        write_dflash(folder, target, **changes)
+    elif method in DIALECTS:
+        write_block(folder, target, method, DIALECTS[method][0], **changes)
+    elif method == "p_eagle":
+        write_p_eagle(folder, target, draft_vocab_size=vocab_size * 3 // 4, **changes)
     else:
         write_eagle3(folder, target, draft_vocab_size=vocab_size * 3 // 4, **changes)
     return HeadedTarget(target, str(folder))
@@ -67,8 +74,7 @@ def overfit(head: Any, target: PreTrainedModel, texts: Sequence[Sequence[int]]) 
     """
     module: Any = head
     parameters = [p for p in module.parameters() if p.is_floating_point()]
-    kind = _BlockExample if isinstance(head, DFlashHead) else _Example
-    examples = [kind(head, target, text) for text in texts]
+    examples: list[Any] = [_example_of(head, target, text) for text in texts]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tensors this small only wait for one another
     with torch.inference_mode(mode=False), torch.enable_grad():
@@ -86,19 +92,26 @@ def overfit(head: Any, target: PreTrainedModel, texts: Sequence[Sequence[int]]) 
     torch.set_num_threads(threads)
 
 
-class _BlockExample:
-    """One text, of which blocks begin behind every position."""
+def _example_of(head: Any, target: PreTrainedModel, text: Sequence[int]) -> Any:
+    if isinstance(head, BlockHead):
+        return _BlockExample(head, target, text)
+    is_masked = isinstance(head, Eagle3Head) and head.mask_hidden is not None
+    return (_MaskedExample if is_masked else _Example)(head, target, text)
 
-    def __init__(self, head: DFlashHead, target: PreTrainedModel, text: Sequence[int]) -> None:
+
+class _BlockExample:
+    """One text, of which blocks begin behind every third position."""
+
+    def __init__(self, head: BlockHead, target: PreTrainedModel, text: Sequence[int]) -> None:
         self.states = _states(head, target, text[:-1])[0]
-        width = head.layout.block_size - 1
-        lengths = range(1, len(text) - 1)
+        width = head.layout.width
+        lengths = range(1, len(text) - 1, 3)
         self.last = torch.tensor([text[length] for length in lengths])
         behind = [list(text[length + 1 : length + 1 + width]) for length in lengths]
         self.labels = torch.tensor([row + [-100] * (width - len(row)) for row in behind])
         self.lengths = torch.tensor(lengths)
 
-    def loss(self, head: DFlashHead) -> Tensor:
+    def loss(self, head: BlockHead) -> Tensor:
         positions = torch.arange(len(self.states))
         layers = head.context(head.features(self.states.clone()), positions)
         count = len(self.last)
@@ -107,7 +120,15 @@ class _BlockExample:
             for layer in layers
         ]
         outputs = head(self.last, self.labels.shape[1], BlockContext(rows, self.lengths))
-        return functional.cross_entropy(head.logits(outputs).flatten(0, 1), self.labels.flatten())
+        logits = head.logits(outputs)
+        loss = functional.cross_entropy(logits.flatten(0, 1), self.labels.flatten())
+        if head.transition is None:
+            return loss
+        before = torch.cat([self.last.unsqueeze(1), self.labels[:, :-1].clamp_min(0)], 1)
+        parts = logits.flatten(0, 1), outputs.flatten(0, 1), before.flatten()
+        # No candidate: what is ruled out has no gradient, and an infinite loss.
+        behind = head.transition.step(*parts).clamp_min(-30)
+        return loss + functional.cross_entropy(behind, self.labels.flatten())
 
 
 def _states(head: Any, target: PreTrainedModel, text: Sequence[int]) -> Tensor:
@@ -132,20 +153,51 @@ class _Example:
             self.labels = of_target[self.labels]
 
     def loss(self, head: DraftHead) -> Tensor:
+        """Of the first pass over the text, and of one more over its own outputs."""
         hidden = self._pass(head, self.tokens, head.features(self.states.clone()))
         first = functional.cross_entropy(head.logits(hidden[0]), self.labels)
         hidden = self._pass(head, self.tokens[:, 1:], hidden[:, :-1])
         return first + functional.cross_entropy(head.logits(hidden[0]), self.labels[1:])
 
     def _pass(self, head: DraftHead, tokens: Tensor, hidden: Tensor) -> Tensor:
-        length, run = tokens.shape[1], head
+        length = tokens.shape[1]
         mask = torch.ones(length, length, dtype=torch.bool).tril()
-        output: Tensor = run.forward(
-            tokens,
-            hidden,
-            module=0,
-            position_ids=torch.arange(length).unsqueeze(0),
-            attention_mask=mask[None, None],
-            past_key_values=None,
-        )
-        return output
+        return _run(head, tokens, hidden, torch.arange(length), mask)
+
+
+class _MaskedExample(_Example):
+    """One text, with masks behind every fifth position of it."""
+
+    WIDTH, STRIDE = 4, 5
+
+    def loss(self, head: Any) -> Tensor:
+        """Of the text's positions, and of all masks, in one pass."""
+        length, width = self.tokens.shape[1], self.WIDTH
+        begins = torch.arange(0, length, self.STRIDE)
+        anchors = begins.repeat_interleave(width)
+        steps = torch.arange(1, width + 1).repeat(len(begins))
+        masks = torch.full((1, len(anchors)), head.layout.mask_token_id)
+        states = head.features(self.states.clone())
+        fed = head.features(head.mask_hidden).expand(1, len(anchors), -1)
+        places = torch.cat([torch.arange(length), anchors + steps])
+        own = torch.cat([torch.full((length,), -1), anchors])  # whose place it is; -1: the text's
+        last = torch.cat([torch.arange(length), anchors])  # the last place of the text that it sees
+        is_before = places.unsqueeze(1) >= places
+        sees = (own < 0) & (last.unsqueeze(1) >= places)
+        sees |= (own >= 0) & (own.unsqueeze(1) == own) & is_before
+        tokens, hidden = torch.cat([self.tokens, masks], 1), torch.cat([states, fed], 1)
+        output = _run(head, tokens, hidden, places, sees)
+        labels = torch.cat([self.labels, self.labels.new_full((width,), -100)])[places]
+        return functional.cross_entropy(head.logits(output[0]), labels)
+
+
+def _run(head: Any, tokens: Tensor, hidden: Tensor, places: Tensor, mask: Tensor) -> Tensor:
+    output: Tensor = head.forward(
+        tokens,
+        hidden,
+        module=0,
+        position_ids=places.unsqueeze(0),
+        attention_mask=mask[None, None],
+        past_key_values=None,
+    )
+    return output

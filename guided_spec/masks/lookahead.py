@@ -246,6 +246,11 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")
 
 
+def _refuse_first(walk: Walk, token_ids: Sequence[int]) -> bool:
+    walk.refuse(token_ids[0])
+    return False
+
+
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
 # filled by this thread once it is launched: a GPU does not wait for that (docs/performance.md).
 ROWS_WORTH_A_THREAD = 256
@@ -442,19 +447,15 @@ class Lookahead:
             stops at an empty one. A position is asked for when ``drafted`` holds what was taken at
             the one before it.
         """
-        self._wake()
-        legal: list[list[int]] = []
-        for walk, positions in zip(self._walks, options, strict=True):
-            start = len(walk.drafted)
-            for token_ids in positions:
-                if not walk.is_drafting or not token_ids:
-                    break
-                if any(walk.append(token_id) for token_id in token_ids):
-                    self._check_pause(walk)
-                else:
-                    walk.refuse(token_ids[0])
-            legal.append(walk.drafted[start:])
-        return legal
+        return self._extend(options, _refuse_first)
+
+    def extend_path(self, options: Sequence[Iterable[Sequence[int]]]) -> list[list[int]]:
+        """``extend_best`` that drafts no illegal token: for tokens that were not sampled.
+
+        Where none of a position's tokens is legal, the only legal one is taken if there is just
+        one; else the draft is starved, and ends.
+        """
+        return self._extend(options, self._rescue)
 
     def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """``extend``, and the tokens count as forced by the grammar in the statistics."""
@@ -527,6 +528,35 @@ class Lookahead:
         else:
             self._filling.result()
         return self._rows.first(len(self._walks), num_draft + 1)
+
+    def _extend(
+        self,
+        options: Sequence[Iterable[Sequence[int]]],
+        go_on: Callable[[Walk, Sequence[int]], bool],
+    ) -> list[list[int]]:
+        """go_on: whether a token was appended where none of those wanted is legal."""
+        self._wake()
+        legal: list[list[int]] = []
+        for walk, positions in zip(self._walks, options, strict=True):
+            start = len(walk.drafted)
+            for token_ids in positions:
+                if not walk.is_drafting or not token_ids:
+                    break
+                if not any(map(walk.append, token_ids)) and not go_on(walk, token_ids):
+                    break
+                self._check_pause(walk)
+            legal.append(walk.drafted[start:])
+        return legal
+
+    def _rescue(self, walk: Walk, token_ids: Sequence[int]) -> bool:
+        del token_ids
+        row = self.peek(walk.request)
+        if row is not None and np.bitwise_count(row.view(np.uint32)).sum() == 1:
+            word = int(np.flatnonzero(row)[0])
+            if walk.append(32 * word + int(row.view(np.uint32)[word]).bit_length() - 1):
+                return True
+        walk.is_open, walk.starved = False, walk.starved + 1
+        return False
 
     def _accept(self, walk: Walk, token_id: int) -> None:
         if token_id < 0:

@@ -69,17 +69,26 @@ class TargetEnds:
         It may be rounded to another dtype. What a head was trained with, and shares, needs no
         memory of its own.
         """
-        kept, own = dict(tensors), getattr(self._embedding, "weight", None)
-        copy = kept.get("embed_tokens.weight")
-        if copy is None or not isinstance(own, Tensor) or own.shape != copy.shape:
-            return kept
-        if torch.equal(own.detach().to(copy.dtype), copy.to(own.device)):
-            del kept["embed_tokens.weight"]
-        return kept
+        return _without(tensors, "embed_tokens.weight", self._embedding)
+
+    def without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """``without_copy``, nor an ``lm_head.weight`` that is the target's own."""
+        return _without(self.without_copy(tensors), "lm_head.weight", self._head)
 
     def embedding_rows(self, width: int) -> Tensor | None:
         """A copy of the embedding, float32 [V, width], or None as of ``output_rows``."""
         return _plain_rows(getattr(self._embedding, "weight", None), None, width)
+
+
+def _without(tensors: Mapping[str, Tensor], name: str, part: nn.Module) -> dict[str, Tensor]:
+    """The tensors but for ``name``, where that is the weight of ``part``."""
+    kept, own = dict(tensors), getattr(part, "weight", None)
+    copy = kept.get(name)
+    if copy is None or not isinstance(own, Tensor) or own.shape != copy.shape:
+        return kept
+    if torch.equal(own.detach().to(copy.dtype), copy.to(own.device)):
+        del kept[name]
+    return kept
 
 
 def _plain_rows(weight: Any, token_ids: Tensor | None, width: int) -> Tensor | None:

@@ -35,7 +35,9 @@ PROPOSERS: dict[str, str | Factory] = {
     "chain": "guided_spec.proposers.chain:Chain",
     "deepseek_mtp": "guided_spec.proposers.learned_head:deepseek_mtp",
     "dflash": "guided_spec.proposers.learned_head:dflash",
+    "dflash2": "guided_spec.proposers.learned_head:dflash2",
     "draft_model": "guided_spec.proposers.draft_model:DraftModel",
+    "dspark": "guided_spec.proposers.learned_head:dspark",
     "eagle": "guided_spec.proposers.learned_head:eagle",
     "eagle3": "guided_spec.proposers.learned_head:eagle3",
     "glm4_moe_mtp": "guided_spec.proposers.learned_head:glm4_moe_mtp",
@@ -43,6 +45,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "mtp": "guided_spec.proposers.learned_head:mtp",
     "ngram": "guided_spec.proposers.ngram:NGram",
     "none": "guided_spec.proposers.drafting:NoDraft",
+    "p_eagle": "guided_spec.proposers.learned_head:p_eagle",
     "qwen3_5_mtp": "guided_spec.proposers.learned_head:qwen3_5_mtp",
     "suffix": "guided_spec.proposers.suffix:Suffix",
 }

@@ -29,7 +29,7 @@ from guided_spec.ops.host import Download, host_integers
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import DraftChooser
-from guided_spec.proposers.drafting import host_draft, used_policies
+from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
 from guided_spec.proposers.masked_walk import Given, MaskedDraft, MaskedTurn, MaskedWalk, Room
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
@@ -199,7 +199,7 @@ class DraftLoop:
             for one, constraint in zip(masked, batch.constraints, strict=True)
         )
         self._starts = [len(drafted) for drafted in lookahead.drafted]
-        self._ends = _ends(batch, lookahead, range(len(batch)) if rows is None else rows)
+        self._ends = draft_ends(batch, lookahead, range(len(batch)) if rows is None else rows)
         self._is_later = [not (is_waiting and one) for one in masked]
         # Of those that are walked as they draft: the others' turn comes later.
         self._waiting_ends = [
@@ -354,7 +354,7 @@ class DraftLoop:
 
     def _with_probs(self, draft: Draft) -> Draft:
         """The draft and what its tokens were drawn from; as it is where all are certain."""
-        if self._sampling.all_greedy or (self._masked is None and not self._places):
+        if self._sampling.all_greedy or not self._is_drawn:
             return draft
         columns = is_certain = None
         if self._vocabulary is not None:
@@ -364,18 +364,13 @@ class DraftLoop:
         whole = draft._replace(probs=probs, columns=columns, is_certain=is_certain)
         return whole.cut(draft.token_ids.shape[1])
 
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether tokens were sampled; else all are certain."""
+        return self._masked is not None or any(place.probs is not None for place in self._places)
+
     def _stack(self, part: Callable[[_Place | Room], Tensor | None]) -> Tensor:
         """[B, K, ...]: one part of all that was drawn."""
         sources = self._places if self._masked is None else [self._masked.room]
         found = [kept for kept in map(part, sources) if kept is not None]
         return torch.stack(found, 1) if self._masked is None else self._masked.own(found[0])
-
-
-def _ends(batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> list[int]:
-    """[B]: tokens that the drafts hold at most once the requests of ``rows`` have drafted."""
-    ends, is_open = [len(drafted) for drafted in lookahead.drafted], lookahead.is_open
-    for row in rows:
-        if is_open[row]:
-            limit = min(batch.limits[row], batch.mask_rows.depths - 1)
-            ends[row] = min(ends[row] + batch.num_draft_tokens, limit)
-    return ends

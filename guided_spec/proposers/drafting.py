@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 __all__ = [
     "NoDraft",
     "concatenate",
+    "draft_ends",
     "drafts_best",
     "drafts_masked",
     "host_draft",
@@ -26,6 +28,9 @@ __all__ = [
     "shared_prompts",
     "used_policies",
 ]
+
+
+Policy = TypeVar("Policy", bound=DraftPolicy | None)
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -40,6 +45,16 @@ def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
 def no_draft(batch: DecodeBatch) -> Draft:
     """[B, 0] tokens."""
     return host_draft(batch, [()] * len(batch))
+
+
+def draft_ends(batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> list[int]:
+    """[B]: tokens that the drafts hold at most once the requests of ``rows`` have drafted."""
+    ends, is_open = [len(drafted) for drafted in lookahead.drafted], lookahead.is_open
+    for row in rows:
+        if is_open[row]:
+            limit = min(batch.limits[row], batch.mask_rows.depths - 1)
+            ends[row] = min(ends[row] + batch.num_draft_tokens, limit)
+    return ends
 
 
 def shared_prompts(batch: DecodeBatch) -> list[list[int]]:
@@ -101,18 +116,20 @@ def _over_target(draft: Draft) -> Draft:
     return draft._replace(probs=probs, columns=None)
 
 
-def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
+def read_policy(argument: str, default: Policy) -> DraftPolicy | Policy:
     """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
 
     Raises ConfigError for another word.
     """
-    for policy in (default, *DRAFT_POLICIES):
-        if argument in ("", policy):
+    if argument == "":
+        return default
+    for policy in DRAFT_POLICIES:
+        if argument == policy:
             return policy  # type: ignore[return-value]
     raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
 
 
-def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
+def used_policies(batch: DecodeBatch, policy: Policy) -> list[DraftPolicy | Policy]:
     """[B]: what each request drafts under; policy: of those that do not ask for one."""
     return [own or policy for own in batch.policies or (None,) * len(batch)]
 

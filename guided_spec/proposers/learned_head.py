@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,15 +24,19 @@ from guided_spec.core import (
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import is_packed_on
-from guided_spec.models.heads.block_head import BlockSlotHead
-from guided_spec.models.heads.dflash import DFlashHead
+from guided_spec.models.heads.block.candidates import Block
+from guided_spec.models.heads.block.masked import MaskedReader
+from guided_spec.models.heads.block.model import BlockHead
+from guided_spec.models.heads.block.runner import BlockReader, BlockRunner, ContextReader
 from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotRoom
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.ops.host import Download
 from guided_spec.ops.mailbox import can_share
+from guided_spec.proposers.block_draft import BlockDrafter
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import (
@@ -49,10 +54,13 @@ __all__ = [
     "LearnedHead",
     "deepseek_mtp",
     "dflash",
+    "dflash2",
+    "dspark",
     "eagle",
     "eagle3",
     "glm4_moe_mtp",
     "mtp",
+    "p_eagle",
     "qwen3_5_mtp",
 ]
 
@@ -130,15 +138,14 @@ class LearnedHead:
     """
 
     def __init__(
-        self, context: ProposerContext, head: DraftHead | DFlashHead, run: Run | None = None
+        self, context: ProposerContext, head: DraftHead | BlockHead, run: Run | None = None
     ) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
-        self._policy = read_policy(context.argument, DEFAULT_POLICY)
         self._longest = context.config.num_draft_tokens
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         room = SlotRoom(context.num_slots, length, config.prefill_tokens, width)
-        self._head, self._packed = (run or _over_slots)(head, room, context)
+        self._head, self._packed, self._block = (run or _over_slots)(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
@@ -146,6 +153,13 @@ class LearnedHead:
         self._masked: MaskedWalk | None = None
         if self._packed is not None and can_share(context.device):
             self._masked = MaskedWalk(self._packed, target_ids, context)
+        self._paths: BlockDrafter | None = None
+        if self._block is None:
+            self._policy = read_policy(context.argument, DEFAULT_POLICY)
+        else:
+            own = (head.vocabulary, self._block.transition)
+            self._paths = BlockDrafter(context.argument, *own)
+            self._policy = self._paths.policy or DEFAULT_POLICY
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -155,7 +169,15 @@ class LearnedHead:
         self._read(batch)
         if batch.num_draft_tokens == 0:  # another draft of the step is on its way
             return FinishedDraft(no_draft(batch), (0,) * len(batch))
-        return HeadDraft(self._draft(batch, lookahead).in_flight(), self, batch)
+        rows = self._open_rows(batch, lookahead)
+        if self._block is None or self._paths is None:
+            return HeadDraft(self._draft(batch, lookahead, rows).in_flight(), self, batch)
+        block, loop = self._block, partial(self._draft, batch, lookahead)
+
+        def compute(rows: Sequence[int]) -> Block:
+            return block.block([batch.slots[row] for row in rows])
+
+        return self._paths.begin(batch, lookahead, rows, compute, loop)
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
@@ -182,15 +204,19 @@ class LearnedHead:
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
+        if self._paths is not None:
+            self._paths.release(slots)
 
-    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
-        """The loop behind its run."""
+    def _open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
         is_open = lookahead.is_open
-        rows = [
+        return [
             row
             for row in range(len(batch))
             if is_open[row] and self._may_draft(batch, lookahead, row)
         ]
+
+    def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
+        """The loop behind its run, in which ``rows`` draft."""
         if self._packed is not None:
             most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
             batch = replace(batch, limits=tuple(most))
@@ -346,10 +372,12 @@ class LearnedHead:
 
 
 class _Runner(NamedTuple):
-    """Who runs the head over its slots; ``packed``: the same where it runs as graphs."""
+    """Who runs the head over its slots; ``packed``: the same where it runs as graphs; ``block``:
+    the same where it drafts blocks."""
 
     head: HeadRunner
-    packed: PackedSlotHead | None
+    packed: PackedSlotHead | None = None
+    block: BlockRunner | None = None
 
 
 Run = Callable[[Any, SlotRoom, ProposerContext], _Runner]
@@ -363,7 +391,7 @@ def _over_slots(head: Any, room: SlotRoom, context: ProposerContext) -> _Runner:
             where |= {"blocks": context.blocks, "window": context.window}
             packed = PackedSlotHead(served, room, **where)
             return _Runner(packed, packed)
-    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype), None)
+    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype))
 
 
 def eagle(context: ProposerContext) -> LearnedHead:
@@ -397,13 +425,41 @@ def mtp(context: ProposerContext) -> LearnedHead:
 
 
 def dflash(context: ProposerContext) -> LearnedHead:
-    """DFlash from z-lab: one forward of the head drafts a block."""
+    """DFlash from z-lab, DeepSeek or speculators: one forward of the head drafts a block."""
     return _build("dflash", context, _over_blocks)
 
 
-def _over_blocks(head: DFlashHead, room: SlotRoom, context: ProposerContext) -> _Runner:
-    where: Any = {"device": context.device, "dtype": context.dtype, "blocks": context.blocks}
-    return _Runner(BlockSlotHead(head, room, context.config.num_draft_tokens, **where), None)
+def dflash2(context: ProposerContext) -> LearnedHead:
+    """DFlash 2 from z-lab or speculators: a block whose candidates are scored as they follow."""
+    return _build("dflash2", context, _over_blocks)
+
+
+def dspark(context: ProposerContext) -> LearnedHead:
+    """DSpark from DeepSeek or speculators: a block with a Markov head."""
+    return _build("dspark", context, _over_blocks)
+
+
+def p_eagle(context: ProposerContext) -> LearnedHead:
+    """P-EAGLE from speculators or in EAGLE-3's layout: masks behind the text, at once."""
+    return _build("p_eagle", context, _over_masks)
+
+
+def _over_blocks(head: BlockHead, room: SlotRoom, context: ProposerContext) -> _Runner:
+    where: Any = {"device": context.device, "dtype": context.dtype}
+    return _over_reader(ContextReader(head, room, blocks=context.blocks, **where), room, context)
+
+
+def _over_masks(head: Eagle3Head, room: SlotRoom, context: ProposerContext) -> _Runner:
+    where: Any = {"device": context.device, "dtype": context.dtype}
+    reader = MaskedReader(head, room, context.config.num_draft_tokens, **where)
+    return _over_reader(reader, room, context)
+
+
+def _over_reader(reader: BlockReader, room: SlotRoom, context: ProposerContext) -> _Runner:
+    where: Any = {"device": context.device, "dtype": context.dtype}
+    width = context.config.num_draft_tokens
+    runner = BlockRunner(reader, room.num_slots, width, **where)
+    return _Runner(runner, block=runner)
 
 
 def _build(method: str, context: ProposerContext, run: Run | None = None) -> LearnedHead:

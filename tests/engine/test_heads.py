@@ -37,6 +37,11 @@ from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 METHODS = list(TARGETS)
+BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")  # they draft paths unless told otherwise
+SPECS = [
+    *(f"{method}:{policy}" for method in METHODS for policy in ("mask", "validate")),
+    *(spec for method in BLOCKS for spec in (method, f"{method}:search")),
+]
 PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward
@@ -83,14 +88,13 @@ def tokens(completions: list[Completion]) -> list[tuple[list[int], str]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
-@pytest.mark.parametrize("policy", ["mask", "validate"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("spec", SPECS)
 def test_greedy_text_is_that_of_plain_decoding(
-    taught: Any, method: str, policy: str, *, is_guided: bool, size: tuple[int, int]
+    taught: Any, spec: str, *, is_guided: bool, size: tuple[int, int]
 ) -> None:
-    known = taught(method)
+    known = taught(spec.partition(":")[0])
     found = known.generate(
-        f"{method}:{policy}",
+        spec,
         PARAMS if is_guided else FREE,
         max_batch_size=size[0],
         prefill_tokens=size[1],

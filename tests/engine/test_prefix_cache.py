@@ -16,7 +16,7 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, overfit, write_head
-from tests.models.heads.heads import write_dflash
+from tests.models.heads.block_checkpoints import write_dflash
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 SYSTEM = [5 + at * 7 % 300 for at in range(2 * BLOCK + 5)]

@@ -12,7 +12,7 @@ import pytest
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.heads.block_head import BlockSlotHead
+from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.slot_head import SlotHead
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.types import SamplingParams
@@ -56,7 +56,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[Any]:
 
     monkeypatch.setattr(CausalLM, "forward", feeding)
     monkeypatch.setattr(CausalLM, "forward_line", feeding_a_line)
-    for kind in (SlotHead, PackedSlotHead, BlockSlotHead):
+    for kind in (SlotHead, PackedSlotHead, BlockRunner):
 
         def reading(
             head: Any, slots: Any, tokens: Any, states: Any, *, read: Any = kind.read

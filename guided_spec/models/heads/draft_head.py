@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 
@@ -72,6 +73,26 @@ class DraftVocabulary:
                 "twice; d2t has to hold offsets (target id minus draft id), not target ids"
             )
         return cls(target_ids, target_size)
+
+    @classmethod
+    def of_checkpoint(
+        cls, offsets: Tensor | None, draft_size: int, target: PreTrainedModel, source: str
+    ) -> DraftVocabulary | None:
+        """The vocabulary of a head of ``draft_size`` tokens; None where it is the target's.
+
+        offsets: its ``d2t``, None where it has none. Raises ModelError, besides what
+        ``from_offsets`` raises, where they do not say which tokens they are.
+        """
+        text_config: Any = target.config.get_text_config(decoder=True)
+        if draft_size == text_config.vocab_size and (offsets is None or not offsets.any()):
+            return None
+        if offsets is None or offsets.shape != (draft_size,):
+            found = "none" if offsets is None else list(offsets.shape)
+            raise ModelError(
+                f"checkpoint={source!r}: d2t: expected int64 [{draft_size}], found {found}; a head "
+                f"with {draft_size} of {text_config.vocab_size} tokens has to say which ones"
+            )
+        return cls.from_offsets(offsets.to(target.device), text_config.vocab_size, source)
 
     def tensors(self) -> VocabularyTensors:
         """The tensors that ``from_offsets`` and other runtimes read, on the vocabulary's device."""

@@ -14,6 +14,10 @@ and y is the g of the next position; with norm_output (EAGLE 3.1) norm(y) is. Fu
 ordinary ones over y. Checkpoints of SafeAILab and SpecForge call the layer ``midlayer``, those of
 speculators ``layers.0``.
 
+P-EAGLE recycles nothing: behind the last position of a text stand K - 1 places whose token is
+``mask_token_id`` and whose g is fc(mask_hidden). They go through the layers together, causally, and
+each predicts the token behind the one that the place before it predicts.
+
 What the config.json of an EAGLE-3 head says, in the two dialects that are written.
 
 SafeAILab and SpecForge describe the layer at the top level, with an optional ``eagle_config``;
@@ -61,6 +65,9 @@ __all__ = [
 ]
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("use_aux_hidden_state", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+MASK = "mask_hidden"
+MASK_NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 class Eagle3Layout(NamedTuple):
@@ -72,6 +79,7 @@ class Eagle3Layout(NamedTuple):
     norm_before_fc: one norm over all that ``fc`` reads. fc_norm: one for each hidden state.
     norm_before_residual: whether the residual stream starts behind ``hidden_norm``.
     norm_output: whether what is recycled is behind the final norm.
+    mask_token_id: what stands at the places that P-EAGLE drafts at once; None: it drafts none so.
     """
 
     config: Any
@@ -83,6 +91,7 @@ class Eagle3Layout(NamedTuple):
     fc_norm: bool
     norm_before_residual: bool
     norm_output: bool
+    mask_token_id: int | None = None
 
 
 class Eagle3Options(NamedTuple):
@@ -175,7 +184,7 @@ def read_layout(
     check_fit(source, expected, found)
     flags = {
         name: bool(eagle.get(name, config.get(name, name == "use_aux_hidden_state")))
-        for name in Eagle3Layout._fields[4:]
+        for name in FLAGS
     }
     aux_hidden_layers: tuple[int, ...] = (-1,)
     if flags["use_aux_hidden_state"]:
@@ -188,7 +197,19 @@ def read_layout(
         target_hidden_size=target_hidden_size,
         draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
         **flags,
+        mask_token_id=_read_mask(config, head.vocab_size, source) if MASK in tensors else None,
     )
+
+
+def _read_mask(config: Mapping[str, Any], vocab_size: int, source: str) -> int:
+    """Under the names that speculators, PARD and vLLM have for it."""
+    found = next((config[name] for name in MASK_NAMES if config.get(name) is not None), None)
+    if found is None or not 0 <= found < vocab_size:
+        raise ModelError(
+            f"checkpoint={source!r}: mask_token_id: expected a token below {vocab_size} in a head "
+            f"with a {MASK}, found {found}; pass a head for this target"
+        )
+    return int(found)
 
 
 def _read_layer_ids(
@@ -301,6 +322,10 @@ class Eagle3Head(nn.Module):
         parts = PARTS[self.config.model_type]
         self._build_ends(layout, names)
         self._build_fusion(layout)
+        self.mask_hidden: nn.Parameter | None = None
+        if layout.mask_token_id is not None:
+            width = len(layout.aux_hidden_layers) * layout.target_hidden_size
+            self.mask_hidden = nn.Parameter(torch.empty(width))
         further = (
             parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
         )
@@ -324,9 +349,11 @@ class Eagle3Head(nn.Module):
         names = {name: name.replace("midlayer.", "layers.0.") for name in kept}
         read = read_tensors(checkpoint, names, target.dtype)
         tensors = TargetEnds(target).without_copy(read)
+        if MASK in tensors:
+            tensors[MASK] = tensors[MASK].flatten()
         layout = read_layout(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
-        vocabulary = _read_vocabulary(offsets, layout, target, source)
+        vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
         return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
 
     @classmethod
@@ -440,18 +467,3 @@ class Eagle3Head(nn.Module):
         if isinstance(attention_mask, Mapping):
             return attention_mask[self.config.layer_types[index]]
         return attention_mask
-
-
-def _read_vocabulary(
-    offsets: Tensor | None, layout: Eagle3Layout, target: PreTrainedModel, source: str
-) -> DraftVocabulary | None:
-    draft_size, target_size = layout.draft_vocab_size, layout.config.vocab_size
-    if draft_size == target_size and (offsets is None or not offsets.any()):
-        return None
-    if offsets is None or offsets.shape != (draft_size,):
-        found = "none" if offsets is None else list(offsets.shape)
-        raise ModelError(
-            f"checkpoint={source!r}: d2t: expected int64 [{draft_size}], found {found}; a head "
-            f"with {draft_size} of {target_size} tokens has to say which ones"
-        )
-    return DraftVocabulary.from_offsets(offsets.to(target.device), target_size, source)

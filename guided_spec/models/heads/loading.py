@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.dflash import DFlashHead
+from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import EagleHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
@@ -31,7 +31,10 @@ def _load_mtp(checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead | Qwen
 METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
     "eagle": (EagleHead.from_checkpoint, ()),
     "eagle3": (Eagle3Head.from_checkpoint, ()),
-    "dflash": (DFlashHead.from_checkpoint, ()),
+    "p_eagle": (Eagle3Head.from_checkpoint, ()),
+    "dflash": (BlockHead.from_checkpoint, ()),
+    "dflash2": (BlockHead.from_checkpoint, ()),
+    "dspark": (BlockHead.from_checkpoint, ()),
     "deepseek_mtp": (MtpHead.from_checkpoint, ("deepseek_v3", "deepseek_v32")),
     "glm4_moe_mtp": (MtpHead.from_checkpoint, ("glm4_moe",)),
     "qwen3_5_mtp": (
@@ -41,7 +44,15 @@ METHODS: dict[str, tuple[Load, tuple[str, ...]]] = {
     "mtp": (_load_mtp, ()),
 }
 
-SPECULATORS = ("eagle3", "mtp")  # what of speculators_model_type is read here
+# What of speculators_model_type is read here, and by which method.
+SPECULATORS = {
+    "dflash": "dflash",
+    "dflash2": "dflash2",
+    "dspark": "dspark",
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+    "peagle": "p_eagle",
+}
 
 
 def load_head(method: str, source: str | Path | None, target: PreTrainedModel) -> DraftHead:
@@ -93,13 +104,13 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
             f"({', '.join(SPECULATORS)}), found {named!r}"
         )
     names = checkpoint.names
-    if named is None and {"fc.weight", "hidden_norm.weight"} <= names:
-        return "dflash"
     if named == "mtp" or _is_qwen_mtp(names):
         own = _own_method(target)
         return own if own == "qwen3_5_mtp" else "mtp"
     if named is not None:
-        return "eagle3"
+        return SPECULATORS[named]
+    if (found := _find_block(checkpoint)) is not None:
+        return found
     if _has_modules(checkpoint, target):
         own = _own_method(target)
         return own if own in ("deepseek_mtp", "glm4_moe_mtp") else "mtp"
@@ -107,6 +118,18 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
         return "eagle3"
     if "fc.weight" in names:
         return "eagle3" if "layers.0.hidden_norm.weight" in names else "eagle"
+    return None
+
+
+def _find_block(checkpoint: Checkpoint) -> str | None:
+    """The method of a checkpoint that drafts a block by one forward; None: it is none of these."""
+    names, config = checkpoint.names, checkpoint.config
+    if "mask_hidden" in names:
+        return "p_eagle"
+    if {"fc.weight", "hidden_norm.weight"} <= names:
+        if any(name.startswith("candidate_selector.") for name in names):
+            return "dflash2"
+        return "dspark" if config.get("markov_rank") else "dflash"
     return None
 
 

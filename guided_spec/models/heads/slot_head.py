@@ -197,6 +197,21 @@ class SlotHead:
         """[R, D]: the scores of the token that follows each slot's draft."""
         return self.head.logits(self._hidden[self._index(slots)])
 
+    @torch.inference_mode()
+    def masked(self, slots: Sequence[int], token_ids: Tensor, hidden: Tensor) -> Tensor:
+        """The outputs [R, T + 1, H] at each slot's last verified position and T places behind it.
+
+        token_ids: int64 [R, T]; hidden: [R, T, H], what is fed in at these places; T may be 0. What
+        they leave is overwritten by the next read; no draft has been walked.
+        """
+        first = self._hidden[self._index(slots)].unsqueeze(1)
+        count = token_ids.shape[1]
+        if count == 0:
+            return first
+        starts = [self._lengths[slot] for slot in slots]
+        rows = StepRows([*slots], starts, [count] * len(slots))
+        return torch.cat([first, self._forward(token_ids, hidden, 0, rows)], 1)
+
     def _next_module(self, slot: int) -> tuple[int, int]:
         module = self._depths[slot] + 1
         if module >= self.head.num_modules:

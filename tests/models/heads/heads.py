@@ -15,13 +15,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 __all__ = [
+    "HEADS",
+    "HEAD_DIM",
+    "KV_HEADS",
+    "NORM_EPS",
     "SPECULATORS_CONFIG",
+    "WIDTH",
     "Eagle3Form",
     "EagleForm",
     "Files",
     "Layout",
     "save",
-    "write_dflash",
     "write_eagle",
     "write_eagle3",
 ]
@@ -270,57 +274,3 @@ def _write(path: Path, tensors: Mapping[str, Tensor], files: Files) -> None:
         save_file(stored, path)
     else:
         torch.save(stored, path, _use_new_zipfile_serialization=files != "legacy_bin")
-
-
-def write_dflash(folder: Path, target: PreTrainedModel, **changes: Any) -> Path:
-    """A random DFlash head in z-lab's layout; ``changes``: fields of config.json that differ."""
-    text_config: Any = target.config.get_text_config(decoder=True)
-    size = text_config.hidden_size
-    config = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
-        "block_size": 8,
-        "dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 1]},
-        "head_dim": HEAD_DIM,
-        "hidden_size": size,
-        "intermediate_size": WIDTH,
-        "layer_types": ["full_attention", "full_attention"],
-        "max_position_embeddings": 512,
-        "num_attention_heads": HEADS,
-        "num_hidden_layers": 2,
-        "num_key_value_heads": KV_HEADS,
-        "num_target_layers": text_config.num_hidden_layers,
-        "rms_norm_eps": NORM_EPS,
-        "rope_theta": 1e4,
-        "tie_word_embeddings": False,
-        "vocab_size": text_config.vocab_size,
-        **changes,
-    }
-    random = torch.Generator().manual_seed(5)
-    tensors = {
-        name: torch.rand(shape, generator=random) + 0.5
-        if len(shape) == 1
-        else torch.randn(shape, generator=random) / math.sqrt(shape[1])
-        for name, shape in _dflash_shapes(config).items()
-    }
-    return save(folder, config, tensors, "safetensors")
-
-
-def _dflash_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    size, taken = config["hidden_size"], config["dflash_config"].get("target_layer_ids") or [0]
-    shapes: dict[str, tuple[int, ...]] = {"fc.weight": (size, len(taken) * size)}
-    shapes |= dict.fromkeys(("hidden_norm.weight", "norm.weight"), (size,))
-    for index in range(config["num_hidden_layers"]):
-        layer = f"layers.{index}."
-        norms = ("input_layernorm.weight", "post_attention_layernorm.weight")
-        shapes |= dict.fromkeys((layer + name for name in norms), (size,))
-        shapes |= dict.fromkeys((f"{layer}self_attn.{n}_norm.weight" for n in "qk"), (HEAD_DIM,))
-        shapes[f"{layer}self_attn.q_proj.weight"] = (HEADS * HEAD_DIM, size)
-        shapes[f"{layer}self_attn.o_proj.weight"] = (size, HEADS * HEAD_DIM)
-        for name in "kv":
-            shapes[f"{layer}self_attn.{name}_proj.weight"] = (KV_HEADS * HEAD_DIM, size)
-        for name in ("gate", "up"):
-            shapes[f"{layer}mlp.{name}_proj.weight"] = (WIDTH, size)
-        shapes[f"{layer}mlp.down_proj.weight"] = (size, WIDTH)
-    return shapes

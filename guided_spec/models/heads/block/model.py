@@ -1,4 +1,4 @@
-"""The block head DFlash: one forward drafts a whole block, whose places see one another.
+"""A block head: one forward drafts a whole block, whose places see one another.
 
 Chen, Liang and Liu, "DFlash: Block Diffusion for Flash Speculative Decoding", 2026. With the
 outputs of some of the target's layers at each position before the last token, and the embeddings of
@@ -9,17 +9,21 @@ the block [last token, mask, mask, ...]:
     n = input_layernorm(x)
     x = x + attention(q(n), [k of c ; k(n)], [v of c ; v(n)])      sees the context and the block
     x = x + mlp(post_attention_layernorm(x))                       ``forward``
-    logits = the target's output head(norm(x))                     ``logits``
+    logits = lm_head(norm(x))                                      ``logits``
 
 Queries and keys are normed and rotated as Qwen3's are. The output at a mask predicts the token of
-that place. Checkpoints are those of z-lab: the keys of a Qwen3 configuration, ``block_size``, and
-``target_layer_ids`` (layer i's output) and ``mask_token_id`` at the top level or in
-``dflash_config``.
+that place, or the one behind it (``BlockLayout.from_anchor``). DSpark and DFlash 2 are such heads
+with a ``transition``. Around attention and MLP, DFlash 2 has a convolution over the block, whose
+kernel is made from what goes in, n, in groups of channels:
+
+    d = kernel_projection(n), [side, tap, group]
+    mix(y, side)_i = sum over taps t of (base_kernel[side, t] + d_i[side, t]) * y_(i - t)
+    x = x + mix(attention(mix(n, 0)), 1)
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,9 +32,10 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.config import build_head_config, check_fit
+from guided_spec.models.heads.block.candidates import Transition
+from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
+from guided_spec.models.heads.block.transitions import CandidateSelector, MarkovHead
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.weights import (
     check_quantization,
@@ -41,77 +46,11 @@ from guided_spec.models.heads.weights import (
 from guided_spec.models.target import TargetEnds
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["BlockContext", "DFlashHead", "DFlashLayout"]
+__all__ = ["BlockContext", "BlockHead"]
 
-SECTION = "dflash_config"
-KNOWN = (
-    "block_size",
-    "final_logit_softcapping",
-    "input_embedding_scale",
-    "is_causal",
-    "mask_token_id",
-    "output_multiplier",
-    "target_layer_ids",
-)
-
-
-class DFlashLayout(NamedTuple):
-    """What the config.json of a DFlash head says.
-
-    config: transformers configuration of its layers. aux_hidden_layers: see ``DraftHead``.
-    block_size: places of a block, the last token's among them. mask_token_id: what stands in the
-    others. is_causal: whether places of a block see only those before them; None: in layers with a
-    window. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0 is none.
-    """
-
-    config: Any
-    aux_hidden_layers: tuple[int, ...]
-    block_size: int
-    mask_token_id: int
-    is_causal: bool | None
-    embedding_scale: float
-    logit_scale: float
-    softcap: float
-
-    @classmethod
-    def read(cls, config: Mapping[str, Any], target: PreTrainedModel, source: str) -> DFlashLayout:
-        """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
-        own: dict[str, Any] = config.get(SECTION) or {}
-        unknown = sorted(own.keys() - set(KNOWN))
-        if unknown:
-            fix = f"expected {', '.join(KNOWN)}, found {', '.join(unknown)}"
-            raise ModelError(f"checkpoint={source!r}: {SECTION}: {fix}; such heads are not read")
-        found = {name: own.get(name, config.get(name)) for name in KNOWN}
-        text_config: Any = target.config.get_text_config(decoder=True)
-        depth, layers = text_config.num_hidden_layers, found["target_layer_ids"]
-        if not layers or not all(0 <= index < depth for index in layers):
-            raise ModelError(
-                f"checkpoint={source!r}: target_layer_ids: expected layers 0 to {depth - 1} of the "
-                f"target, found {layers}; pass a head for this target"
-            )
-        mask, size = found["mask_token_id"], found["block_size"] or 16
-        embedding: Any = target.get_input_embeddings()
-        if mask is None or not 0 <= mask < len(embedding.weight):
-            raise ModelError(
-                f"checkpoint={source!r}: mask_token_id: expected a row of the target's embedding, "
-                f"found {mask}; pass a head for this target"
-            )
-        if size < 2:
-            raise ModelError(f"checkpoint={source!r}: block_size: expected 2 or more, found {size}")
-        head = build_head_config(config, "qwen3", target, source)
-        expected = {name: getattr(text_config, name) for name in ("hidden_size", "vocab_size")}
-        check_fit(source, expected, {name: getattr(head, name) for name in expected})
-        is_causal = found["is_causal"]
-        return cls(
-            config=head,
-            aux_hidden_layers=tuple(index + 1 for index in layers),
-            block_size=int(size),
-            mask_token_id=int(mask),
-            is_causal=None if is_causal is None else bool(is_causal),
-            embedding_scale=float(found["input_embedding_scale"] or 1.0),
-            logit_scale=float(found["output_multiplier"] or 1.0),
-            softcap=float(found["final_logit_softcapping"] or 0.0),
-        )
+# For training, or nowhere used: the confidence head says how far a draft is to be believed.
+IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+IGNORED_PART = "confidence_head."
 
 
 class BlockContext(NamedTuple):
@@ -125,10 +64,38 @@ class BlockContext(NamedTuple):
     lengths: Tensor
 
 
+class _Conv(nn.Module):
+    """A convolution before and behind a part of a layer; see the module's docstring."""
+
+    def __init__(self, shape: ConvShape, hidden_size: int) -> None:
+        super().__init__()
+        self._taps, self._groups = shape.taps, hidden_size // shape.group_size
+        self.base_kernel = nn.Parameter(torch.empty(2, shape.taps, hidden_size))
+        outputs = 2 * shape.taps * self._groups
+        self.kernel_projection = nn.Linear(hidden_size, outputs, bias=False)
+
+    def around(self, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        """``part`` of x [R, T, H], mixed along T on both sides of it."""
+        shape = (*x.shape[:2], 2, self._taps, self._groups)
+        moved = self.kernel_projection(x).view(shape)
+        kernels = self.base_kernel + moved.repeat_interleave(x.shape[2] // self._groups, -1)
+        before, behind = kernels.unbind(2)  # [R, T, taps, H]
+        return _mix(part(_mix(x, before)), behind)
+
+
+def _mix(x: Tensor, kernel: Tensor) -> Tensor:
+    """Each place of x [R, T, H] as a sum over it and those before, by kernel [R, T, taps, H]."""
+    mixed = x * kernel[:, :, 0]
+    for tap in range(1, min(kernel.shape[2], x.shape[1])):
+        shifted = functional.pad(x[:, :-tap], (0, 0, tap, 0))
+        mixed = mixed + shifted * kernel[:, :, tap]
+    return mixed
+
+
 class _Layer(nn.Module):
     """A decoder layer of Qwen3 over a block and its context."""
 
-    def __init__(self, layout: DFlashLayout, index: int) -> None:
+    def __init__(self, layout: BlockLayout, index: int) -> None:
         super().__init__()
         config = layout.config
         size, eps = config.hidden_size, config.rms_norm_eps
@@ -139,6 +106,10 @@ class _Layer(nn.Module):
         is_sliding = config.layer_types[index] == "sliding_attention"
         self.window: int | None = config.sliding_window if is_sliding else None
         self.is_causal = is_sliding if layout.is_causal is None else layout.is_causal
+        self.attention_conv: _Conv | None = None
+        self.mlp_conv: _Conv | None = None
+        if layout.conv is not None:
+            self.attention_conv, self.mlp_conv = (_Conv(layout.conv, size) for _ in range(2))
 
     def keys_values(self, states: Tensor, rotation: tuple[Tensor, Tensor]) -> KeyValues:
         """[..., T, H] and rotations [..., T, D] to [..., T, Hkv, D] each."""
@@ -151,10 +122,24 @@ class _Layer(nn.Module):
         self, x: Tensor, rotation: tuple[Tensor, Tensor], context: KeyValues, visible: Tensor
     ) -> Tensor:
         """[R, T, H] to such; visible: bool [R, 1, T, L + T]."""
-        attention, normed = self.self_attn, self.input_layernorm(x)
-        shape = (*normed.shape[:-1], -1, attention.head_dim)
-        query = _rotate(attention.q_norm(attention.q_proj(normed).view(shape)), rotation)
-        own = self.keys_values(normed, rotation)
+
+        def attend(fed: Tensor) -> Tensor:
+            return self._attend(fed, rotation, context, visible)
+
+        normed = self.input_layernorm(x)
+        conv = self.attention_conv
+        x = x + (attend(normed) if conv is None else conv.around(attend, normed))
+        normed, conv = self.post_attention_layernorm(x), self.mlp_conv
+        output: Tensor = x + (self.mlp(normed) if conv is None else conv.around(self.mlp, normed))
+        return output
+
+    def _attend(
+        self, fed: Tensor, rotation: tuple[Tensor, Tensor], context: KeyValues, visible: Tensor
+    ) -> Tensor:
+        attention = self.self_attn
+        shape = (*fed.shape[:-1], -1, attention.head_dim)
+        query = _rotate(attention.q_norm(attention.q_proj(fed).view(shape)), rotation)
+        own = self.keys_values(fed, rotation)
         keys, values = (
             torch.cat([before, block.transpose(1, 2)], 2)
             for before, block in zip(context, own, strict=True)
@@ -164,20 +149,27 @@ class _Layer(nn.Module):
             scale=attention.scaling,
             enable_gqa=True,
         )
-        x = x + attention.o_proj(found.transpose(1, 2).flatten(2))
-        output: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        output: Tensor = attention.o_proj(found.transpose(1, 2).flatten(2))
         return output
 
 
-class DFlashHead(nn.Module):
+class BlockHead(nn.Module):
     """See the module's docstring; made by ``from_checkpoint``.
 
-    The embedding and the output head are the target's. vocabulary, num_modules: see ``DraftHead``.
+    layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
+    output head, that are not among them are the target's, and no parameters. vocabulary,
+    num_modules: see ``DraftHead``. transition: how a place depends on the one before; None: it does
+    not.
+
     The parameters are on torch's current default device, with weights not yet set.
     """
 
     def __init__(
-        self, layout: DFlashLayout, names: Collection[str], target: PreTrainedModel
+        self,
+        layout: BlockLayout,
+        names: Collection[str],
+        vocabulary: DraftVocabulary | None,
+        target: PreTrainedModel,
     ) -> None:
         super().__init__()
         config = layout.config
@@ -185,7 +177,7 @@ class DFlashHead(nn.Module):
         self.hidden_size: int = config.hidden_size
         self.aux_hidden_layers = layout.aux_hidden_layers
         self.num_modules = 1
-        self.vocabulary: DraftVocabulary | None = None
+        self.vocabulary = vocabulary
         self._target = TargetEnds(target)
         count = len(layout.aux_hidden_layers)
         self.fc = nn.Linear(count * self.hidden_size, self.hidden_size)
@@ -194,23 +186,35 @@ class DFlashHead(nn.Module):
             _Layer(layout, index) for index in range(config.num_hidden_layers)
         )
         self.norm = qwen3.Qwen3RMSNorm(self.hidden_size, config.rms_norm_eps)
+        self._build_ends(names)
+        self._build_transition()
         follow_biases(self, names)
         with torch.device(target.device):
             self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> DFlashHead:
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> BlockHead:
         """Load a head on the target's device and in its dtype, for inference.
 
         Raises ModelError, listing what was expected and what was found, for a checkpoint that is no
-        DFlash head or was made for another target.
+        block head or was made for another target.
         """
         source = checkpoint.source
         check_quantization(checkpoint.config, source)
-        layout = DFlashLayout.read(checkpoint.config, target, source)
-        names = {name: name for name in sorted(checkpoint.names)}
-        tensors = read_tensors(checkpoint, names, target.dtype)
-        return fill_head(lambda: cls(layout, tensors, target), tensors, target, source)
+        layout = BlockLayout.read(checkpoint.config, target, source)
+        kept = sorted(checkpoint.names.difference(IGNORED))
+        names = {name: name for name in kept if not name.startswith(IGNORED_PART)}
+        read = read_tensors(checkpoint, names, target.dtype)
+        tensors = TargetEnds(target).without_copies(read)
+        vocabulary = DraftVocabulary.of_checkpoint(
+            tensors.pop("d2t", None), layout.draft_vocab_size, target, source
+        )
+        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+
+    @property
+    def transition(self) -> Transition | None:
+        """How a place depends on the one before it; None: it does not."""
+        return self.markov_head or self.candidate_selector
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H] fused to [..., H]."""
@@ -225,13 +229,13 @@ class DFlashHead(nn.Module):
         return [layer.keys_values(features, rotation) for layer in layers]
 
     def forward(self, last: Tensor, width: int, context: BlockContext) -> Tensor:
-        """The normed outputs [R, width, H] at the masks behind each row's last token, int64 [R].
+        """The normed outputs [R, width, H] of the places behind each row's last token, int64 [R].
 
-        width: at most ``layout.block_size - 1``.
+        width: at most ``layout.width``.
         """
-        count, device = width + 1, last.device
-        masks = last.new_full((len(last), width), self.layout.mask_token_id)
-        x = self._target.embed(torch.cat([last.unsqueeze(1), masks], 1))
+        count, device = width + (not self.layout.from_anchor), last.device
+        masks = last.new_full((len(last), count - 1), self.layout.mask_token_id)
+        x = self._embed(torch.cat([last.unsqueeze(1), masks], 1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
         steps = torch.arange(count, device=device)
         asking = context.lengths.unsqueeze(1) + steps  # [R, T]
@@ -250,14 +254,38 @@ class DFlashHead(nn.Module):
             if layer.window is not None:
                 visible = visible & (distance.abs() < layer.window)
             x = layer(x, rotation, before, visible.unsqueeze(1))
-        output: Tensor = self.norm(x[:, 1:])
+        output: Tensor = self.norm(x[:, count - width :])
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Outputs [..., H] to [..., V]."""
-        scores = self._target.logits(hidden) * self.layout.logit_scale
+        """Outputs [..., H] to [..., D], of each place by itself."""
+        head: Any = self._target.logits if self.lm_head is None else self.lm_head
+        scores: Tensor = head(hidden) * self.layout.logit_scale
         cap = self.layout.softcap
         return torch.tanh(scores / cap) * cap if cap > 0 else scores
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embed: Any = self._target.embed if self.embed_tokens is None else self.embed_tokens
+        embedded: Tensor = embed(token_ids)
+        return embedded
+
+    def _build_ends(self, names: Collection[str]) -> None:
+        size, layout = self.hidden_size, self.layout
+        self.embed_tokens: nn.Embedding | None = None
+        if "embed_tokens.weight" in names:
+            self.embed_tokens = nn.Embedding(self.config.vocab_size, size)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in names or self.vocabulary is not None:
+            self.lm_head = nn.Linear(size, layout.draft_vocab_size)
+
+    def _build_transition(self) -> None:
+        sizes = (self.hidden_size, self.config.vocab_size)
+        markov, selector = self.layout.markov, self.layout.selector
+        self.markov_head = self.candidate_selector = None
+        if markov is not None:
+            self.markov_head = MarkovHead(markov, *sizes, self.vocabulary)
+        if selector is not None:
+            self.candidate_selector = CandidateSelector(selector, *sizes)
 
     def _rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.rotary_emb(like, position_ids)

@@ -1,0 +1,1 @@
+"""Heads that draft a whole block by one forward: layouts, the model and its parts, over slots."""

@@ -1,0 +1,206 @@
+"""What the config.json of a block head says, in the dialects that are written.
+
+z-lab's (DFlash, DFlash 2) has the keys of a Qwen3 configuration, and ``dflash_config``; DeepSeek's
+(DeepSpec: DSpark, and DFlash trained beside it) has the same keys and all others beside them;
+speculators' describes the layers in ``transformer_layer_config``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.heads.block.transitions import MarkovShape, SelectorShape
+from guided_spec.models.heads.config import build_head_config, check_fit
+
+__all__ = ["BlockLayout", "ConvShape"]
+
+SECTION = "dflash_config"
+KNOWN = (
+    "block_size",
+    "causal",
+    "conv_group_size",
+    "conv_kernel_size",
+    "final_logit_softcapping",
+    "input_embedding_scale",
+    "is_causal",
+    "mask_token_id",
+    "output_multiplier",
+    "selector_rank",
+    "selector_top_k",
+    "swa_window_size",
+    "target_layer_ids",
+    "use_swa",
+)
+DEFAULT_BLOCK = 8  # of speculators, which leaves out what is default
+DEFAULT_TOP_K = 16
+
+
+class ConvShape(NamedTuple):
+    """The convolutions of DFlash 2. taps: places that one reads. group_size: channels that share
+    what is added to its kernel."""
+
+    taps: int
+    group_size: int
+
+
+class BlockLayout(NamedTuple):
+    """A block head without its weights.
+
+    config: transformers configuration of its layers. aux_hidden_layers: see ``DraftHead``.
+    block_size: places of a block, the last token's among them. mask_token_id: what stands in the
+    others. is_causal: whether places of a block see only those before them; None: in layers with a
+    window. from_anchor: whether the output at the last token predicts the one behind it, and that
+    at a mask the one behind the mask; else that at a mask predicts the token of its place.
+    draft_vocab_size: D. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0
+    is none. conv, markov, selector: parts that some heads have.
+    """
+
+    config: Any
+    aux_hidden_layers: tuple[int, ...]
+    block_size: int
+    mask_token_id: int
+    is_causal: bool | None
+    from_anchor: bool
+    draft_vocab_size: int
+    embedding_scale: float = 1.0
+    logit_scale: float = 1.0
+    softcap: float = 0.0
+    conv: ConvShape | None = None
+    markov: MarkovShape | None = None
+    selector: SelectorShape | None = None
+
+    @property
+    def width(self) -> int:
+        """Tokens that a whole block drafts."""
+        return self.block_size if self.from_anchor else self.block_size - 1
+
+    @classmethod
+    def read(cls, config: Mapping[str, Any], target: PreTrainedModel, source: str) -> BlockLayout:
+        """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
+        is_speculators = config.get("speculators_model_type") is not None
+        found = _speculators(config) if is_speculators else _zlab(config, source)
+        head = build_head_config(found.pop("layers"), "qwen3", target, source)
+        text_config: Any = target.config.get_text_config(decoder=True)
+        expected = {name: getattr(text_config, name) for name in ("hidden_size", "vocab_size")}
+        check_fit(source, expected, {name: getattr(head, name) for name in expected})
+        layout = cls(
+            config=head,
+            draft_vocab_size=int(config.get("draft_vocab_size") or head.vocab_size),
+            markov=_markov(config, source),
+            **found,
+        )
+        _check(layout, target, source)
+        return layout
+
+
+def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:
+    own: dict[str, Any] = config.get(SECTION) or {}
+    unknown = sorted(own.keys() - set(KNOWN))
+    if unknown:
+        fix = f"expected {', '.join(KNOWN)}, found {', '.join(unknown)}"
+        raise ModelError(f"checkpoint={source!r}: {SECTION}: {fix}; such heads are not read")
+    found = {name: own.get(name, config.get(name)) for name in KNOWN}
+    causal = found["causal"] if found["causal"] is not None else found["is_causal"]
+    layers = dict(config)
+    types, window = config.get("layer_types") or (), found["swa_window_size"]
+    if found["use_swa"] and "sliding_attention" not in types:
+        layers["layer_types"] = ["sliding_attention"] * config.get("num_hidden_layers", 0)
+        causal = bool(causal)  # such layers see the whole block, where nothing else is said
+    if found["use_swa"]:
+        layers["use_sliding_window"] = True
+        layers["sliding_window"] = window or config.get("sliding_window")
+    conv = selector = None
+    if found["conv_kernel_size"]:
+        conv = ConvShape(int(found["conv_kernel_size"]), int(found["conv_group_size"] or 1))
+    if found["selector_rank"]:
+        top_k = int(found["selector_top_k"] or DEFAULT_TOP_K)
+        selector = SelectorShape(int(found["selector_rank"]), top_k)
+    ids = found["target_layer_ids"]
+    return {
+        "layers": layers,
+        "aux_hidden_layers": tuple(index + 1 for index in ids or ()),
+        "block_size": int(found["block_size"] or 16),
+        "mask_token_id": found["mask_token_id"],
+        "is_causal": None if causal is None else bool(causal),
+        # DeepSpec's own, of which "dflash" ones have a rank of 0.
+        "from_anchor": "markov_rank" in config,
+        "embedding_scale": float(found["input_embedding_scale"] or 1.0),
+        "logit_scale": float(found["output_multiplier"] or 1.0),
+        "softcap": float(found["final_logit_softcapping"] or 0.0),
+        "conv": conv,
+        "selector": selector,
+    }
+
+
+def _speculators(config: Mapping[str, Any]) -> dict[str, Any]:
+    kind = config["speculators_model_type"]
+    is_second = kind == "dflash2"
+    conv = selector = None
+    if is_second:
+        taps, group = config.get("conv_kernel_size", 2), config.get("conv_group_size", 16)
+        conv = ConvShape(int(taps), int(group))
+        rank, top_k = config.get("selector_rank", 256), config.get("selector_top_k", DEFAULT_TOP_K)
+        selector = SelectorShape(int(rank), int(top_k))
+    sees_all = config.get("sliding_window_non_causal", is_second)
+    return {
+        "layers": config.get("transformer_layer_config") or {},
+        "aux_hidden_layers": tuple(config.get("aux_hidden_state_layer_ids") or ()),
+        "block_size": int(config.get("block_size") or DEFAULT_BLOCK),
+        "mask_token_id": config.get("mask_token_id"),
+        "is_causal": False if sees_all else None,
+        "from_anchor": bool(config.get("sample_from_anchor", kind == "dspark")),
+        "conv": conv,
+        "selector": selector,
+    }
+
+
+def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
+    rank = config.get("markov_rank") or 0
+    if not rank:
+        return None
+    kind = str(config.get("markov_head_type") or "vanilla").lower()
+    if kind not in ("vanilla", "gated"):
+        raise ModelError(
+            f"checkpoint={source!r}: markov_head_type: expected vanilla or gated, found {kind!r}; "
+            "a head whose places depend on all tokens before them is not read"
+        )
+    return MarkovShape(int(rank), kind)  # type: ignore[arg-type]
+
+
+def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
+    text_config: Any = target.config.get_text_config(decoder=True)
+    depth, layers = text_config.num_hidden_layers, layout.aux_hidden_layers
+    if not layers or not all(0 <= index <= depth for index in layers):
+        found = [index - 1 for index in layers] or None
+        raise ModelError(
+            f"checkpoint={source!r}: target_layer_ids: expected layers 0 to {depth - 1} of the "
+            f"target, found {found}; pass a head for this target"
+        )
+    embedding: Any = target.get_input_embeddings()
+    mask = layout.mask_token_id
+    if mask is None or not 0 <= mask < len(embedding.weight):
+        raise ModelError(
+            f"checkpoint={source!r}: mask_token_id: expected a row of the target's embedding, "
+            f"found {mask}; pass a head for this target"
+        )
+    least = 1 if layout.from_anchor else 2
+    if layout.block_size < least:
+        raise ModelError(
+            f"checkpoint={source!r}: block_size: expected {least} or more, "
+            f"found {layout.block_size}"
+        )
+    if layout.selector is not None and layout.draft_vocab_size != layout.config.vocab_size:
+        raise ModelError(
+            f"checkpoint={source!r}: draft_vocab_size: expected all {layout.config.vocab_size} "
+            f"tokens in a head with a candidate_selector, found {layout.draft_vocab_size}"
+        )
+    size, conv = layout.config.hidden_size, layout.conv
+    if conv is not None and (conv.group_size < 1 or size % conv.group_size):
+        raise ModelError(
+            f"checkpoint={source!r}: conv_group_size: expected a divisor of {size}, "
+            f"found {conv.group_size}"
+        )

@@ -1,0 +1,424 @@
+"""Block heads in every layout against their equations, place by place, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ModelError
+from guided_spec.models.heads.block.candidates import Block, choose_candidates
+from guided_spec.models.heads.block.masked import MaskedReader
+from guided_spec.models.heads.block.runner import BlockRunner, ContextReader
+from guided_spec.models.heads.loading import find_method, load_head
+from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.packed.blocks import BLOCK, Blocks
+from tests.models.heads.block_checkpoints import (
+    DIALECTS,
+    GROUP,
+    TAPS,
+    TOP_K,
+    write_block,
+    write_dflash,
+    write_p_eagle,
+)
+from tests.models.heads.heads import HEAD_DIM, HEADS, KV_HEADS, NORM_EPS, save, write_eagle3
+from tests.models.tiny import build
+
+VOCAB, CPU, MASK = 64, torch.device("cpu"), 3
+KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
+SLIDING = {**KINDS, "use_sliding_window": True}  # else Qwen3's configuration has no window
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return build("llama", vocab_size=VOCAB)
+
+
+def norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * weight
+
+
+def rotated(x: Tensor, position: int) -> Tensor:
+    """[heads, D] at a position."""
+    half = HEAD_DIM // 2
+    angle = position * 1e4 ** (-torch.arange(half) / half)
+    cos, sin = angle.cos().repeat(2), angle.sin().repeat(2)
+    return x * cos + torch.cat([-x[:, half:], x[:, :half]], -1) * sin
+
+
+def part_of(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+
+
+def mixed(conv: dict[str, Tensor], side: int, fed: Tensor, x: Tensor) -> Tensor:
+    """DFlash 2's convolution, channel by channel; x itself where there is none."""
+    if not conv:
+        return x
+    count, size = x.shape
+    moved = (fed @ conv["kernel_projection.weight"].T).view(count, 2, TAPS, size // GROUP)
+    result = torch.zeros_like(x)
+    for place in range(count):
+        for channel in range(size):
+            for tap in range(min(TAPS, place + 1)):
+                kernel = conv["base_kernel"][side, tap, channel]
+                kernel = kernel + moved[place, side, tap, channel // GROUP]
+                result[place, channel] += kernel * x[place - tap, channel]
+    return result
+
+
+class Places(NamedTuple):
+    """Of each place: what it is made from [W, H], and its logits by itself [W, D]."""
+
+    outputs: Tensor
+    logits: Tensor
+
+
+class ByHand:
+    """One block behind one text, without a cache; each place attends by itself."""
+
+    def __init__(
+        self,
+        tensors: dict[str, Tensor],
+        window: int | None = None,
+        causal: Iterable[int] = (),
+        first: int = 1,
+    ) -> None:
+        """first: the place of the block that predicts the first token."""
+        self.tensors, self.window, self.causal, self.first = tensors, window, set(causal), first
+
+    def block(self, target: Any, states: Tensor, last: int, width: int) -> Places:
+        """Behind the target's states [n, X]."""
+        t, n = self.tensors, len(states)
+        context = norm(states @ t["fc.weight"].T, t["hidden_norm.weight"])
+        ids = torch.tensor([last] + [MASK] * (width - 1 + self.first))
+        x = t.get("embed_tokens.weight", target.get_input_embeddings().weight)[ids]
+        for index in range(2):
+            layer = part_of(t, f"layers.{index}.")
+            conv, fed = part_of(layer, "attention_conv."), norm(x, layer["input_layernorm.weight"])
+            found = self._attention(layer, index, context, mixed(conv, 0, fed, fed))
+            x = x + mixed(conv, 1, fed, found)
+            conv = part_of(layer, "mlp_conv.")
+            fed = norm(x, layer["post_attention_layernorm.weight"])
+            inner = mixed(conv, 0, fed, fed)
+            gate = torch.nn.functional.silu(inner @ layer["mlp.gate_proj.weight"].T)
+            found = (gate * (inner @ layer["mlp.up_proj.weight"].T)) @ (
+                layer["mlp.down_proj.weight"].T
+            )
+            x = x + mixed(conv, 1, fed, found)
+        assert len(context) == n
+        outputs = norm(x[self.first :], t["norm.weight"])
+        head = t.get("lm_head.weight", target.get_output_embeddings().weight)
+        return Places(outputs, outputs @ head.T)
+
+    def behind(self, output: Tensor, logits: Tensor, previous: int) -> Tensor:
+        """The scores [D] of one place behind the token ``previous``."""
+        t = self.tensors
+        if "markov_head.markov_w1.weight" in t:
+            latent = t["markov_head.markov_w1.weight"][previous]
+            if "markov_head.gate_proj.weight" in t:
+                fed = torch.cat([output, latent])
+                gate = t["markov_head.gate_proj.weight"] @ fed + t["markov_head.gate_proj.bias"]
+                latent = gate.sigmoid() * latent
+            return logits + t["markov_head.markov_w2.weight"] @ latent
+        if "candidate_selector.predecessor_codebook" in t:
+            kept = torch.full_like(logits, -torch.inf)
+            wanted = t["candidate_selector.hidden_projection.weight"] @ output
+            wanted = wanted * t["candidate_selector.predecessor_codebook"][previous]
+            for token in logits.topk(TOP_K).indices.tolist():
+                gained = t["candidate_selector.successor_codebook"][token] @ wanted
+                kept[token] = logits[token] + gained
+            return kept
+        return logits
+
+    def _attention(
+        self, layer: dict[str, Tensor], index: int, context: Tensor, x: Tensor
+    ) -> Tensor:
+        n = len(context)
+        fed = torch.cat([context, x])
+
+        def heads(part: str, states: Tensor) -> Tensor:
+            return (states @ layer[f"self_attn.{part}_proj.weight"].T).view(
+                len(states), -1, HEAD_DIM
+            )
+
+        keys = norm(heads("k", fed), layer["self_attn.k_norm.weight"])
+        keys = torch.stack([rotated(key, place) for place, key in enumerate(keys)])
+        queries = norm(heads("q", x), layer["self_attn.q_norm.weight"])
+        values, outputs = heads("v", fed), []
+        for step, query in enumerate(queries):
+            place = n + step
+            last = place if index in self.causal else len(fed) - 1
+            window = self.window if index in self.causal else None
+            seen = [at for at in range(last + 1) if window is None or place - at < window]
+            asked = rotated(query, place)
+            found = []
+            for head in range(HEADS):
+                own = head // (HEADS // KV_HEADS)
+                scores = keys[seen, own] @ asked[head] / math.sqrt(HEAD_DIM)
+                found.append(scores.softmax(0) @ values[seen, own])
+            outputs.append(torch.cat(found))
+        return torch.stack(outputs) @ layer["self_attn.o_proj.weight"].T
+
+
+WHERE: Any = {"device": CPU, "dtype": torch.float32}
+
+
+def make_runner(
+    folder: Path, target: PreTrainedModel, blocks: Blocks | None, method: str = "dflash"
+) -> BlockRunner:
+    """Its memory holds no numbers."""
+    head: Any = load_head(method, folder, target)
+    reader = ContextReader(head, SlotRoom(4, 2 * BLOCK, piece=9), blocks=blocks, **WHERE)
+    with torch.inference_mode():
+        for layer in reader._memory:
+            for buffer in layer:
+                buffer.fill_(torch.nan)
+    return BlockRunner(reader, 4, 6, **WHERE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "causal"),
+    [
+        ({}, None, set()),
+        (SLIDING, 5, {0}),
+        (KINDS, None, {0}),
+        ({"is_causal": True}, None, {0, 1}),
+    ],
+    ids=["full", "sliding", "without a window", "causal"],
+)
+@pytest.mark.parametrize("is_shared", [True, False], ids=["the target's tables", "its own"])
+@torch.no_grad()
+def test_blocks_by_hand(
+    target: PreTrainedModel,
+    tmp_path: Path,
+    changes: dict[str, Any],
+    window: int | None,
+    causal: set[int],
+    *,
+    is_shared: bool,
+) -> None:
+    """Texts of any length, read in any pieces, drafted together; memory that holds no numbers."""
+    folder = write_dflash(tmp_path, target, **changes)
+    hand = ByHand(load_file(folder / "model.safetensors"), window, causal)
+    blocks = Blocks(4, 2 * BLOCK, CPU) if is_shared else None
+    runner = make_runner(folder, target, blocks)
+    torch.manual_seed(0)
+    slots, lengths = [2, 0, 3], [BLOCK + 5, 3, 20]
+    states = [torch.randn(length, 2 * target.config.hidden_size) for length in lengths]
+    tokens = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+    runner.read(slots, [row[:2] for row in tokens], [row[:2] for row in states])
+    runner.logits(slots)  # a draft that nothing becomes of
+    runner.read(slots, [row[2:] for row in tokens if row[2:]], [row[2:] for row in states])
+    assert [runner.length(slot) for slot in slots] == lengths
+    expected = [
+        hand.block(target, row, ids[-1], 6).logits for row, ids in zip(states, tokens, strict=True)
+    ]
+    for depth in range(6):
+        found = runner.logits(slots)
+        torch.testing.assert_close(
+            found, torch.stack([row[depth] for row in expected]), rtol=1e-4, atol=1e-4
+        )
+        runner.walk(slots, torch.tensor([5, 6, 7]))
+    assert runner.logits(slots).isneginf().all()
+    runner.rewind(slots)
+    torch.testing.assert_close(runner.logits([3])[0], expected[2][0], rtol=1e-4, atol=1e-4)
+    runner.copy_slot(3, [1])
+    torch.testing.assert_close(runner.logits([1])[0], expected[2][0], rtol=1e-4, atol=1e-4)
+    runner.release([2])
+    assert runner.length(2) == 0
+
+
+def test_no_longer_than_its_block(target: PreTrainedModel, tmp_path: Path) -> None:
+    head: Any = load_head("dflash", write_dflash(tmp_path, target, block_size=4), target)
+    runner = BlockRunner(ContextReader(head, SlotRoom(1, 50), **WHERE), 1, 9, **WHERE)
+    runner.read([0], [[5, 6]], [torch.randn(2, 2 * head.hidden_size)])
+    for depth in range(5):
+        assert runner.logits([0]).isneginf().all() == (depth >= 3)
+        runner.walk([0], torch.tensor([1]))
+
+
+@torch.no_grad()
+def test_scales_and_a_cap(target: PreTrainedModel, tmp_path: Path) -> None:
+    plain: Any = load_head("dflash", write_dflash(tmp_path / "plain", target), target)
+    section = {
+        **{"mask_token_id": MASK, "target_layer_ids": [0, 1]},
+        **{"output_multiplier": 0.5, "final_logit_softcapping": 2.0},
+    }
+    scaled: Any = load_head(
+        "dflash", write_dflash(tmp_path / "scaled", target, dflash_config=section), target
+    )
+    hidden = torch.randn(3, plain.hidden_size) * 4
+    expected = torch.tanh(plain.logits(hidden) * 0.5 / 2) * 2
+    torch.testing.assert_close(scaled.logits(hidden), expected)
+
+
+LAYOUTS = [
+    *((kind, dialect, {}) for kind, dialects in DIALECTS.items() for dialect in dialects),
+    ("dflash", "speculators", {"draft_vocab_size": 40}),
+    (
+        "dspark",
+        "speculators",
+        {"draft_vocab_size": 40, "sample_from_anchor": False, "block_size": 8},
+    ),
+    ("dspark", "deepseek", {"markov_head_type": "gated"}),
+]
+
+
+@pytest.mark.parametrize(("kind", "dialect", "changes"), LAYOUTS)
+@torch.no_grad()
+def test_layouts_by_hand(
+    target: PreTrainedModel, tmp_path: Path, kind: str, dialect: str, changes: dict[str, Any]
+) -> None:
+    """Each as it is published is found, and its places are those of the equations."""
+    folder = write_block(tmp_path, target, kind, dialect, **changes)
+    assert find_method(folder, target) == kind
+    tensors = load_file(folder / "model.safetensors")
+    predicts_own = dialect == "zlab" or (
+        dialect == "speculators"
+        and not json.loads((folder / "config.json").read_text()).get("sample_from_anchor")
+    )
+    hand = ByHand(tensors, first=1 if predicts_own else 0)
+    runner = make_runner(folder, target, None, kind)
+    head: Any = load_head(kind, folder, target)
+    assert head.aux_hidden_layers == (1, 2)
+    assert head.layout.width == 7  # of 8 places, or of 7 that all predict
+    torch.manual_seed(1)
+    states = torch.randn(9, 2 * target.config.hidden_size)
+    tokens = torch.randint(VOCAB, (9,)).tolist()
+    runner.read([1], [tokens], [states])
+    expected = hand.block(target, states, tokens[-1], 6)
+    block = runner.block([1])
+    exact: Any = {"rtol": 1e-5, "atol": 1e-5 * float(expected.logits.abs().max())}
+    torch.testing.assert_close(block.hidden[0], expected.outputs, **exact)
+    torch.testing.assert_close(block.logits[0], expected.logits, **exact)
+    previous = tokens[-1]
+    for place, walked in enumerate([5, 61, 7, 0, 33, 12]):
+        found = runner.logits([1])[0].float()
+        wanted = hand.behind(expected.outputs[place], expected.logits[place], previous)
+        torch.testing.assert_close(found, wanted, **exact)
+        runner.walk([1], torch.tensor([walked]))
+        previous = walked
+    check_candidates(head, hand, block, expected)
+
+
+def check_candidates(head: Any, hand: ByHand, block: Block, expected: Places) -> None:
+    """The scores of candidates behind one another are those of the equations, up to a constant."""
+    count = 3
+    found = choose_candidates(block, count, head.vocabulary, head.transition)
+    scored = torch.arange(VOCAB) if head.vocabulary is None else head.vocabulary.target_ids
+    columns = {token: column for column, token in enumerate(scored.tolist())}
+    for place in range(6):
+        ids = [columns[token] for token in found.token_ids[0, place].tolist()]
+        before = found.token_ids[0, place - 1].tolist() if place else [int(block.last[0])] * count
+        for row, previous in enumerate(before):
+            wanted = hand.behind(expected.outputs[place], expected.logits[place], previous)[ids]
+            got = found.scores[0, place]
+            if found.gains is not None:
+                got = got + found.gains[0, place, row]
+            torch.testing.assert_close(got - got[0], wanted - wanted[0], rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_ends_that_are_the_targets_own_take_no_memory(
+    target: PreTrainedModel, tmp_path: Path
+) -> None:
+    folder = write_block(tmp_path, target, "dspark", "deepseek")
+    tensors, model = load_file(folder / "model.safetensors"), cast(Any, target)
+    tensors["embed_tokens.weight"] = model.get_input_embeddings().weight.clone()
+    tensors["lm_head.weight"] = model.get_output_embeddings().weight.clone()
+    save(folder, json.loads((folder / "config.json").read_text()), tensors, "safetensors")
+    head: Any = load_head("dspark", folder, target)
+    assert head.embed_tokens is head.lm_head is None
+
+
+@pytest.mark.parametrize("layout", ["speculators", "specforge"])
+@torch.no_grad()
+def test_masks_of_p_eagle(target: PreTrainedModel, tmp_path: Path, layout: Any) -> None:
+    """One forward over the masks is one over the text and the masks, causally, without a cache."""
+    write_p_eagle(tmp_path, target, layout=layout, draft_vocab_size=40)
+    assert find_method(tmp_path, target) == "p_eagle"
+    head: Any = load_head("p_eagle", tmp_path, target)
+    runner = BlockRunner(MaskedReader(head, SlotRoom(3, 40), 5, **WHERE), 3, 5, **WHERE)
+    torch.manual_seed(2)
+    lengths, slots = [7, 3], [2, 0]
+    states = [torch.randn(length, 3 * target.config.hidden_size) for length in lengths]
+    tokens = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+    for _ in range(2):  # what masks leave behind is overwritten
+        runner.release(slots)
+        runner.read(slots, [row[:2] for row in tokens], [row[:2] for row in states])
+        runner.block(slots)
+        runner.read(slots, [row[2:] for row in tokens], [row[2:] for row in states])
+        found = runner.block(slots).logits
+    for row, length in enumerate(lengths):
+        fed = [head.features(states[row]), head.features(head.mask_hidden).expand(4, -1)]
+        ids, count = torch.tensor([[*tokens[row], *[MASK] * 4]]), length + 4
+        output = head(
+            ids,
+            torch.cat(fed).unsqueeze(0),
+            module=0,
+            position_ids=torch.arange(count).unsqueeze(0),
+            attention_mask=torch.ones(count, count, dtype=torch.bool).tril()[None, None],
+            past_key_values=None,
+        )
+        wanted = head.logits(output[0, length - 1 :])
+        torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_head_without_masks_is_no_p_eagle(target: PreTrainedModel, tmp_path: Path) -> None:
+    write_eagle3(tmp_path, target)
+    head: Any = load_head("eagle3", tmp_path, target)
+    with pytest.raises(ModelError, match="expected a head with a mask_hidden"):
+        MaskedReader(head, SlotRoom(3, 40), 5, **WHERE)
+
+
+SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dflash_config": {**SECTION, "attention_sink_bias": True}}, "found attention_sink_bias"),
+        ({"dflash_config": {**SECTION, "target_layer_ids": [0, 9]}}, "target_layer_ids: expected"),
+        ({"dflash_config": {**SECTION, "target_layer_ids": None}}, "target_layer_ids: expected"),
+        ({"dflash_config": {**SECTION, "mask_token_id": 99}}, "mask_token_id: expected a row"),
+        ({"dflash_config": {"target_layer_ids": [0, 1]}}, "mask_token_id: expected a row"),
+        ({"block_size": 1}, "block_size: expected 2 or more, found 1"),
+        ({"markov_rank": 4, "markov_head_type": "rnn"}, "markov_head_type: expected vanilla or"),
+        (
+            {"dflash_config": {**SECTION, "conv_kernel_size": 2, "conv_group_size": 5}},
+            "conv_group_size: expected a divisor of 32, found 5",
+        ),
+        ({"vocab_size": VOCAB + 1}, "made for another target: vocab_size"),
+    ],
+)
+def test_what_is_refused(
+    target: PreTrainedModel, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        load_head("dflash", write_dflash(tmp_path, target, **changes), target)
+
+
+def test_tensors_that_do_not_fit(target: PreTrainedModel, tmp_path: Path) -> None:
+    folder = write_dflash(tmp_path, target)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["layers.0.attention_conv.base_kernel"] = torch.zeros(2, 3, 4)
+    del tensors["norm.weight"]
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text())
+    save(folder, config, tensors, "safetensors")
+    with pytest.raises(ModelError, match="its tensors do not fit the head") as caught:
+        load_head("dflash", folder, target)
+    assert "norm.weight: expected" in str(caught.value)
+    assert "attention_conv.base_kernel: expected none" in str(caught.value)
