@@ -37,14 +37,19 @@ from guided_spec.training.data.corpus import Corpus
 from guided_spec.training.features import Features, KeptFeatures, OnlineFeatures
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
-from guided_spec.training.trainer import Trainer, TrainingResult, check_folder, check_output
+from guided_spec.training.trainer import (
+    Trainer,
+    TrainingResult,
+    check_folder,
+    check_output,
+    choose_layout,
+)
 from guided_spec.training.validation import check_decoding, decode_heldout, decoding_params
 
 __all__ = [
     "REPORT",
     "Rehearsal",
     "TrainingReport",
-    "choose_layout",
     "close_accelerator",
     "make_accelerator",
     "shard_layers",
@@ -139,14 +144,6 @@ class Rehearsal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def choose_layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
-    """The layout that is asked for, or the first. Raises ConfigError for one not in ``layouts``."""
-    if options.layout is not None and options.layout not in layouts:
-        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
-        raise ConfigError("layout", options.layout, fix)
-    return options.layout or layouts[0]
-
-
 PACKAGES = ("accelerate", "datasets", "tensorboard")
 LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
 
@@ -221,7 +218,9 @@ class TrainingReport:
     draft: the folder of the draft. steps, tokens, seconds: of training, over all processes; a
     resumed run counts all of it. peak_cuda_bytes: of the main process; None without CUDA. metrics:
     means over the steps since the last line of the log but one. heldout: the same of the held-out
-    documents. decoded: what decoding them with the draft gave; None where it was not asked for.
+    documents. best_step: the validation at which drafts were accepted the longest; its draft is in
+    the folder ``BEST`` below, unless it was the last, and 0 where nothing was validated.
+    decoded: what decoding them with the draft gave; None where it was not asked for.
     """
 
     draft: str
@@ -233,6 +232,7 @@ class TrainingReport:
     peak_cuda_bytes: int | None
     metrics: dict[str, float]
     heldout: dict[str, float]
+    best_step: int
     options: dict[str, Any]
     algorithm_options: dict[str, Any]
     decoded: dict[str, Any] | None = None
@@ -299,11 +299,9 @@ def _run(
     features = _features(options, target, tuple(model.feature_layers), corpus)
     trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
     result = trainer.run(Path(options.output))
-    tensors = accelerator.get_state_dict(trainer.model)
+    trainer.export(Path(options.output))
     report = _report(options, algorithm_options, result, layout)
     if accelerator.is_main_process:
-        draft = accelerator.unwrap_model(trainer.model)
-        draft.export(Path(options.output), layout=layout, tensors=tensors)
         report.write()
         report = _decode(
             report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
@@ -348,6 +346,7 @@ def _report(
         peak_cuda_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         metrics=result.metrics,
         heldout=result.heldout,
+        best_step=progress.best_step,
         options=asdict(options),
         algorithm_options=dict(algorithm_options),
     )

@@ -111,7 +111,8 @@ def test_a_run(tmp_path: Path) -> None:
     more = ("--data", write_documents(tmp_path / "more.jsonl", 2))
     result = run(*(part for pair in arguments.items() for part in pair), *more)
     assert result.exit_code == 0, result.stderr
-    for row in ("draft", "steps", "held-out acceptance length"):
+    estimate = "held-out tokens per forward, estimated on the documents"
+    for row in ("draft", "steps", estimate):
         assert row in result.stdout
     report = json.loads((output / "training.json").read_text())
     assert report["steps"] == 2

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.training.run import TrainingReport, train
+from guided_spec.training.trainer import RunLog
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,6 +70,44 @@ def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> Non
     assert rates[:3] == [0.005, 0.01, 0.01]
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert 0.001 < rates[-1] < 0.003
+
+
+def test_the_best_draft_is_kept(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By held-out acceptance; the last draft, when it is the best, is that of the run itself."""
+    lengths = iter([1.7, 1.2, 1.6])
+    monkeypatch.setattr(
+        "guided_spec.training.trainer.evaluate", lambda *_: {"acceptance_length": next(lengths)}
+    )
+    settings = {"epochs": 9, "eval_every": 2, "save_every": 2}
+    report = run(target, data, tmp_path, keep_checkpoints=9, max_steps=5, **settings)
+    assert report.best_step == 2
+    kept, then, last = (
+        load_file(tmp_path / name / "model.safetensors")["score.weight"]
+        for name in ("best", "checkpoints/step_000002", ".")
+    )
+    assert torch.equal(kept, then)
+    assert not torch.equal(kept, last)
+    lengths = iter([1.2, 1.8])
+    report = run(target, data, tmp_path / "rising", max_steps=3, **settings)
+    assert report.best_step == 3
+    assert not (tmp_path / "rising" / "best").exists()
+
+
+def test_a_line_a_minute_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Mock(is_main_process=True, trackers=[])
+    clock = iter([0.0, 20.0, 60.0, 70.0, 80.0, 120.0, 130.0])  # made; steps 2, 3, 3, 4, 5, 5
+    monkeypatch.setattr("guided_spec.training.trainer.time.monotonic", lambda: next(clock))
+    with RunLog(accelerator, tmp_path, done=1, total=5) as log:
+        for step in range(2, 6):
+            log.write(step, {"loss": 1 / step})
+            log.advance(step)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("loss")[0].split()[1] for line in lines] == ["3/5", "5/5"]
+    assert lines[0].endswith("loss 0.3333]")
 
 
 @pytest.mark.slow
