@@ -138,9 +138,9 @@ def _print(report: TrainingReport) -> None:
         "tokens per second": f"{report.tokens_per_second:.0f}",
     }
     for shown, metrics in (("", report.metrics), ("held-out ", report.heldout)):
-        for name, value in metrics.items():
+        for name, mean in metrics.items():
             label = estimate if name == "acceptance_length" else name.replace("_", " ")
-            rows[shown + label] = f"{value:.4f}"
+            rows[shown + label] = f"{mean:.4f}"
     if 0 < report.best_step < report.steps:
         rows["best draft"] = f"{report.draft}/{BEST} (step {report.best_step})"
     if report.decoded is not None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,12 +30,18 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
 from guided_spec.evaluate.workload import WorkItem
+from guided_spec.models.ends import has_layers, load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.data.corpus import Corpus
-from guided_spec.training.features import Features, KeptFeatures, OnlineFeatures
+from guided_spec.training.features import (
+    Features,
+    KeptFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+)
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.trainer import (
@@ -55,6 +62,8 @@ __all__ = [
     "shard_layers",
     "train",
 ]
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "rehearsal"
 
@@ -278,8 +287,7 @@ def _run(
     accelerator: Any,
     forward: TrainerKwargs,
 ) -> TrainingReport:
-    target = load_model(options.target, dtype=options.target_dtype, device=accelerator.device)
-    target.requires_grad_(requires_grad=False)
+    target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target)
     with ExitStack() as stack:
         rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
@@ -317,16 +325,32 @@ def _algorithm(options: TrainOptions) -> Any:
     return algorithm
 
 
+def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
+    """All of the target, or its ends alone where nothing but them may be needed."""
+    if options.features is not None and not options.regenerate and not options.decode_limit:
+        try:
+            return load_ends(options.target, dtype=options.target_dtype, device=device)
+        except ModelError as error:
+            logger.info("the whole target is loaded: %s", error)
+    target = load_model(options.target, dtype=options.target_dtype, device=device)
+    return target.requires_grad_(requires_grad=False)
+
+
 def _features(
     options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...], corpus: Corpus
 ) -> Features:
-    online = OnlineFeatures(target, layers)
+    """Raises ConfigError for files of other documents or layers."""
     if options.features is None:
-        return online
-    kept = KeptFeatures(Path(options.features), layers, online)
-    for dataset in (corpus.train, corpus.heldout):
-        kept.check(dataset)
-    return kept
+        return OnlineFeatures(target, layers)
+    folder = Path(options.features)
+    stored = StoredFeatures(folder, layers)
+    complete = [stored.check(dataset) for dataset in (corpus.train, corpus.heldout)]
+    if all(complete):
+        return stored
+    if not has_layers(target):  # it is, after all, needed
+        target = load_model(options.target, dtype=options.target_dtype, device=target.device)
+        target.requires_grad_(requires_grad=False)
+    return KeptFeatures(folder, layers, OnlineFeatures(target, layers))
 
 
 def _report(

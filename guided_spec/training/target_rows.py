@@ -8,6 +8,7 @@ From the target's last hidden states to its logits: final norm, output head, and
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.ends import has_layers, without_layers
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.target import capture_hidden
 from guided_spec.ops.bitmask import BITS, translate_bitmask, unpack_bitmask
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 
@@ -74,10 +75,13 @@ class TargetHead:
 
 @torch.no_grad()
 def _check(head: TargetHead, model: Any) -> None:
-    decoder = model.get_decoder()
+    """By one token; through no layer of a model that has none: they are not what is checked."""
+    decoder, captured = model.get_decoder(), []
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with capture_hidden(decoder, [len(decoder.layers)]) as captured:
+    hook = decoder.norm.register_forward_pre_hook(lambda _, states: captured.append(states[0]))
+    with nullcontext() if has_layers(model) else without_layers(decoder):
         expected = model(input_ids=token, use_cache=False).logits.float()
+    hook.remove()
     found = head.logits(head.normed(captured[0])).float()
     if (found - expected).abs().max() > TOLERANCE * expected.abs().max():
         raise ModelError(

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
@@ -115,7 +116,11 @@ class RunLog:
         elif self._accelerator.is_main_process and self._is_due(step):
             seconds = time.monotonic() - self._started
             shape = {"initial": self._done, "unit": "step", "postfix": self._loss}
-            line = tqdm.format_meter(step, self._total, seconds, ncols=0, **shape)
+            self.say(tqdm.format_meter(step, self._total, seconds, ncols=0, **shape))
+
+    def say(self, line: str) -> None:
+        """A line for who watches the run, on stderr."""
+        if self._accelerator.is_main_process:
             tqdm.write(line, file=sys.stderr)
 
     def _is_due(self, step: int) -> bool:
@@ -395,6 +400,8 @@ class Trainer:
             RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,
             StopRequest(self._accelerator) as stop,
         ):
+            if self._accelerator.device.type == "cuda":
+                self._state_memory(log)
             for batch in self._batches():
                 self._train_on(batch)
                 if self._accelerator.sync_gradients:
@@ -409,6 +416,33 @@ class Trainer:
             heldout = self._validate(log, output / BEST)
             self._stop_if_asked(log, checkpoints, stop)  # a signal that came since the last step
         return TrainingResult(progress, self._metrics, heldout)
+
+    def try_largest(self) -> int:
+        """Bytes of the device that a step of the largest batch takes; it is run, and forgotten.
+
+        Every process has to call it. Raises ConfigError for a batch that does not fit.
+        """
+        loader = self._data.train
+        rows = [loader.dataset[index] for index in loader.batch_sampler.largest()]
+        batch = loader.collate_fn(rows).to(self._accelerator.device)
+        try:
+            output = self.model(batch, self._features(batch), **self._forward[0])
+            self._accelerator.backward(output.loss)
+        except torch.OutOfMemoryError as error:
+            fix = "so many tokens do not fit the device: lower it, and raise gradient_accumulation"
+            raise ConfigError("batch_tokens", self._options.batch_tokens, fix) from error
+        self._optimizer.zero_grad()
+        held = sum(_local(p).nbytes for p in self.model.parameters() if p.requires_grad)
+        moments = 0 if self._optimizer.state else 2 * held  # the first step makes them
+        return torch.cuda.max_memory_allocated() + moments
+
+    def _state_memory(self, log: RunLog) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        needed, room = self.try_largest(), torch.cuda.mem_get_info()[1]
+        log.say(f"the largest batch takes {needed / 2**30:.1f} of {room / 2**30:.1f} GiB")
+        if needed > room:
+            fix = "its gradients fit the device, and the optimizer's moments do not: lower it"
+            raise ConfigError("batch_tokens", self._options.batch_tokens, fix)
 
     def export(self, folder: Path) -> None:
         """Write the draft into ``folder``, as it is now; every process has to call it."""
@@ -540,6 +574,12 @@ class Trainer:
             return {}
         loader.batch_sampler.set_epoch(0)
         return evaluate(self._accelerator, self.model, self._features, loader, self._forward[1])
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What this process holds of it."""
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
 
 
 def choose_layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:

@@ -23,7 +23,7 @@ class PeakMemory(TorchDispatchMode):
     """Counts the bytes of the tensors that are made inside and still held; ``peak`` at most."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.held = self.peak = 0
         self._known: set[int] = set()
 
@@ -41,7 +41,8 @@ class PeakMemory(TorchDispatchMode):
 
     @staticmethod
     def _storage(tensor: Tensor) -> int:
-        return tensor.untyped_storage()._cdata
+        number: int = tensor.untyped_storage()._cdata
+        return number
 
     def _count(self, storage: Any) -> None:
         key, size = storage._cdata, storage.nbytes()
@@ -99,7 +100,7 @@ def test_scores_of_a_chunk_are_all_that_is_held(
     objective = Objective.parse(steps=STEPS, decay=1.0, loss="kl", masked=masked)
     scorer = DraftScorer(head, tuple(head.parameters()))
     with PeakMemory() as memory:
-        measure(drafts, scorer, batch, targets, objective).loss.backward()  # type: ignore[no-untyped-call]
+        measure(drafts, scorer, batch, targets, objective).loss.backward()
     weights = 4 * head.weight.nbytes  # gradients: of a chunk, summed, scaled, and the parameter's
     narrow = 16 * hidden.nbytes
     assert limit / 4 < memory.peak < limit + weights + narrow

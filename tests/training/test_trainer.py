@@ -16,9 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.run import TrainingReport, train
-from guided_spec.training.trainer import RunLog
-from tests.training.toy_algorithm import make_options, write_documents, write_target
+from guided_spec.training.trainer import RunLog, Trainer
+from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -150,6 +151,35 @@ def test_a_loss_that_is_no_number_ends_the_run(target: str, data: str, tmp_path:
         run(target, data, tmp_path, spoil_step=6, **settings)
 
 
+def test_the_largest_batch_is_tried_first(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run on a GPU begins."""
+    tried: list[TrainingBatch] = []
+    forward = ToyTraining.forward
+
+    def record(self: ToyTraining, batch: TrainingBatch, *rest: Any, **options: Any) -> Any:
+        tried.append(batch)
+        return forward(self, batch, *rest, **options)
+
+    def only_try(trainer: Trainer, _: Path) -> None:
+        sizes = []
+        for batch in trainer._data.train:
+            sizes.append(batch.token_ids.numel())
+        held = sum(p.nbytes for p in trainer.model.parameters())
+        assert trainer.try_largest() == 2 * held
+        assert tried[0].token_ids.numel() == max(sizes)
+        assert all(p.grad is None for p in trainer.model.parameters())
+        vars(ToyTraining.latest)["forward"] = Mock(side_effect=torch.OutOfMemoryError)
+        trainer.try_largest()
+
+    monkeypatch.setattr(ToyTraining, "forward", record)
+    monkeypatch.setattr(Trainer, "run", only_try)
+    with pytest.raises(ConfigError, match="batch_tokens=1024: so many tokens do not fit"):
+        run(target, data, tmp_path)
+    assert len(tried) == 1
+
+
 def test_a_run_without_a_step_is_refused(target: str, data: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation=100: .* make no step"):
         run(target, data, tmp_path, gradient_accumulation=100)
@@ -186,13 +216,17 @@ def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_features_are_written_once_and_read_again(target: str, data: str, tmp_path: Path) -> None:
+def test_features_are_written_once_and_read_again(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     features = tmp_path / "features"
     settings = {"epochs": 2, "features": str(features)}
     first = run(target, data, tmp_path / "first", **settings)
     stamps = {path.name: path.stat().st_mtime_ns for path in features.iterdir()}
     assert len(stamps) == 24
-    second = run(target, data, tmp_path / "second", **settings)
+    with monkeypatch.context() as context:
+        context.delattr("guided_spec.training.run.load_model")  # nothing of the target's layers
+        second = run(target, data, tmp_path / "second", **settings)
     assert {path.name: path.stat().st_mtime_ns for path in features.iterdir()} == stamps
     assert first.metrics == second.metrics
     online = run(target, data, tmp_path / "online", epochs=2)
