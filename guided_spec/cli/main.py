@@ -18,6 +18,7 @@ from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
 from guided_spec.cli.serve import serve
+from guided_spec.cli.stitch import stitch
 from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
 
@@ -54,6 +55,7 @@ app.command()(check)
 app.command()(bench)
 app.command()(serve)
 app.command(cls=TrainCommand)(train)
+app.command()(stitch)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so
