@@ -33,7 +33,7 @@ class TrainOptions:
 
     algorithm: str = _required("How to train the draft; see the list below.")
     target: str = _required("The model to draft for: a folder, a hub id, or 'bundled'.")
-    data: list[str] = _required("JSON Lines files of prompts or documents; see the docs.")
+    data: list[str] = _required("JSON Lines or Parquet files, hub datasets, presets; see the docs.")
     output: str = _required("Folder for the draft, its checkpoints and logs.")
     layout: str | None = option("Format of the draft; the algorithm's first.", default=None)
     limit: int | None = option("Documents to read at most.", default=None)

@@ -36,6 +36,7 @@ from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.data.corpus import Corpus
+from guided_spec.training.data.sources import check_sources
 from guided_spec.training.features import (
     Features,
     KeptFeatures,
@@ -266,6 +267,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
     check_output(Path(options.output), resume=options.resume)
+    check_sources(options.data)
     if options.features is not None:
         check_folder("features", Path(options.features))
     accelerator = make_accelerator(options)

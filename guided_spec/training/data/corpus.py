@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -38,10 +40,9 @@ from guided_spec.training.data.records import (
     CHAT_NAMES,
     SHAREGPT_ROLES,
     Example,
-    Line,
     read_example,
-    read_lines,
 )
+from guided_spec.training.data.sources import Line, read_lines
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.trainer import TrainingData, ignore_stop_signals
 from guided_spec.types import MAX_SEED, SamplingParams
@@ -79,7 +80,7 @@ def regenerate(
     *,
     limit: int | None = None,
 ) -> Regenerated:
-    """Write the records of JSON Lines files to ``output`` with answers of ``llm``.
+    """Write the records of ``paths``, see ``read_lines``, to ``output`` with answers of ``llm``.
 
     The answer of a prompt becomes its ``response``; in a chat it replaces the assistant's last
     message, or follows the user's. Everything else is kept, and so is the order. Only whole answers
@@ -126,7 +127,8 @@ def _answer(
     lines: Sequence[Line], llm: LLM, params: SamplingParams, done: int
 ) -> Iterator[_Answered]:
     examples = [_read(line) for line in lines]
-    prompts: list[Any] = [example.prompt for example in examples]
+    encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, sys.maxsize)
+    prompts: list[Any] = [_prompt(example, encoder) for example in examples]
     asked = [
         replace(
             params,
@@ -141,6 +143,14 @@ def _answer(
         record = _with_answer(line.record, output.text) if is_whole else None
         problem = "" if output.error is None else f"{line.place}: {output.error}"
         yield _Answered(output.finish_reason, record, problem)
+
+
+def _prompt(example: Example, encoder: PromptEncoder) -> Any:
+    """In tokens where there are tools: a chat alone has no place for them."""
+    if example.tools is None:
+        return example.prompt
+    assert isinstance(example.prompt, list)
+    return encoder.encode_rendered(encoder.render(example.prompt, tools=example.tools))
 
 
 def _read(line: Line) -> Example:
