@@ -15,6 +15,7 @@ import guided_spec
 from guided_spec.cli.bench import bench
 from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
+from guided_spec.cli.eval import evaluate
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
 from guided_spec.cli.serve import serve
@@ -55,6 +56,7 @@ app.command()(check)
 app.command()(bench)
 app.command()(serve)
 app.command(cls=TrainCommand)(train)
+app.command(name="eval")(evaluate)
 app.command()(stitch)
 
 

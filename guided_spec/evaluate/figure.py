@@ -1,4 +1,4 @@
-"""One plot of measured figures, with all that a reader has to know of them, drawn as SVG."""
+"""One plot of measured figures, with all that a reader has to know of them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def require_matplotlib(argument: str, value: str) -> None:
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Write the plot to ``path``, an SVG that carries the whole figure in its description."""
+    """Write the plot to ``path``, SVG or PNG, which carries the whole figure in its description."""
     require_matplotlib("figure", figure.title)
     import matplotlib as mpl
 
@@ -83,8 +83,10 @@ def draw(figure: Figure, path: Path) -> None:
         canvas.suptitle(figure.title, fontweight="bold")
         canvas.supxlabel(figure.note, fontsize=8, color=TEXT)
         description = json.dumps(dataclasses.asdict(figure), ensure_ascii=False)
-        metadata = {"Title": figure.title, "Description": description, "Date": None}
-        canvas.savefig(path, format="svg", metadata=metadata)
+        metadata: dict[str, Any] = {"Title": figure.title, "Description": description}
+        if path.suffix == ".svg":
+            metadata["Date"] = None  # it would be that of the drawing
+        canvas.savefig(path, metadata=metadata)
 
 
 def _bars(figure: Figure) -> Any:

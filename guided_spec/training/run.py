@@ -35,6 +35,7 @@ from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
+from guided_spec.training.card import CARD, command_of, model_card, write_plots
 from guided_spec.training.data.corpus import Corpus
 from guided_spec.training.data.sources import check_sources
 from guided_spec.training.features import (
@@ -46,6 +47,8 @@ from guided_spec.training.features import (
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.trainer import (
+    LINES,
+    LOGS,
     Trainer,
     TrainingResult,
     check_folder,
@@ -186,7 +189,7 @@ def make_accelerator(options: TrainOptions) -> Any:
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=options.gradient_accumulation,
         log_with="tensorboard",
-        project_dir=Path(options.output) / "logs",
+        project_dir=Path(options.output) / LOGS,
         fsdp_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
     )
@@ -316,7 +319,16 @@ def _run(
         report = _decode(
             report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
         )
+        _describe(report, corpus, algorithm.config_class)
     return report
+
+
+def _describe(report: TrainingReport, corpus: Corpus, config: type) -> None:
+    """Write the card, and the plots where they can be drawn."""
+    output, options = Path(report.draft), TrainOptions(**report.options)
+    (output / CARD).write_text(model_card(report, corpus.figures(), config), encoding="utf-8")
+    command = command_of(options, report.algorithm_options, config)
+    write_plots(output, output / LOGS / LINES, command)
 
 
 def _algorithm(options: TrainOptions) -> Any:

@@ -40,6 +40,7 @@ from guided_spec.training.validation import MetricSums, acceptance_lengths, eval
 __all__ = [
     "CHECKPOINTS",
     "LINES",
+    "LOGS",
     "Checkpoints",
     "Progress",
     "RunLog",
@@ -55,7 +56,7 @@ __all__ = [
     "rate_factor",
 ]
 
-LINES = "metrics.jsonl"
+LOGS, LINES = "logs", "metrics.jsonl"  # a folder in the output of a run, and a file in it
 PAUSE = 60.0  # seconds between lines on a stderr that is no terminal
 
 
@@ -394,7 +395,7 @@ class Trainer:
         progress = self._progress
         started = time.perf_counter() - progress.seconds
         self.model.train()
-        folder = output / "logs"
+        folder = output / LOGS
         with (
             shape_free_kernels(),
             RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,

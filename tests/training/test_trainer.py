@@ -63,6 +63,16 @@ def test_the_loss_falls(target: str, data: str, tmp_path: Path) -> None:
     assert report.peak_cuda_bytes is None
     assert any((tmp_path / "logs").glob("events.out.tfevents.*"))
     assert not (tmp_path / "checkpoints").exists()
+    card = (tmp_path / "README.md").read_text()
+    assert f"base_model: {target}" in card
+    assert "guided-spec train --algorithm toy" in card
+    assert "--epochs 12" in card
+    assert "--grammar-masks" not in card  # as it is by default
+    assert "| documents trained on, held out | 19, 5 |" in card
+    assert "| of them with a grammar | 100% |" in card
+    assert f"| 1 | {report.heldout['accept_0']:.0%} |  |" in card
+    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert plots == ["acceptance_length.png", "loss.png"]
 
 
 def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> None:

@@ -32,8 +32,14 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import num_mask_words, only_legal_token
+from guided_spec.training.card import CorpusFigures
 from guided_spec.training.data.batches import Collator, TokenBatches
-from guided_spec.training.data.dataset import load_examples, read_grammar_text, split_heldout
+from guided_spec.training.data.dataset import (
+    encode_prompt,
+    load_examples,
+    read_grammar_text,
+    split_heldout,
+)
 from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 from guided_spec.training.data.records import (
     ANSWER_NAMES,
@@ -128,7 +134,7 @@ def _answer(
 ) -> Iterator[_Answered]:
     examples = [_read(line) for line in lines]
     encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, sys.maxsize)
-    prompts: list[Any] = [_prompt(example, encoder) for example in examples]
+    prompts: list[Any] = [encode_prompt(example, encoder) for example in examples]
     asked = [
         replace(
             params,
@@ -143,14 +149,6 @@ def _answer(
         record = _with_answer(line.record, output.text) if is_whole else None
         problem = "" if output.error is None else f"{line.place}: {output.error}"
         yield _Answered(output.finish_reason, record, problem)
-
-
-def _prompt(example: Example, encoder: PromptEncoder) -> Any:
-    """In tokens where there are tools: a chat alone has no place for them."""
-    if example.tools is None:
-        return example.prompt
-    assert isinstance(example.prompt, list)
-    return encoder.encode_rendered(encoder.render(example.prompt, tools=example.tools))
 
 
 def _read(line: Line) -> Example:
@@ -350,6 +348,12 @@ class Corpus:
         """The batches of this process."""
         heldout = self._loader(self.heldout, accelerator) if len(self.heldout) else None
         return TrainingData(self._loader(self.train, accelerator), heldout)
+
+    def figures(self) -> CorpusFigures:
+        """For the card of what is trained on it."""
+        parts = [dataset["grammar"][:] for dataset in (self.train, self.heldout)]
+        grammars = [bool(text) for part in parts for text in part]
+        return CorpusFigures(len(self.train), len(self.heldout), sum(grammars) / len(grammars))
 
     def decode_items(self, limit: int) -> list[WorkItem]:
         """The first ``limit`` held-out documents that have a prompt, as requests."""

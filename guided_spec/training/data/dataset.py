@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoded",
     "Split",
+    "encode_prompt",
     "encode_record",
     "load_examples",
     "read_grammar_text",
@@ -95,6 +96,17 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
     # Behind the last answer there may be a question that nobody answered.
     grammar = None if example.answer is None else example.grammar
     return _join(segments, grammar, _Stops(tokenizer, stop_ids))
+
+
+def encode_prompt(example: Example, encoder: PromptEncoder) -> list[int]:
+    """What is asked, as an engine would read it, and with the tools that the template is told of.
+
+    The example has a prompt. Raises PromptError.
+    """
+    if isinstance(example.prompt, list) and example.tools is not None:
+        return encoder.encode_rendered(encoder.render(example.prompt, tools=example.tools))
+    assert example.prompt is not None
+    return encoder.encode(example.prompt)
 
 
 class _Stops:
