@@ -126,10 +126,10 @@ def _write(output: Path | None, report: Any) -> None:
 
 def _plot(folder: Path | None, report: list[dict[str, Any]]) -> None:
     if folder is not None:
-        from guided_spec.evaluate.bench_plots import Origin, draw_bench
+        from guided_spec.evaluate.plots import Origin, bench_figures, draw_all
 
         origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
-        for path in draw_bench(report, folder, origin):
+        for path in draw_all(bench_figures(report, origin), folder):
             stderr().print(str(path))
 
 

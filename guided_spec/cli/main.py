@@ -15,9 +15,11 @@ import guided_spec
 from guided_spec.cli.bench import bench
 from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
+from guided_spec.cli.eval import evaluate
 from guided_spec.cli.generate import generate
 from guided_spec.cli.proposers import proposers
 from guided_spec.cli.serve import serve
+from guided_spec.cli.stitch import stitch
 from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
 
@@ -54,6 +56,8 @@ app.command()(check)
 app.command()(bench)
 app.command()(serve)
 app.command(cls=TrainCommand)(train)
+app.command(name="eval")(evaluate)
+app.command()(stitch)
 
 
 def _print_version(wanted: bool) -> None:  # noqa: FBT001  # typer calls it so

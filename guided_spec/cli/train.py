@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 
 from guided_spec.cli.console import Json, Verbose, print_json, print_table
 from guided_spec.errors import ConfigError
-from guided_spec.training.options import TrainOptions
+from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.registry import algorithm_names, find_config
 
 if TYPE_CHECKING:  # it loads torch
@@ -128,15 +128,24 @@ def _train(options: TrainOptions, own: dict[str, Any], *, as_json: bool) -> None
 
 
 def _print(report: TrainingReport) -> None:
-    measured = {**report.metrics, **{f"held-out {n}": v for n, v in report.heldout.items()}}
+    # Both are named by their text: what the documents say is often easier to draft than what the
+    # target writes.
+    written = "the target's own answers" if report.options["regenerate"] else "the documents"
+    estimate = f"tokens per forward, estimated on {written}"
     rows = {
         "draft": f"{report.draft} ({report.layout})",
         "steps": f"{report.steps}",
         "tokens per second": f"{report.tokens_per_second:.0f}",
-        **{name.replace("_", " "): f"{value:.4f}" for name, value in measured.items()},
     }
+    for shown, metrics in (("", report.metrics), ("held-out ", report.heldout)):
+        for name, mean in metrics.items():
+            label = estimate if name == "acceptance_length" else name.replace("_", " ")
+            rows[shown + label] = f"{mean:.4f}"
+    if 0 < report.best_step < report.steps:
+        rows["best draft"] = f"{report.draft}/{BEST} (step {report.best_step})"
     if report.decoded is not None:
-        rows["decoded tokens per forward"] = f"{report.decoded['acceptance_length']:.2f}"
+        decoded = "held-out tokens per forward, decoded: the target's own text"
+        rows[decoded] = f"{report.decoded['acceptance_length']:.2f}"
         rows["decoded and valid"] = f"{report.decoded['valid']:.0%}"
     table = Table(show_header=False)
     for name, value in rows.items():

@@ -1,4 +1,4 @@
-"""One plot of measured figures, with all that a reader has to know of them, drawn as SVG."""
+"""One plot of measured figures, with all that a reader has to know of them."""
 
 from __future__ import annotations
 
@@ -83,17 +83,20 @@ def read_figure(path: Path) -> Figure:
         raise ConfigError("figure", path.name, f"{error}; its keys are {names}") from error
 
 
-def write_figure(figure: Figure, path: Path) -> Path:
-    """Write the figure to ``path``, as JSON, and its plot beside it; returns where that is."""
+def write_figure(figure: Figure, path: Path, suffix: str = ".svg") -> Path:
+    """Write the figure to ``path``, as JSON, and its plot beside it; returns where that is.
+
+    suffix: of the plot, and so its format.
+    """
     text = json.dumps(dataclasses.asdict(figure), indent=2, ensure_ascii=False)
     path.write_text(f"{text}\n", encoding="utf-8")
-    plot = path.with_suffix(".svg")
+    plot = path.with_suffix(suffix)
     draw(figure, plot)
     return plot
 
 
 def draw(figure: Figure, path: Path) -> None:
-    """Write the plot to ``path``, an SVG that carries the whole figure in its description."""
+    """Write the plot to ``path``, SVG or PNG, which carries the whole figure in its description."""
     require_matplotlib("figure", figure.title)
     import matplotlib as mpl
 
@@ -102,8 +105,10 @@ def draw(figure: Figure, path: Path) -> None:
         canvas.suptitle(figure.title, fontweight="bold")
         canvas.supxlabel(figure.note, fontsize=8, color=TEXT)
         description = json.dumps(dataclasses.asdict(figure), ensure_ascii=False)
-        metadata = {"Title": figure.title, "Description": description, "Date": None}
-        canvas.savefig(path, format="svg", metadata=metadata)
+        metadata: dict[str, Any] = {"Title": figure.title, "Description": description}
+        if path.suffix == ".svg":
+            metadata["Date"] = None  # it would be that of the drawing
+        canvas.savefig(path, metadata=metadata)
 
 
 def _bars(figure: Figure) -> Any:

@@ -32,7 +32,7 @@ class Checkpoint:
 
     source: the folder or hub id, as it was given.
     config: config.json, parsed.
-    names: every tensor there is; known without reading the data of one.
+    names: every tensor there is; known without reading the data of one. files: where each is.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Checkpoint:
         self.source = source
         self.config = config
         self.names = frozenset(files)
-        self._files = files
+        self.files = files
         self._fetch = fetch
 
     @classmethod
@@ -86,7 +86,7 @@ class Checkpoint:
             raise _error(self.source, problem, "pass a checkpoint of the right kind")
         by_file: dict[str, list[str]] = {}
         for name in wanted:
-            by_file.setdefault(self._files[name], []).append(name)
+            by_file.setdefault(self.files[name], []).append(name)
         tensors: dict[str, Tensor] = {}
         for file, group in by_file.items():
             path = self._fetch(file)

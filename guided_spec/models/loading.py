@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ModelError
 
-__all__ = ["end_of_text_ids", "load_model", "load_tokenizer"]
+__all__ = ["end_of_text_ids", "load_model", "load_tokenizer", "resolve_dtype"]
 
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
@@ -59,7 +59,7 @@ def load_model(
         raise ModelError("device, device_map and tp_plan exclude each other: pass one of them")
     _check_folder("model", path, "config.json", ADAPTER_CONFIG)
     target = _target_device(device)
-    arguments = {"dtype": _resolve_dtype(dtype, target), **options}
+    arguments = {"dtype": resolve_dtype(dtype, target), **options}
     if device_map is not None:
         _require("accelerate", "parallel", f"device_map={device_map!r}")
         arguments["device_map"] = device_map
@@ -225,7 +225,11 @@ def _best_device() -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+def resolve_dtype(dtype: str | torch.dtype | None, device: torch.device) -> str | torch.dtype:
+    """What ``load_model`` loads a checkpoint as: a dtype, or "auto" for its own.
+
+    Raises ModelError for a name of no dtype.
+    """
     if dtype is None:
         return torch.float32 if device.type == "cpu" else "auto"
     if isinstance(dtype, torch.dtype) or dtype == "auto":

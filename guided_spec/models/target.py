@@ -150,12 +150,20 @@ class TargetLayers:
         return cos, sin
 
     def copy_last(self, layer: nn.Module) -> bool:
-        """Fill ``layer`` with the weights of the target's last, where it has the same ones."""
+        """Fill ``layer`` with the weights of the target's last, where it has the same ones.
+
+        Raises ModelError for a target without weights in its layers, see ``load_ends``.
+        """
         own, theirs = layer.state_dict(), self.last.state_dict()
         if own.keys() != theirs.keys():
             return False
         if any(own[name].shape != theirs[name].shape for name in own):
             return False
+        if any(tensor.is_meta for tensor in theirs.values()):
+            raise ModelError(
+                f"model_type={self.config.model_type!r}: the weights of the target's last layer "
+                "were not read, which a module starts as: pass --initialize random"
+            )
         layer.load_state_dict(theirs)
         return True
 

@@ -133,13 +133,21 @@ class StoredFeatures:
         moved = together.to(batch.token_ids.device, non_blocking=True)
         return TargetStates(moved[:, :, :-1], moved[:, :, -1])
 
-    def check(self, index: int, token_ids: Tensor) -> None:
-        """Raise what reading the file of row ``index`` would, without reading its states.
+    def check(self, dataset: Any) -> bool:
+        """Whether every row of ``dataset`` has its file.
 
-        token_ids: int64 [S], on the CPU: of the document.
+        dataset: as ``load_examples`` makes it. Files are opened, their states are not read. Raises
+        ConfigError for a file that is there, but not of its row.
         """
-        with self._opened(index, token_ids):
-            pass
+        is_complete = True
+        for row in dataset.select_columns(["index", "input_ids"]):
+            index = int(row["index"])
+            if not feature_file(self._folder, index).is_file():
+                is_complete = False
+                continue
+            with self._opened(index, torch.from_numpy(np.asarray(row["input_ids"]))):
+                pass
+        return is_complete
 
     def _read(self, index: int, token_ids: Tensor) -> Tensor:
         """Hidden states [S, A + 1, H] of one document."""
@@ -191,16 +199,6 @@ class KeptFeatures:
         states = self._compute(batch)
         write_features(self._folder, batch, states, self._layers)
         return states
-
-    def check(self, dataset: Any) -> None:
-        """Raise ConfigError for a file that is there, but not of its row of ``dataset``.
-
-        dataset: as ``load_examples`` makes it. Files are opened, their states are not read.
-        """
-        for row in dataset.select_columns(["index", "input_ids"]):
-            index = int(row["index"])
-            if feature_file(self._folder, index).is_file():
-                self._stored.check(index, torch.from_numpy(np.asarray(row["input_ids"])))
 
 
 def _spell(layers: Sequence[int]) -> str:

@@ -30,7 +30,7 @@ from guided_spec.training.algorithm import (
     TrainingOutput,
 )
 from guided_spec.training.algorithms.options import LossOptions
-from guided_spec.training.objective import DraftLogits, Objective, measure
+from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
 __all__ = [
@@ -182,17 +182,18 @@ def forward_head(
     targets = TargetRows.build(batch, states, target, head.vocabulary)
     is_last = head.aux_hidden_layers == (FINAL_NORM,)
     features = target.normed(states.last) if is_last else states.aux.flatten(-2)
-    return measure(
-        _drafts(head, batch, targets, features, len(objective.weights)), batch, targets, objective
-    )
+    module: Any = head
+    scorer = DraftScorer.of(head.logits, module, module.layers)
+    drafts = _drafts(head, batch, targets, features, len(objective.weights))
+    return measure(drafts, scorer, batch, targets, objective)
 
 
 def _drafts(
     head: DraftHead, batch: TrainingBatch, targets: TargetRows, features: Tensor, steps: int
-) -> Iterator[DraftLogits]:
+) -> Iterator[DraftStates]:
     for depth, hidden in enumerate(unroll(head, batch.token_ids, features, steps)):
         places = targets.at_depth(depth) >= 0
-        yield DraftLogits(places, head.logits(hidden[places]))
+        yield DraftStates(places, hidden[places])
 
 
 class HeadTraining(nn.Module):

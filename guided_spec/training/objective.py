@@ -10,19 +10,29 @@ from p to q bounds it and has a better gradient while q is still far off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.bitmask import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
-from guided_spec.training.target_rows import TargetRows, forbid
+from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 
-__all__ = ["LOSSES", "DraftLogits", "Loss", "LossMixture", "LossRows", "Objective", "measure"]
+__all__ = [
+    "LOSSES",
+    "DraftScorer",
+    "DraftStates",
+    "Loss",
+    "LossMixture",
+    "LossRows",
+    "Objective",
+    "measure",
+]
 
 
 class LossRows(NamedTuple):
@@ -122,15 +132,34 @@ def _positive(text: str, weight: str) -> float:
     return value
 
 
-class DraftLogits(NamedTuple):
-    """A draft's scores at one depth.
+class DraftStates(NamedTuple):
+    """What a draft is scored by at one depth.
 
-    places: bool [B, T], n of them true: where there are scores; place p is for token p + 2 + depth.
-    logits: [n, D].
+    places: bool [B, T], n of them true: where it drafts; place p is for token p + 2 + depth.
+    hidden: [n, H], with gradient; ``DraftScorer.logits`` makes scores of them.
     """
 
     places: Tensor
-    logits: Tensor
+    hidden: Tensor
+
+
+class DraftScorer(NamedTuple):
+    """How the hidden states [n, H] of a draft become logits [n, D].
+
+    parameters: what is trained among that which ``logits`` uses; others may be there too.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    parameters: tuple[Tensor, ...]
+
+    @classmethod
+    def of(
+        cls, logits: Callable[[Tensor], Tensor], module: nn.Module, layers: nn.ModuleList
+    ) -> DraftScorer:
+        """With the parameters of ``module`` that are not in ``layers``, which it runs before."""
+        inside = {id(parameter) for parameter in layers.parameters()}
+        outside = (p for p in module.parameters() if p.requires_grad and id(p) not in inside)
+        return cls(logits, tuple(outside))
 
 
 @dataclass(frozen=True)
@@ -162,51 +191,189 @@ class Objective:
         return cls(weights, LossMixture.parse(loss), masked)
 
 
+CHUNK_BYTES = 2**31  # what the scores of a chunk of rows may take, all tables of them together
+TABLES = (3, 8)  # float32, as wide as the target's vocabulary, and for each depth as the draft's
+
+
 def measure(
-    drafts: Iterator[DraftLogits] | Sequence[DraftLogits],
+    drafts: Iterable[DraftStates],
+    scorer: DraftScorer,
     batch: TrainingBatch,
     targets: TargetRows,
     objective: Objective,
 ) -> TrainingOutput:
-    """Loss and metrics of a draft's scores, one item of ``drafts`` a depth.
+    """Loss and metrics of a draft, one item of ``drafts`` a depth.
+
+    Fewer items than depths: the last one drafts a token from the text before it, so that its scores
+    are those of all further depths; these have to have weight 0.
 
     The loss of a depth is the mean over its tokens; that of the whole is their weighted sum, as in
-    EAGLE-3's training-time test.
+    EAGLE-3's training-time test. Scores are made, used and forgotten in chunks of rows, and their
+    gradients with them, here and not in the backward pass: memory is that of one chunk, whatever
+    the size of the batch. Liger's fused losses (arXiv:2410.10989, section 3.2) work so.
     """
-    loss = torch.zeros((), device=batch.token_ids.device)
+    rows = _DraftRows.gather(list(drafts), targets)
+    loss = _FusedLoss(rows, scorer, targets, objective)
+    width = TABLES[0] * batch.bitmask.shape[-1] * BITS + TABLES[1] * len(rows.places) * loss.size
+    last, step = len(targets.last), max(1, CHUNK_BYTES // (4 * width))
+    for first in range(0, max(1, last), step):
+        loss.add(first, min(first + step, last))
     metrics: dict[str, Metric] = {}
-    tally = _Tally(batch, targets)
-    chosen = []
-    for depth, (draft, weight) in enumerate(zip(drafts, objective.weights, strict=True)):
-        rows = targets.at_depth(depth)[draft.places]
+    tally, chosen = _Tally(batch), []
+    for depth, weight in enumerate(objective.weights):
         if weight > 0:
-            losses = _losses(draft.logits, rows, targets, objective)
-            loss = loss + weight * losses.total / losses.count.clamp_min(1)
-            metrics[f"loss_{depth}"] = Metric(losses.total.detach(), losses.count)
-        metrics |= tally.add(depth, draft, rows)
+            metrics[f"loss_{depth}"] = Metric(loss.totals[depth], loss.counts[depth])
+        places = targets.at_depth(depth) >= 0 if depth >= len(rows.places) else rows.places[depth]
+        metrics |= tally.add(depth, places, loss.verdicts(targets.at_depth(depth)[places], depth))
         chosen.append(tally.choice)
-    return TrainingOutput(torch.stack(chosen), loss, metrics)
+    return TrainingOutput(torch.stack(chosen), loss.result(), metrics)
 
 
-def _losses(logits: Tensor, rows: Tensor, targets: TargetRows, objective: Objective) -> Metric:
-    """The sum of the losses of rows in which the draft has any legal token, with its gradient."""
-    draft, goal, keep = (
-        logits.float(),
-        targets.logits[rows],
-        torch.ones_like(rows, dtype=torch.bool),
-    )
-    if targets.legal is not None and objective.masked:
-        legal = targets.legal[rows]
-        draft, goal, keep = forbid(draft, legal), forbid(goal, legal), legal.any(-1)
-    losses = objective.loss(LossRows(draft, goal, targets.token[rows]))
-    return Metric((losses * keep).sum(), keep.sum().float())
+class _DraftRows(NamedTuple):
+    """M drafts of all depths, those of one row of the target beside each other.
+
+    hidden: [M, H], with gradient. row: int64 [M], ascending. depth: int64 [M]. places: bool [B, T]
+    of each depth.
+    """
+
+    hidden: Tensor
+    row: Tensor
+    depth: Tensor
+    places: list[Tensor]
+
+    @classmethod
+    def gather(cls, drafts: list[DraftStates], targets: TargetRows) -> _DraftRows:
+        places = [draft.places for draft in drafts]
+        each = [targets.at_depth(depth)[place] for depth, place in enumerate(places)]
+        row = torch.cat(each)
+        depth = torch.cat([torch.full_like(rows, at) for at, rows in enumerate(each)])
+        order = row.argsort(stable=True)
+        hidden = torch.cat([draft.hidden for draft in drafts])[order]
+        return cls(hidden, row[order], depth[order], places)
+
+
+class _Verdicts(NamedTuple):
+    """Of m drafts.
+
+    best: int64, the likeliest token, as a target id. agrees: bool, whether it is the target's.
+    overlap: float32, the probability that rejection sampling keeps the draft.
+    """
+
+    best: Tensor
+    agrees: Tensor
+    overlap: Tensor
+
+    @classmethod
+    @torch.no_grad()
+    def reach(
+        cls, logits: Tensor, goal: TargetScores, at: Tensor, target_ids: Tensor | None
+    ) -> _Verdicts:
+        """logits: float32 [m, D]. at: int64 [m], the row of ``goal`` that each is held against."""
+        legal = None if goal.legal is None else goal.legal[at]
+        logits = forbid(logits, legal)
+        best = logits.argmax(-1)
+        best = best if target_ids is None else target_ids[best]
+        wanted = (forbid(goal.logits[at], legal) - goal.total[at, None]).exp()
+        overlap = wanted.minimum(logits.softmax(-1)).sum(-1)
+        return cls(best, best == goal.top[at], overlap)
+
+
+class _FusedLoss:
+    """The loss of all drafts, its gradient, and the verdicts on them, a chunk of rows at a time.
+
+    size: D. totals, counts: float32 [steps], the sums of the losses of each depth, and over how
+    many drafts: those that have any legal token.
+    """
+
+    def __init__(
+        self, rows: _DraftRows, scorer: DraftScorer, targets: TargetRows, objective: Objective
+    ) -> None:
+        self._rows, self._scorer = rows, scorer
+        self._targets, self._objective = targets, objective
+        with torch.no_grad():
+            self.size = scorer.logits(rows.hidden[:1]).shape[-1]
+        weights = torch.tensor(objective.weights, device=rows.row.device)
+        keep = torch.ones_like(rows.row, dtype=torch.bool)
+        if objective.masked:
+            keep = targets.has_legal(self.size)[rows.row]
+        self.totals = torch.zeros_like(weights)
+        self.counts = torch.zeros_like(weights).index_add_(0, rows.depth, keep.float())
+        self._keep = keep
+        self._share = keep * (weights / self.counts.clamp_min(1))[rows.depth]
+        self._value = torch.zeros_like(weights[0])
+        self._leaves = (rows.hidden, *scorer.parameters)
+        self._needs_gradient = torch.is_grad_enabled() and any(
+            x.requires_grad for x in self._leaves
+        )
+        self._gradients: list[Tensor | None] = [torch.zeros_like(rows.hidden)]
+        self._gradients += [None] * len(scorer.parameters)
+        self._verdicts: list[_Verdicts] = []
+
+    def add(self, start: int, end: int) -> None:
+        """Score what is drafted for the target's rows from ``start`` to ``end``."""
+        rows, targets = self._rows, self._targets
+        edges = torch.tensor([start, end], device=rows.row.device)
+        first, last = torch.searchsorted(rows.row, edges).tolist()
+        at, depth = rows.row[first:last] - start, rows.depth[first:last]
+        goal = targets.score(start, end)
+        hidden = rows.hidden[first:last].detach().requires_grad_(self._needs_gradient)
+        logits = self._scorer.logits(hidden).float()
+        self._verdicts.append(_Verdicts.reach(logits, goal, at, targets.target_ids))
+        legal = None
+        if goal.legal is not None and self._objective.masked:
+            legal = goal.legal[at]
+        tokens = targets.token[start:end][at]
+        losses = self._objective.loss(
+            LossRows(forbid(logits, legal), forbid(goal.logits[at], legal), tokens)
+        )
+        value = (losses * self._share[first:last]).sum()
+        self.totals.index_add_(0, depth, losses.detach() * self._keep[first:last])
+        self._value += value.detach()
+        if self._needs_gradient and value.requires_grad:
+            leaves = (hidden, *self._scorer.parameters)
+            own, *shared = torch.autograd.grad(value, leaves, allow_unused=True)
+            if own is not None and self._gradients[0] is not None:
+                self._gradients[0][first:last] = own
+            for number, part in enumerate(shared, 1):
+                before = self._gradients[number]
+                self._gradients[number] = part if before is None else before.add_(part)
+
+    def result(self) -> Tensor:
+        """The weighted sum of the depths' means: a scalar, with gradient."""
+        if not self._needs_gradient:
+            return self._value
+        loss: Tensor = _WithGradient.apply(self._value, self._gradients, *self._leaves)  # type: ignore[no-untyped-call]
+        return loss
+
+    def verdicts(self, rows: Tensor, depth: int) -> _Verdicts:
+        """On what was drafted at a depth; rows: int64 [n], of the target, ascending."""
+        scored = min(depth, len(self._rows.places) - 1)
+        own = (self._rows.depth == scored).nonzero().flatten()
+        own = own[torch.searchsorted(self._rows.row[own], rows)]
+        return _Verdicts(*(torch.cat(parts)[own] for parts in zip(*self._verdicts, strict=True)))
+
+
+class _WithGradient(torch.autograd.Function):
+    """A scalar whose gradients are known already."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gradients: list[Tensor | None], *leaves: Tensor) -> Tensor:
+        """gradients: as of ``leaves``, which ``value`` was made of; None where it was not."""
+        del leaves
+        ctx.gradients = gradients
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Those, times the scalar's own."""
+        known = (None if part is None else upstream[0] * part for part in ctx.gradients)
+        return (None, None, *known)
 
 
 class _Tally:
     """Which drafts would have stayed up to the current depth, for each place they start at."""
 
-    def __init__(self, batch: TrainingBatch, targets: TargetRows) -> None:
-        self._targets = targets
+    def __init__(self, batch: TrainingBatch) -> None:
         # All of a draft counted so far lies in answers; it agrees with the target's likeliest
         # tokens; the probability that rejection sampling keeps it.
         self._counted = torch.ones_like(batch.loss_mask)
@@ -214,22 +381,12 @@ class _Tally:
         self._stays = torch.ones(batch.loss_mask.shape, device=batch.loss_mask.device)
         self.choice = batch.token_ids
 
-    @torch.no_grad()
-    def add(self, depth: int, draft: DraftLogits, rows: Tensor) -> dict[str, Metric]:
-        """The metrics of one more depth; rows: int64 [n], those of ``targets``."""
-        targets, places = self._targets, draft.places
-        legal = None if targets.legal is None else targets.legal[rows]
-        logits = forbid(draft.logits.float(), legal)
-        best = logits.argmax(-1)
-        if targets.target_ids is not None:
-            best = targets.target_ids[best]
-        goal = (forbid(targets.logits[rows], legal) - targets.total[rows, None]).exp()
-        overlap = goal.minimum(logits.softmax(-1)).sum(-1)
-        agrees = best == targets.top[rows]
+    def add(self, depth: int, places: Tensor, verdicts: _Verdicts) -> dict[str, Metric]:
+        """The metrics of one more depth; places: bool [B, T], of the n verdicts."""
         self._counted = self._counted & places
-        self._agrees = self._agrees & _spread(agrees, places, fill=False)
-        self._stays = self._stays * _spread(overlap, places, fill=0.0)
-        self.choice = _spread(best, places, fill=-1)
+        self._agrees = self._agrees & _spread(verdicts.agrees, places, fill=False)
+        self._stays = self._stays * _spread(verdicts.overlap, places, fill=0.0)
+        self.choice = _spread(verdicts.best, places, fill=-1)
         count = self._counted.sum().float()
         return {
             f"accept_{depth}": Metric((self._agrees & self._counted).sum().float(), count),

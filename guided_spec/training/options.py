@@ -8,7 +8,9 @@ from typing import Any, Literal
 from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
 
-__all__ = ["TrainOptions"]
+__all__ = ["BEST", "TrainOptions"]
+
+BEST = "best"  # in the output folder of a run: the draft of the best validation
 
 _AT_LEAST_1 = (
     *("epochs", "max_steps", "batch_tokens", "gradient_accumulation", "max_length", "limit"),
@@ -31,7 +33,7 @@ class TrainOptions:
 
     algorithm: str = _required("How to train the draft; see the list below.")
     target: str = _required("The model to draft for: a folder, a hub id, or 'bundled'.")
-    data: list[str] = _required("JSON Lines files of prompts or documents; see the docs.")
+    data: list[str] = _required("JSON Lines or Parquet files, hub datasets, presets; see the docs.")
     output: str = _required("Folder for the draft, its checkpoints and logs.")
     layout: str | None = option("Format of the draft; the algorithm's first.", default=None)
     limit: int | None = option("Documents to read at most.", default=None)
@@ -60,8 +62,11 @@ class TrainOptions:
     weight_decay: float = option("AdamW's, for matrices.", default=0.0)
     clip_norm: float = option("Norm that gradients are clipped to.", default=0.5)
     seed: int = option("For the order of the documents and fresh weights.", default=0)
-    eval_every: int = option("Steps between validations; 0: at the end only.", default=0)
-    save_every: int = option("Steps between checkpoints; 0: none.", default=0)
+    eval_every: int = option(
+        "Steps between validations, of which the best draft is kept; 0: at the end only.",
+        default=1000,
+    )
+    save_every: int = option("Steps between checkpoints; 0: none.", default=500)
     keep_checkpoints: int = option("Checkpoints to keep, the newest.", default=2)
     resume: bool = option("Go on from the newest checkpoint in the output folder.", default=False)
     log_every: int = option("Steps between lines of the log.", default=10)

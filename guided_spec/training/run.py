@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import json
+import logging
 import os
 import shutil
 from collections.abc import Mapping, Sequence
@@ -29,27 +30,44 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
 from guided_spec.evaluate.workload import WorkItem
+from guided_spec.models.ends import has_layers, load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
+from guided_spec.training.card import CARD, command_of, model_card, write_plots
 from guided_spec.training.data.corpus import Corpus
-from guided_spec.training.features import Features, KeptFeatures, OnlineFeatures
+from guided_spec.training.data.sources import check_sources
+from guided_spec.training.features import (
+    Features,
+    KeptFeatures,
+    OnlineFeatures,
+    StoredFeatures,
+)
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
-from guided_spec.training.trainer import Trainer, TrainingResult, check_folder, check_output
+from guided_spec.training.trainer import (
+    LINES,
+    LOGS,
+    Trainer,
+    TrainingResult,
+    check_folder,
+    check_output,
+    choose_layout,
+)
 from guided_spec.training.validation import check_decoding, decode_heldout, decoding_params
 
 __all__ = [
     "REPORT",
     "Rehearsal",
     "TrainingReport",
-    "choose_layout",
     "close_accelerator",
     "make_accelerator",
     "shard_layers",
     "train",
 ]
+
+logger = logging.getLogger(__name__)
 
 FOLDER = "rehearsal"
 
@@ -139,14 +157,6 @@ class Rehearsal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def choose_layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
-    """The layout that is asked for, or the first. Raises ConfigError for one not in ``layouts``."""
-    if options.layout is not None and options.layout not in layouts:
-        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
-        raise ConfigError("layout", options.layout, fix)
-    return options.layout or layouts[0]
-
-
 PACKAGES = ("accelerate", "datasets", "tensorboard")
 LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
 
@@ -179,7 +189,7 @@ def make_accelerator(options: TrainOptions) -> Any:
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=options.gradient_accumulation,
         log_with="tensorboard",
-        project_dir=Path(options.output) / "logs",
+        project_dir=Path(options.output) / LOGS,
         fsdp_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
     )
@@ -221,7 +231,9 @@ class TrainingReport:
     draft: the folder of the draft. steps, tokens, seconds: of training, over all processes; a
     resumed run counts all of it. peak_cuda_bytes: of the main process; None without CUDA. metrics:
     means over the steps since the last line of the log but one. heldout: the same of the held-out
-    documents. decoded: what decoding them with the draft gave; None where it was not asked for.
+    documents. best_step: the validation at which drafts were accepted the longest; its draft is in
+    the folder ``BEST`` below, unless it was the last, and 0 where nothing was validated.
+    decoded: what decoding them with the draft gave; None where it was not asked for.
     """
 
     draft: str
@@ -233,6 +245,7 @@ class TrainingReport:
     peak_cuda_bytes: int | None
     metrics: dict[str, float]
     heldout: dict[str, float]
+    best_step: int
     options: dict[str, Any]
     algorithm_options: dict[str, Any]
     decoded: dict[str, Any] | None = None
@@ -257,6 +270,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
     check_output(Path(options.output), resume=options.resume)
+    check_sources(options.data)
     if options.features is not None:
         check_folder("features", Path(options.features))
     accelerator = make_accelerator(options)
@@ -278,8 +292,7 @@ def _run(
     accelerator: Any,
     forward: TrainerKwargs,
 ) -> TrainingReport:
-    target = load_model(options.target, dtype=options.target_dtype, device=accelerator.device)
-    target.requires_grad_(requires_grad=False)
+    target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target)
     with ExitStack() as stack:
         rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
@@ -299,16 +312,23 @@ def _run(
     features = _features(options, target, tuple(model.feature_layers), corpus)
     trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
     result = trainer.run(Path(options.output))
-    tensors = accelerator.get_state_dict(trainer.model)
+    trainer.export(Path(options.output))
     report = _report(options, algorithm_options, result, layout)
     if accelerator.is_main_process:
-        draft = accelerator.unwrap_model(trainer.model)
-        draft.export(Path(options.output), layout=layout, tensors=tensors)
         report.write()
         report = _decode(
             report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
         )
+        _describe(report, corpus, algorithm.config_class)
     return report
+
+
+def _describe(report: TrainingReport, corpus: Corpus, config: type) -> None:
+    """Write the card, and the plots where they can be drawn."""
+    output, options = Path(report.draft), TrainOptions(**report.options)
+    (output / CARD).write_text(model_card(report, corpus.figures(), config), encoding="utf-8")
+    command = command_of(options, report.algorithm_options, config)
+    write_plots(output, output / LOGS / LINES, command)
 
 
 def _algorithm(options: TrainOptions) -> Any:
@@ -319,16 +339,32 @@ def _algorithm(options: TrainOptions) -> Any:
     return algorithm
 
 
+def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
+    """All of the target, or its ends alone where nothing but them may be needed."""
+    if options.features is not None and not options.regenerate and not options.decode_limit:
+        try:
+            return load_ends(options.target, dtype=options.target_dtype, device=device)
+        except ModelError as error:
+            logger.info("the whole target is loaded: %s", error)
+    target = load_model(options.target, dtype=options.target_dtype, device=device)
+    return target.requires_grad_(requires_grad=False)
+
+
 def _features(
     options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...], corpus: Corpus
 ) -> Features:
-    online = OnlineFeatures(target, layers)
+    """Raises ConfigError for files of other documents or layers."""
     if options.features is None:
-        return online
-    kept = KeptFeatures(Path(options.features), layers, online)
-    for dataset in (corpus.train, corpus.heldout):
-        kept.check(dataset)
-    return kept
+        return OnlineFeatures(target, layers)
+    folder = Path(options.features)
+    stored = StoredFeatures(folder, layers)
+    complete = [stored.check(dataset) for dataset in (corpus.train, corpus.heldout)]
+    if all(complete):
+        return stored
+    if not has_layers(target):  # it is, after all, needed
+        target = load_model(options.target, dtype=options.target_dtype, device=target.device)
+        target.requires_grad_(requires_grad=False)
+    return KeptFeatures(folder, layers, OnlineFeatures(target, layers))
 
 
 def _report(
@@ -348,6 +384,7 @@ def _report(
         peak_cuda_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
         metrics=result.metrics,
         heldout=result.heldout,
+        best_step=progress.best_step,
         options=asdict(options),
         algorithm_options=dict(algorithm_options),
     )

@@ -8,6 +8,7 @@ From the target's last hidden states to its logits: final norm, output head, and
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,14 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.ends import has_layers, without_layers
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.target import capture_hidden
-from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
+from guided_spec.ops.bitmask import BITS, translate_bitmask, unpack_bitmask
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 
 __all__ = [
     "TargetHead",
     "TargetRows",
+    "TargetScores",
     "forbid",
 ]
 
@@ -73,10 +75,13 @@ class TargetHead:
 
 @torch.no_grad()
 def _check(head: TargetHead, model: Any) -> None:
-    decoder = model.get_decoder()
+    """By one token; through no layer of a model that has none: they are not what is checked."""
+    decoder, captured = model.get_decoder(), []
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    with capture_hidden(decoder, [len(decoder.layers)]) as captured:
+    hook = decoder.norm.register_forward_pre_hook(lambda _, states: captured.append(states[0]))
+    with nullcontext() if has_layers(model) else without_layers(decoder):
         expected = model(input_ids=token, use_cache=False).logits.float()
+    hook.remove()
     found = head.logits(head.normed(captured[0])).float()
     if (found - expected).abs().max() > TOLERANCE * expected.abs().max():
         raise ModelError(
@@ -85,28 +90,28 @@ def _check(head: TargetHead, model: Any) -> None:
         )
 
 
-PIECE = 2048  # rows at a time
-
-
 @dataclass(frozen=True)
 class TargetRows:
     """N rows, one a token of an answer; D draft tokens.
 
+    Their scores are V wide, and are made for some rows at a time: ``score``.
+
     index: int64 [B, T], the row of the token at a place; -1 where it is not trained on.
-    logits: float32 [N, D], the target's, of the draft's tokens, legal or not.
-    total: float32 [N], the log of the sum of the exponentials of all V logits that are legal.
-    top: int64 [N], the target's likeliest legal token, as a target id.
+    last: [N, H_target], the target's last hidden states that predict the tokens.
+    masks: int64 [N], the rows of ``bitmask`` that say what is legal.
     token: int64 [N], the document's own token, as a draft id; -1 where the draft does not know it.
-    legal: bool [N, D], the draft's tokens that the grammar allows; None where it forbids nothing.
+    bitmask: int32 [M, ceil(V / 32)], the target's tokens that are legal; None forbids nothing.
+    known: int32 [M, ceil(D / 32)], the draft's tokens that are; None with ``bitmask``.
     target_ids: int64 [D], the target id of each draft token; None where they are the same.
     """
 
+    head: TargetHead
     index: Tensor
-    logits: Tensor
-    total: Tensor
-    top: Tensor
+    last: Tensor
+    masks: Tensor
     token: Tensor
-    legal: Tensor | None
+    bitmask: Tensor | None
+    known: Tensor | None
     target_ids: Tensor | None
 
     @classmethod
@@ -127,19 +132,20 @@ class TargetRows:
         if vocabulary is not None:
             target_ids = vocabulary.target_ids.to(token.device)
             token = vocabulary.columns.to(token.device, torch.int64)[token]
-        # A piece at a time: V columns of all rows at once would not fit a device.
-        last, masks = states.last[before], batch.mask_rows[places]
         bitmask = None if len(batch.bitmask) == 1 else batch.bitmask  # one row forbids nothing
-        pieces = [
-            _score(head, last[rows], None if bitmask is None else bitmask[masks[rows]], target_ids)
-            for rows in torch.arange(len(last), device=last.device).split(PIECE)
-        ]
-        logits, total, top = (torch.cat([piece[part] for piece in pieces]) for part in range(3))
-        legal = None
-        if bitmask is not None:
-            known = bitmask if target_ids is None else translate_bitmask(bitmask, target_ids)
-            legal = unpack_bitmask(known, logits.shape[-1])[masks]
-        return cls(index.where(places, -1), logits, total, top, token, legal, target_ids)
+        known = bitmask
+        if bitmask is not None and target_ids is not None:
+            known = translate_bitmask(bitmask, target_ids)
+        return cls(
+            head,
+            index.where(places, -1),
+            states.last[before],
+            batch.mask_rows[places],
+            token,
+            bitmask,
+            known,
+            target_ids,
+        )
 
     def at_depth(self, depth: int) -> Tensor:
         """int64 [B, T]: at place p the row of token p + 2 + depth; -1 where there is none."""
@@ -148,6 +154,42 @@ class TargetRows:
         if offset < self.index.shape[1]:
             shifted[:, :-offset] = self.index[:, offset:]
         return shifted
+
+    @torch.no_grad()
+    def score(self, start: int, end: int) -> TargetScores:
+        """Of the rows from ``start`` to ``end``."""
+        logits = self.head.logits(self.head.normed(self.last[start:end])).float()
+        kept = logits if self.target_ids is None else logits[:, self.target_ids]
+        legal = None
+        if self.bitmask is not None and self.known is not None:
+            masks = self.masks[start:end]
+            logits = forbid(logits, unpack_bitmask(self.bitmask[masks], logits.shape[-1]))
+            legal = unpack_bitmask(self.known[masks], kept.shape[-1])
+        return TargetScores(kept, logits.logsumexp(-1), logits.argmax(-1), legal)
+
+    def has_legal(self, draft_size: int) -> Tensor:
+        """Bool [N]: whether any of the draft's D tokens is legal."""
+        if self.known is None:
+            return torch.ones_like(self.masks, dtype=torch.bool)
+        words = self.known.clone()
+        if draft_size % BITS:  # nothing is said of the bits behind
+            words[:, -1] &= (1 << draft_size % BITS) - 1
+        return (words != 0).any(-1)[self.masks]
+
+
+class TargetScores(NamedTuple):
+    """Of n rows.
+
+    logits: float32 [n, D], the target's, of the draft's tokens, legal or not.
+    total: float32 [n], the log of the sum of the exponentials of all V logits that are legal.
+    top: int64 [n], the target's likeliest legal token, as a target id.
+    legal: bool [n, D], the draft's tokens that the grammar allows; None where it forbids nothing.
+    """
+
+    logits: Tensor
+    total: Tensor
+    top: Tensor
+    legal: Tensor | None
 
 
 def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:
@@ -158,22 +200,3 @@ def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:
     if legal is None:
         return logits
     return logits.masked_fill(~legal, torch.finfo(logits.dtype).min)
-
-
-class _Scores(NamedTuple):
-    """Of n rows: logits float32 [n, D], total [n], top [n]; see ``TargetRows``."""
-
-    logits: Tensor
-    total: Tensor
-    top: Tensor
-
-
-def _score(
-    head: TargetHead, last: Tensor, bitmask: Tensor | None, target_ids: Tensor | None
-) -> _Scores:
-    """last: [n, H_target]. bitmask: int32 [n, W]; None forbids nothing."""
-    logits = head.logits(head.normed(last)).float()
-    legal = None if bitmask is None else unpack_bitmask(bitmask, logits.shape[-1])
-    allowed = forbid(logits, legal)
-    kept = logits if target_ids is None else logits[:, target_ids]
-    return _Scores(kept, allowed.logsumexp(-1), allowed.argmax(-1))

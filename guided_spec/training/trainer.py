@@ -15,6 +15,7 @@ import json
 import math
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -26,18 +27,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.features import Features
-from guided_spec.training.options import TrainOptions
+from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.validation import MetricSums, acceptance_lengths, evaluate
 
 __all__ = [
     "CHECKPOINTS",
     "LINES",
+    "LOGS",
     "Checkpoints",
     "Progress",
     "RunLog",
@@ -47,16 +50,20 @@ __all__ = [
     "TrainingResult",
     "check_folder",
     "check_output",
+    "choose_layout",
     "ignore_stop_signals",
     "make_optimizer",
     "rate_factor",
 ]
 
-LINES = "metrics.jsonl"
+LOGS, LINES = "logs", "metrics.jsonl"  # a folder in the output of a run, and a file in it
+PAUSE = 60.0  # seconds between lines on a stderr that is no terminal
 
 
 class RunLog:
     """Writes on the main process only; a context manager.
+
+    On a terminal there is a bar, elsewhere a line a minute.
 
     accelerator: an ``accelerate.Accelerator`` that logs with TensorBoard. folder: for ``LINES``.
     done, total: optimizer steps done before, and of the whole run. What an earlier process logged
@@ -66,10 +73,12 @@ class RunLog:
     def __init__(self, accelerator: Any, folder: Path, *, done: int, total: int) -> None:
         self._accelerator = accelerator
         self._path = folder / LINES
-        self._done = done
+        self._done, self._total = done, total
         # disable: None is where stderr is no terminal.
         is_hidden = None if accelerator.is_main_process else True
         self._bar = tqdm(total=total, initial=done, unit="step", disable=is_hidden)
+        self._loss = ""
+        self._started = self._written = time.monotonic()
 
     def __enter__(self) -> RunLog:
         if self._accelerator.is_main_process:
@@ -97,12 +106,29 @@ class RunLog:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **values}) + "\n")
             if "loss" in values:
-                self._bar.set_postfix_str(f"loss {values['loss']:.4f}")
+                self._loss = f"loss {values['loss']:.4f}"
+                self._bar.set_postfix_str(self._loss)
         self._accelerator.log(dict(values), step=step)
 
     def advance(self, step: int) -> None:
-        """Move the bar to ``step``."""
-        self._bar.update(step - self._bar.n)
+        """Show that ``step`` is done."""
+        if not self._bar.disable:
+            self._bar.update(step - self._bar.n)
+        elif self._accelerator.is_main_process and self._is_due(step):
+            seconds = time.monotonic() - self._started
+            shape = {"initial": self._done, "unit": "step", "postfix": self._loss}
+            self.say(tqdm.format_meter(step, self._total, seconds, ncols=0, **shape))
+
+    def say(self, line: str) -> None:
+        """A line for who watches the run, on stderr."""
+        if self._accelerator.is_main_process:
+            tqdm.write(line, file=sys.stderr)
+
+    def _is_due(self, step: int) -> bool:
+        now = time.monotonic()
+        is_due = step == self._total or now >= self._written + PAUSE
+        self._written = now if is_due else self._written
+        return is_due
 
 
 FLOOR = 0.1  # what is left of the learning rate at the end
@@ -234,6 +260,7 @@ class Progress:
 
     step: optimizer steps done. epoch: the one it is in, from 0. batch: batches of that epoch done
     by each process. tokens: document tokens seen by all processes. seconds: of training.
+    best_step, best_length: of the validation whose acceptance was the longest so far; 0 before it.
     """
 
     step: int = 0
@@ -241,6 +268,8 @@ class Progress:
     batch: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    best_step: int = 0
+    best_length: float = 0.0
 
 
 class Checkpoints:
@@ -354,7 +383,7 @@ class Trainer:
         self._metrics: dict[str, float] = {}
 
     def run(self, output: Path) -> TrainingResult:
-        """Train, with checkpoints and logs below the folder ``output``.
+        """Train, with checkpoints, logs and the best draft so far below the folder ``output``.
 
         Raises ConfigError as ``check_output`` does, and when there are checkpoints that cannot be
         gone on from, and ModelError, naming the step, when a loss is not a finite number. SIGTERM
@@ -366,22 +395,64 @@ class Trainer:
         progress = self._progress
         started = time.perf_counter() - progress.seconds
         self.model.train()
-        folder = output / "logs"
+        folder = output / LOGS
         with (
             shape_free_kernels(),
             RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,
             StopRequest(self._accelerator) as stop,
         ):
+            if self._accelerator.device.type == "cuda":
+                self._state_memory(log)
             for batch in self._batches():
                 self._train_on(batch)
                 if self._accelerator.sync_gradients:
                     progress.step += 1
                     progress.seconds = time.perf_counter() - started
                     self._after_step(log, checkpoints, stop)
-            heldout = self._evaluate()
+                    if self._is_due(self._options.eval_every):
+                        self._validate(log, output / BEST)
+                    if self._is_due(self._options.save_every) or self._saves_last():
+                        checkpoints.save(self._accelerator, progress)
+                    log.advance(progress.step)
+            heldout = self._validate(log, output / BEST)
             self._stop_if_asked(log, checkpoints, stop)  # a signal that came since the last step
-            log.write(progress.step, {f"heldout_{name}": v for name, v in heldout.items()})
         return TrainingResult(progress, self._metrics, heldout)
+
+    def try_largest(self) -> int:
+        """Bytes of the device that a step of the largest batch takes; it is run, and forgotten.
+
+        Every process has to call it. Raises ConfigError for a batch that does not fit.
+        """
+        loader = self._data.train
+        rows = [loader.dataset[index] for index in loader.batch_sampler.largest()]
+        batch = loader.collate_fn(rows).to(self._accelerator.device)
+        try:
+            output = self.model(batch, self._features(batch), **self._forward[0])
+            self._accelerator.backward(output.loss)
+        except torch.OutOfMemoryError as error:
+            fix = "so many tokens do not fit the device: lower it, and raise gradient_accumulation"
+            raise ConfigError("batch_tokens", self._options.batch_tokens, fix) from error
+        self._optimizer.zero_grad()
+        held = sum(_local(p).nbytes for p in self.model.parameters() if p.requires_grad)
+        moments = 0 if self._optimizer.state else 2 * held  # the first step makes them
+        return torch.cuda.max_memory_allocated() + moments
+
+    def _state_memory(self, log: RunLog) -> None:
+        torch.cuda.reset_peak_memory_stats()
+        needed, room = self.try_largest(), torch.cuda.mem_get_info()[1]
+        log.say(f"the largest batch takes {needed / 2**30:.1f} of {room / 2**30:.1f} GiB")
+        if needed > room:
+            fix = "its gradients fit the device, and the optimizer's moments do not: lower it"
+            raise ConfigError("batch_tokens", self._options.batch_tokens, fix)
+
+    def export(self, folder: Path) -> None:
+        """Write the draft into ``folder``, as it is now; every process has to call it."""
+        tensors = self._accelerator.get_state_dict(self.model)
+        if self._accelerator.is_main_process:
+            draft = self._accelerator.unwrap_model(self.model)
+            layout = choose_layout(self._options, tuple(draft.layouts))
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.export(folder, layout=layout, tensors=tensors)
 
     def _checkpoints(self, folder: Path) -> Checkpoints:
         options = self._options
@@ -427,19 +498,40 @@ class Trainer:
             group["lr"] = self._options.learning_rate * factor
 
     def _after_step(self, log: RunLog, checkpoints: Checkpoints, stop: StopRequest) -> None:
-        step, options = self._progress.step, self._options
+        options = self._options
         self._stop_if_asked(log, checkpoints, stop)
-        is_last = step == self.total_steps
-        saves = options.save_every and (is_last or step % options.save_every == 0)
-        evaluates = options.eval_every and step % options.eval_every == 0 and not is_last
-        if is_last or saves or evaluates or step % options.log_every == 0:
+        every = (options.save_every, options.eval_every, options.log_every)
+        if self._progress.step == self.total_steps or any(map(self._is_due, every)):
             self._write_metrics(log)
-        if evaluates:
-            heldout = self._evaluate()
-            log.write(step, {f"heldout_{name}": value for name, value in heldout.items()})
-        if saves:
-            checkpoints.save(self._accelerator, self._progress)
-        log.advance(step)
+
+    def _is_due(self, every: int) -> bool:
+        """What is done every so many steps, and at the end of its own accord."""
+        step = self._progress.step
+        return bool(every) and step % every == 0 and step < self.total_steps
+
+    def _saves_last(self) -> bool:
+        """Of a run long enough for checkpoints: what follows the last step may fail too."""
+        return 0 < self._options.save_every <= self._progress.step == self.total_steps
+
+    def _validate(self, log: RunLog, best: Path) -> dict[str, float]:
+        """The held-out metrics; a draft that is better than those before is kept in ``best``.
+
+        The last one is not: it is what the run exports.
+        """
+        heldout, progress = self._evaluate(), self._progress
+        log.write(progress.step, {f"heldout_{name}": value for name, value in heldout.items()})
+        length = heldout.get("acceptance_length", 0.0)
+        if length > progress.best_length:
+            progress.best_step, progress.best_length = progress.step, length
+            partial = best.with_name(PARTIAL)
+            is_last = progress.step == self.total_steps
+            if not is_last:
+                self.export(partial)
+            if self._accelerator.is_main_process:
+                shutil.rmtree(best, ignore_errors=True)
+                if not is_last:
+                    partial.rename(best)
+        return heldout
 
     def _stop_if_asked(self, log: RunLog, checkpoints: Checkpoints, stop: StopRequest) -> None:
         received = stop.agreed()
@@ -483,6 +575,20 @@ class Trainer:
             return {}
         loader.batch_sampler.set_epoch(0)
         return evaluate(self._accelerator, self.model, self._features, loader, self._forward[1])
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """What this process holds of it."""
+    local: Tensor = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local
+
+
+def choose_layout(options: TrainOptions, layouts: tuple[str, ...]) -> str:
+    """The layout that is asked for, or the first. Raises ConfigError for one not in ``layouts``."""
+    if options.layout is not None and options.layout not in layouts:
+        fix = f"this {options.algorithm} draft is written as {' or '.join(layouts)}"
+        raise ConfigError("layout", options.layout, fix)
+    return options.layout or layouts[0]
 
 
 def _count_steps(sampler: Any, options: TrainOptions) -> int:

@@ -68,7 +68,7 @@ def test_help_of_an_algorithm_shows_its_own_options(spelling: tuple[str, ...]) -
         ((*COMMON, "--heldout-share", "1"), 1, "heldout_share=1.0: must be at least 0, below 1"),
         ((*COMMON, "--learning-rate", "nan"), 1, "learning_rate=nan: must be above 0"),
         (("--algorithm", "none"), 1, "algorithm='none': must be one of draft_model,"),
-        (COMMON, 1, "ModelError: model='absent'"),
+        (COMMON, 1, "ConfigError: data='absent.jsonl': cannot be read: there is no such file"),
     ],
 )
 def test_bad_options_give_messages(arguments: tuple[str, ...], code: int, message: str) -> None:
@@ -111,7 +111,8 @@ def test_a_run(tmp_path: Path) -> None:
     more = ("--data", write_documents(tmp_path / "more.jsonl", 2))
     result = run(*(part for pair in arguments.items() for part in pair), *more)
     assert result.exit_code == 0, result.stderr
-    for row in ("draft", "steps", "held-out acceptance length"):
+    estimate = "held-out tokens per forward, estimated on the documents"
+    for row in ("draft", "steps", estimate):
         assert row in result.stdout
     report = json.loads((output / "training.json").read_text())
     assert report["steps"] == 2

@@ -13,6 +13,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.ends import has_layers, load_ends
+from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.target import TargetEnds
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.features import (
     KeptFeatures,
@@ -108,8 +111,14 @@ def test_the_head_gives_the_targets_own_logits(name: str) -> None:
     torch.testing.assert_close(real(found), real(expected))
 
 
-def test_a_target_with_an_unknown_step_behind_its_head_is_refused() -> None:
+@pytest.mark.parametrize("part", ["all", "ends"])
+def test_a_target_with_an_unknown_step_behind_its_head_is_refused(
+    part: str, tmp_path: Path
+) -> None:
     target: Any = build("llama")
+    if part == "ends":
+        target.save_pretrained(tmp_path)
+        target = load_ends(tmp_path, device=torch.device("cpu"))
     forward = target.forward
 
     def tripled(*args: Any, **kwargs: Any) -> Any:
@@ -214,3 +223,31 @@ def test_files_of_other_layers_are_refused(tmp_path: Path) -> None:
     write_features(tmp_path, batch, OnlineFeatures(build("llama"), LAYERS)(batch), LAYERS)
     with pytest.raises(ConfigError, match="holds the layers 1 3 0, expected 1 2 0"):
         StoredFeatures(tmp_path, (1, 2, 0))(batch)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_5", "gemma3", "deepseek_v3", *OTHERS])
+def test_the_ends_alone(name: str, tmp_path: Path) -> None:
+    """What trains from files has the target's embedding, norm and head, and none of its layers."""
+    target, batch = make_target(name), make_batch()
+    target.save_pretrained(tmp_path)
+    ends = load_ends(tmp_path, device=torch.device("cpu"))
+    assert has_layers(target)
+    assert not has_layers(ends)
+    assert ends.device.type == "cpu"
+    held = sum(p.numel() for p in ends.parameters() if not p.is_meta)
+    assert held < sum(p.numel() for p in target.parameters()) / 2
+    states = OnlineFeatures(target, ())(batch).last
+    whole, own = TargetHead(target), TargetHead(ends)
+    assert torch.equal(own.logits(own.normed(states)), whole.logits(whole.normed(states)))
+    tokens = torch.arange(64)
+    assert torch.equal(TargetEnds(ends).embed(tokens), TargetEnds(target).embed(tokens))
+    assert end_of_text_ids(ends) == end_of_text_ids(target)
+
+
+def test_ends_that_are_not_there(tmp_path: Path) -> None:
+    make_target("llama").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("lm_head.weight", "head.qweight"): t for name, t in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"expected plain weights lm_head.weight, found none"):
+        load_ends(tmp_path, device=torch.device("cpu"))

@@ -6,17 +6,26 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from guided_spec.errors import ConfigError
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
-from guided_spec.training.objective import DraftLogits, Objective, measure
-from guided_spec.training.target_rows import TargetRows
+from guided_spec.training.objective import (
+    LOSSES,
+    DraftScorer,
+    DraftStates,
+    LossRows,
+    Objective,
+    measure,
+)
+from guided_spec.training.target_rows import TargetRows, forbid
 
-B, T, V, STEPS = 3, 9, 12, 3
+B, T, V, STEPS, WIDTH = 3, 9, 12, 3, 6
 KNOWN = [0, 2, 3, 5, 7, 8, 11]  # the draft's tokens
+CHUNK = "guided_spec.training.objective.CHUNK_BYTES"
+SIZES = (1, 4000, 2**31)  # a row at a time, some, and all
 
 
 class Identity:
@@ -49,10 +58,20 @@ class World:
         bitmask[0] = -1
         self.vocabulary = DraftVocabulary(torch.tensor(KNOWN), V) if reduced else None
         self.known = KNOWN if reduced else list(range(V))
-        tokens = torch.randint(V, (B, T), generator=dice)
+        tokens = self.legal.flatten(0, 1).float().multinomial(1, generator=dice).view(B, T)
         self.batch = TrainingBatch(tokens, loss_mask, lengths, bitmask, rows, torch.arange(B))
         self.goal = torch.randn(B, T, V, generator=dice)  # at place p, of token p + 1
-        self.scores = torch.randn(STEPS, B, T, len(self.known), generator=dice)
+        self.hidden = torch.randn(STEPS, B, T, WIDTH, generator=dice)
+        self.head = nn.Linear(WIDTH, len(self.known), bias=False)
+        self.head.weight.data.copy_(torch.randn(len(self.known), WIDTH, generator=dice))
+        self.scorer = DraftScorer(self.head, tuple(self.head.parameters()))
+
+    @property
+    def scores(self) -> Tensor:
+        """Float32 [steps, B, T, D]."""
+        with torch.no_grad():
+            scores: Tensor = self.head(self.hidden)
+        return scores
 
     def measure(self, objective: Objective) -> TrainingOutput:
         states = TargetStates(torch.zeros(B, T, 0, V), self.goal)
@@ -61,8 +80,8 @@ class World:
         drafts = []
         for depth in range(STEPS):
             places = targets.at_depth(depth) >= 0
-            drafts.append(DraftLogits(places, self.scores[depth][places]))
-        return measure(drafts, self.batch, targets, objective)
+            drafts.append(DraftStates(places, self.hidden[depth][places]))
+        return measure(drafts, self.scorer, self.batch, targets, objective)
 
 
 def expected(world: World, objective: Objective) -> tuple[float, dict[str, tuple[float, float]]]:
@@ -113,11 +132,11 @@ def divergence(p: Tensor, q: Tensor) -> float:
 
 @pytest.mark.parametrize("reduced", [False, True])
 @pytest.mark.parametrize("masks", ["none", "metrics", "loss"])
-@pytest.mark.parametrize("piece", [2, 2048])
+@pytest.mark.parametrize("size", SIZES)
 def test_against_loops(
-    monkeypatch: pytest.MonkeyPatch, *, reduced: bool, masks: str, piece: int
+    monkeypatch: pytest.MonkeyPatch, *, reduced: bool, masks: str, size: int
 ) -> None:
-    monkeypatch.setattr("guided_spec.training.target_rows.PIECE", piece)
+    monkeypatch.setattr(CHUNK, size)
     world = World(reduced=reduced, masked=masks != "none")
     objective = Objective.parse(steps=STEPS, decay=0.5, loss="kl", masked=masks == "loss")
     output = world.measure(objective)
@@ -128,6 +147,50 @@ def test_against_loops(
         found = output.metrics[name]
         assert (found.total.item(), found.count.item()) == pytest.approx((total, count), rel=1e-4)
     assert any(count > 0 for _, count in metrics.values())
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("loss", [*LOSSES, "kl=0.7,total_variation=0.3"])
+@pytest.mark.parametrize("size", SIZES)
+def test_the_gradient_is_that_of_all_rows_at_once(
+    monkeypatch: pytest.MonkeyPatch, *, reduced: bool, masked: bool, loss: str, size: int
+) -> None:
+    monkeypatch.setattr(CHUNK, size)
+    world = World(reduced=reduced, masked=masked)
+    objective = Objective.parse(steps=STEPS, decay=0.5, loss=loss, masked=masked)
+    world.hidden.requires_grad_()
+    leaves = (world.hidden, world.head.weight)
+    found = world.measure(objective)
+    with torch.no_grad():
+        assert world.measure(objective).loss == found.loss
+    wanted = at_once(world, objective)
+    torch.testing.assert_close(found.loss, wanted, rtol=1e-6, atol=1e-6)
+    pairs = zip(
+        torch.autograd.grad(3 * found.loss, leaves),
+        torch.autograd.grad(3 * wanted, leaves),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def at_once(world: World, objective: Objective) -> Tensor:
+    """The loss by ordinary autograd, with the scores of all rows in memory."""
+    loss = torch.zeros(())
+    token = torch.full((V,), -1)
+    token[world.known] = torch.arange(len(world.known))
+    for depth, weight in enumerate(objective.weights):
+        after = world.batch.loss_mask[:, 2 + depth :]
+        draft = world.head(world.hidden[depth, :, : T - 2 - depth][after])
+        goal = world.goal[:, 1 + depth : T - 1][after][:, world.known]
+        legal = world.legal[:, 2 + depth :][after][:, world.known]
+        if objective.masked:
+            draft, goal = forbid(draft, legal), forbid(goal, legal)
+        keep = legal.any(-1) if objective.masked else torch.ones(len(legal), dtype=torch.bool)
+        rows = LossRows(draft, goal, token[world.batch.token_ids[:, 2 + depth :][after]])
+        loss = loss + weight * objective.loss(rows)[keep].mean()
+    return loss
 
 
 def test_output_is_the_likeliest_legal_token() -> None:

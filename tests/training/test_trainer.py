@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,8 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.run import TrainingReport, train
-from tests.training.toy_algorithm import make_options, write_documents, write_target
+from guided_spec.training.trainer import RunLog, Trainer
+from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +63,16 @@ def test_the_loss_falls(target: str, data: str, tmp_path: Path) -> None:
     assert report.peak_cuda_bytes is None
     assert any((tmp_path / "logs").glob("events.out.tfevents.*"))
     assert not (tmp_path / "checkpoints").exists()
+    card = (tmp_path / "README.md").read_text()
+    assert f"base_model: {target}" in card
+    assert "guided-spec train --algorithm toy" in card
+    assert "--epochs 12" in card
+    assert "--grammar-masks" not in card  # as it is by default
+    assert "| documents trained on, held out | 19, 5 |" in card
+    assert "| of them with a grammar | 100% |" in card
+    assert f"| 1 | {report.heldout['accept_0']:.0%} |  |" in card
+    plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
+    assert plots == ["acceptance_length.png", "loss.png"]
 
 
 def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> None:
@@ -68,6 +81,44 @@ def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> Non
     assert rates[:3] == [0.005, 0.01, 0.01]
     assert rates[2:] == sorted(rates[2:], reverse=True)
     assert 0.001 < rates[-1] < 0.003
+
+
+def test_the_best_draft_is_kept(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By held-out acceptance; the last draft, when it is the best, is that of the run itself."""
+    lengths = iter([1.7, 1.2, 1.6])
+    monkeypatch.setattr(
+        "guided_spec.training.trainer.evaluate", lambda *_: {"acceptance_length": next(lengths)}
+    )
+    settings = {"epochs": 9, "eval_every": 2, "save_every": 2}
+    report = run(target, data, tmp_path, keep_checkpoints=9, max_steps=5, **settings)
+    assert report.best_step == 2
+    kept, then, last = (
+        load_file(tmp_path / name / "model.safetensors")["score.weight"]
+        for name in ("best", "checkpoints/step_000002", ".")
+    )
+    assert torch.equal(kept, then)
+    assert not torch.equal(kept, last)
+    lengths = iter([1.2, 1.8])
+    report = run(target, data, tmp_path / "rising", max_steps=3, **settings)
+    assert report.best_step == 3
+    assert not (tmp_path / "rising" / "best").exists()
+
+
+def test_a_line_a_minute_where_there_is_no_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    accelerator = Mock(is_main_process=True, trackers=[])
+    clock = iter([0.0, 20.0, 60.0, 70.0, 80.0, 120.0, 130.0])  # made; steps 2, 3, 3, 4, 5, 5
+    monkeypatch.setattr("guided_spec.training.trainer.time.monotonic", lambda: next(clock))
+    with RunLog(accelerator, tmp_path, done=1, total=5) as log:
+        for step in range(2, 6):
+            log.write(step, {"loss": 1 / step})
+            log.advance(step)
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split("loss")[0].split()[1] for line in lines] == ["3/5", "5/5"]
+    assert lines[0].endswith("loss 0.3333]")
 
 
 @pytest.mark.slow
@@ -110,6 +161,35 @@ def test_a_loss_that_is_no_number_ends_the_run(target: str, data: str, tmp_path:
         run(target, data, tmp_path, spoil_step=6, **settings)
 
 
+def test_the_largest_batch_is_tried_first(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run on a GPU begins."""
+    tried: list[TrainingBatch] = []
+    forward = ToyTraining.forward
+
+    def record(self: ToyTraining, batch: TrainingBatch, *rest: Any, **options: Any) -> Any:
+        tried.append(batch)
+        return forward(self, batch, *rest, **options)
+
+    def only_try(trainer: Trainer, _: Path) -> None:
+        sizes = []
+        for batch in trainer._data.train:
+            sizes.append(batch.token_ids.numel())
+        held = sum(p.nbytes for p in trainer.model.parameters())
+        assert trainer.try_largest() == 2 * held
+        assert tried[0].token_ids.numel() == max(sizes)
+        assert all(p.grad is None for p in trainer.model.parameters())
+        vars(ToyTraining.latest)["forward"] = Mock(side_effect=torch.OutOfMemoryError)
+        trainer.try_largest()
+
+    monkeypatch.setattr(ToyTraining, "forward", record)
+    monkeypatch.setattr(Trainer, "run", only_try)
+    with pytest.raises(ConfigError, match="batch_tokens=1024: so many tokens do not fit"):
+        run(target, data, tmp_path)
+    assert len(tried) == 1
+
+
 def test_a_run_without_a_step_is_refused(target: str, data: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="gradient_accumulation=100: .* make no step"):
         run(target, data, tmp_path, gradient_accumulation=100)
@@ -146,13 +226,17 @@ def test_regenerated_answers_are_trained_on(target: str, data: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_features_are_written_once_and_read_again(target: str, data: str, tmp_path: Path) -> None:
+def test_features_are_written_once_and_read_again(
+    target: str, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     features = tmp_path / "features"
     settings = {"epochs": 2, "features": str(features)}
     first = run(target, data, tmp_path / "first", **settings)
     stamps = {path.name: path.stat().st_mtime_ns for path in features.iterdir()}
     assert len(stamps) == 24
-    second = run(target, data, tmp_path / "second", **settings)
+    with monkeypatch.context() as context:
+        context.delattr("guided_spec.training.run.load_model")  # nothing of the target's layers
+        second = run(target, data, tmp_path / "second", **settings)
     assert {path.name: path.stat().st_mtime_ns for path in features.iterdir()} == stamps
     assert first.metrics == second.metrics
     online = run(target, data, tmp_path / "online", epochs=2)

@@ -184,6 +184,7 @@ SIZES = (
 )
 WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 SLIDING = "sliding_attention"
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def eagle_safeailab(
@@ -205,30 +206,32 @@ def eagle3_safeailab(
 ) -> HeadFiles:
     """``midlayer``, ``d2t`` as offsets, ``t2d``; the hidden states under the keys of both dialects.
 
-    Raises ModelError for layers that engines would read as plain Llama's.
+    Raises ModelError for a head that is not one plain layer of Llama: the engines that read this
+    layout take any for one, and SGLang looks at no flag of its norms.
     """
     layout, kind = head.layout, head.config.model_type
     if kind != "llama":
         raise _refusal("safeailab", f"layers of Llama, found {kind}", "speculators")
     if SLIDING in (getattr(head.config, "layer_types", None) or ()):
         raise _refusal("safeailab", "layers without windows, found sliding ones", "speculators")
-    flags = {name: getattr(layout, name) for name in ("norm_before_fc", "norm_before_residual")}
-    # SpecForge takes norm_output for something else, which it does by default: only where it is on.
-    flags |= {name: True for name in ("fc_norm", "norm_output") if getattr(layout, name)}
-    eagle: dict[str, Any] = {
-        "use_aux_hidden_state": layout.use_aux_hidden_state,
-        "norm_before_fc": layout.norm_before_fc,
-    }
+    if head.config.num_hidden_layers > 1:
+        found = f"one layer, found {head.config.num_hidden_layers}"
+        raise _refusal("safeailab", found, "speculators")
+    on = [name for name in NORM_FLAGS if getattr(layout, name)]
+    if on:
+        raise _refusal("safeailab", f"a head without {' and '.join(on)}", "speculators")
+    named: dict[str, Any] = {}
+    eagle: dict[str, Any] = {"use_aux_hidden_state": layout.use_aux_hidden_state}
     if layout.use_aux_hidden_state:
         # Here SGLang and SpecForge count the outputs of layers; at the top level vLLM their inputs.
         eagle[LAYER_IDS] = [index - 1 for index in layout.aux_hidden_layers]
-        flags[LAYER_IDS] = [*layout.aux_hidden_layers]
+        named[LAYER_IDS] = [*layout.aux_hidden_layers]
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         **_layer_fields(head.config, tensors),
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": layout.target_hidden_size,
-        **flags,
+        **named,
         "eagle_config": eagle,
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(options.dtype),
@@ -260,7 +263,6 @@ def eagle3_speculators(
         raise _refusal("speculators", f"a head as wide as its target, found {found}", "safeailab")
     if any(name.endswith(".bias") for name in tensors):
         raise _refusal("speculators", "a head without biases, found some", "safeailab")
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
@@ -268,7 +270,7 @@ def eagle3_speculators(
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": None,
         LAYER_IDS: [*layout.aux_hidden_layers],
-        **{name: getattr(layout, name) for name in flags},
+        **{name: getattr(layout, name) for name in NORM_FLAGS},
         "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": dtype_name(options.dtype),

@@ -6,7 +6,7 @@ way, so that one forward trains all depths.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from guided_spec.training.algorithm import (
 )
 from guided_spec.training.algorithms.options import DraftModelConfig
 from guided_spec.training.head_training import FrozenTarget, own_tensors, source_of, trainer_kwargs
-from guided_spec.training.objective import DraftLogits, Objective, measure
+from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
@@ -103,8 +103,11 @@ class DraftModelTraining(nn.Module):
         hidden = decoder(
             input_ids=batch.token_ids, attention_mask=mask, use_cache=False
         ).last_hidden_state
-        drafts = self._drafts(hidden, targets, len(objective.weights))
-        return measure(drafts, batch, targets, objective)
+        places = targets.at_depth(0) >= 0
+        # Place p drafts token p + 2 from the state of place p + 1; nothing from the last places.
+        drafts = [DraftStates(places, hidden[places.roll(1, 1)])]
+        scorer = DraftScorer.of(self._draft_head.logits, self.draft, self.layers)
+        return measure(drafts, scorer, batch, targets, objective)
 
     def export(
         self, folder: Path, *, layout: str, tensors: Mapping[str, Tensor] | None = None
@@ -120,13 +123,6 @@ class DraftModelTraining(nn.Module):
         model.config.dtype = torch.bfloat16
         model.save_pretrained(folder, state_dict=halved)
         load_tokenizer(source_of(self._target.model)).save_pretrained(str(folder))
-
-    def _drafts(self, hidden: Tensor, targets: TargetRows, steps: int) -> Iterator[DraftLogits]:
-        """At depth d place p drafts token p + 2 + d, from the hidden state of place p + 1 + d."""
-        for depth in range(steps):
-            places = targets.at_depth(depth) >= 0
-            before = places.roll(1 + depth, 1)  # nothing is drafted from the last places
-            yield DraftLogits(places, self._draft_head.logits(hidden[before]))
 
 
 def _fresh(

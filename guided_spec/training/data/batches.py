@@ -88,6 +88,16 @@ class TokenBatches(Sampler[list[int]]):
             raise ConfigError("count", count, fix)
         self._first = count
 
+    def largest(self) -> list[int]:
+        """The batch of this epoch that takes the most memory: most places, then widest."""
+
+        def size(batch: NDArray[np.int64]) -> tuple[int, int]:
+            width = padded_length(int(self._lengths[batch].max()))
+            return len(batch) * width, width
+
+        found: list[int] = max(self._batches, key=size).tolist()
+        return found
+
     def __len__(self) -> int:
         """Batches that iterating yields; it may differ a little from epoch to epoch."""
         return len(self._batches) - self._first

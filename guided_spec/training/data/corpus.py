@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -23,6 +24,7 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -30,18 +32,23 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import num_mask_words, only_legal_token
+from guided_spec.training.card import CorpusFigures
 from guided_spec.training.data.batches import Collator, TokenBatches
-from guided_spec.training.data.dataset import load_examples, read_grammar_text, split_heldout
+from guided_spec.training.data.dataset import (
+    encode_prompt,
+    load_examples,
+    read_grammar_text,
+    split_heldout,
+)
 from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 from guided_spec.training.data.records import (
     ANSWER_NAMES,
     CHAT_NAMES,
     SHAREGPT_ROLES,
     Example,
-    Line,
     read_example,
-    read_lines,
 )
+from guided_spec.training.data.sources import Line, read_lines
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.trainer import TrainingData, ignore_stop_signals
 from guided_spec.types import MAX_SEED, SamplingParams
@@ -79,7 +86,7 @@ def regenerate(
     *,
     limit: int | None = None,
 ) -> Regenerated:
-    """Write the records of JSON Lines files to ``output`` with answers of ``llm``.
+    """Write the records of ``paths``, see ``read_lines``, to ``output`` with answers of ``llm``.
 
     The answer of a prompt becomes its ``response``; in a chat it replaces the assistant's last
     message, or follows the user's. Everything else is kept, and so is the order. Only whole answers
@@ -126,7 +133,8 @@ def _answer(
     lines: Sequence[Line], llm: LLM, params: SamplingParams, done: int
 ) -> Iterator[_Answered]:
     examples = [_read(line) for line in lines]
-    prompts: list[Any] = [example.prompt for example in examples]
+    encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, sys.maxsize)
+    prompts: list[Any] = [encode_prompt(example, encoder) for example in examples]
     asked = [
         replace(
             params,
@@ -340,6 +348,12 @@ class Corpus:
         """The batches of this process."""
         heldout = self._loader(self.heldout, accelerator) if len(self.heldout) else None
         return TrainingData(self._loader(self.train, accelerator), heldout)
+
+    def figures(self) -> CorpusFigures:
+        """For the card of what is trained on it."""
+        parts = [dataset["grammar"][:] for dataset in (self.train, self.heldout)]
+        grammars = [bool(text) for part in parts for text in part]
+        return CorpusFigures(len(self.train), len(self.heldout), sum(grammars) / len(grammars))
 
     def decode_items(self, limit: int) -> list[WorkItem]:
         """The first ``limit`` held-out documents that have a prompt, as requests."""

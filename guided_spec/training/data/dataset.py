@@ -11,9 +11,9 @@ first, the answer token by token behind it. A token that would reach across the 
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -21,11 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.training.data.records import Example, read_example, read_lines
+from guided_spec.training.data.records import Example, read_example
+from guided_spec.training.data.sources import read_lines, require_datasets
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Encoded",
     "Split",
+    "encode_prompt",
     "encode_record",
     "load_examples",
     "read_grammar_text",
@@ -42,6 +45,8 @@ __all__ = [
 
 # Some tokenizers put a space before a text; behind one of these they cannot.
 ANCHORS = ("\n", "a", '"')
+
+MARKS = re.compile(r"{%-?\s*generation\b")  # in a chat template: what follows is generated
 
 
 class Encoded(NamedTuple):
@@ -71,7 +76,8 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
     stop_ids: the tokens that end an answer, at least one. The last answer is cut behind its first
         one, and gets one where it has none. In earlier answers what follows it is no answer.
 
-    Every answer of a chat counts. Only the last one does where the chat template writes earlier
+    Every answer of a chat counts. Which text that is says the chat template, where it marks what is
+    generated. Where it does not, only the last one counts if the template writes earlier
     turns in another way once later ones follow: their tokens are not those that were generated.
     Raises ConfigError for a record that cannot be read, PromptError for a prompt without tokens
     and for a chat that the template refuses.
@@ -90,6 +96,17 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
     # Behind the last answer there may be a question that nobody answered.
     grammar = None if example.answer is None else example.grammar
     return _join(segments, grammar, _Stops(tokenizer, stop_ids))
+
+
+def encode_prompt(example: Example, encoder: PromptEncoder) -> list[int]:
+    """What is asked, as an engine would read it, and with the tools that the template is told of.
+
+    The example has a prompt. Raises PromptError.
+    """
+    if isinstance(example.prompt, list) and example.tools is not None:
+        return encoder.encode_rendered(encoder.render(example.prompt, tools=example.tools))
+    assert example.prompt is not None
+    return encoder.encode(example.prompt)
 
 
 class _Stops:
@@ -141,28 +158,65 @@ def _chat_segments(example: Example, encoder: PromptEncoder, tokenizer: Any) -> 
     messages = [*example.prompt]
     if isinstance(example.answer, Mapping):
         messages.append(example.answer)
+    known = {} if example.tools is None else {"tools": example.tools}
+
+    def prompt_ids(until: int) -> list[int]:
+        return encoder.encode_rendered(encoder.render(messages[:until], **known))
+
     # A chat cannot begin with an answer: nothing would be asked.
     turns = [at for at, message in enumerate(messages) if at and message["role"] == "assistant"]
     if not turns:
-        return [Segment(encoder.encode(messages), is_answer=False)]
+        return [Segment(prompt_ids(len(messages)), is_answer=False)]
     messages = messages[: turns[-1] + 1]
-    whole = _render(tokenizer, messages)
-    starts = [encoder.text(messages[:turn]) or "" for turn in turns]
-    ends = [_render(tokenizer, messages[: turn + 1]) for turn in turns[:-1]] + [whole]
+    if MARKS.search(str(tokenizer.chat_template)):
+        return _marked_segments(messages, encoder, tokenizer, known)
+    settings = {"add_generation_prompt": False, **known}
+    whole = encoder.render(messages, **settings)
+    starts = [encoder.render(messages[:turn], **known) for turn in turns]
+    ends = [encoder.render(messages[: turn + 1], **settings) for turn in turns[:-1]] + [whole]
     borders = [text for pair in zip(starts, ends, strict=True) for text in pair]
     if not _are_prefixes(borders, whole):
         answer = _last_answer(messages[-1], starts[-1], whole)
         return [
-            Segment(encoder.encode(messages[:-1]), is_answer=False),
+            Segment(prompt_ids(len(messages) - 1), is_answer=False),
             Segment(_continuation(tokenizer, answer), is_answer=True),
         ]
-    segments = [Segment(encoder.encode(messages[: turns[0]]), is_answer=False)]
-    at = len(starts[0])
-    for index, border in enumerate(borders[1:]):
-        piece = _continuation(tokenizer, whole[at : len(border)])
-        segments.append(Segment(piece, is_answer=index % 2 == 0))
-        at = len(border)
-    return segments
+    segments = [Segment(prompt_ids(turns[0]), is_answer=False)]
+    return segments + _cut(whole, [len(text) for text in borders], tokenizer)
+
+
+def _marked_segments(
+    messages: Sequence[Message], encoder: PromptEncoder, tokenizer: Any, known: Mapping[str, Any]
+) -> list[Segment]:
+    """By the spans that the template itself marks as generated.
+
+    Raises PromptError for a template that marks none of a chat.
+    """
+    render: Any = render_jinja_template  # its annotation is that of one of its two results
+    try:
+        rendered, found = render(
+            [[dict(message) for message in messages]],
+            chat_template=tokenizer.chat_template,
+            return_assistant_tokens_mask=True,
+            **known,
+            **tokenizer.special_tokens_map,
+        )
+    except Exception as error:  # a template may raise anything
+        raise PromptError(f"prompt: the chat template refused it: {error}") from error
+    whole, spans = rendered[0], found[0]
+    if not spans:
+        raise PromptError("prompt: the chat template marks no answer of it as generated")
+    start = Segment(encoder.encode_rendered(whole[: spans[0][0]]), is_answer=False)
+    return [start, *_cut(whole, [border for span in spans for border in span], tokenizer)]
+
+
+def _cut(whole: str, borders: Sequence[int], tokenizer: Any) -> list[Segment]:
+    """The text between places in it: the first piece is an answer, and so is every second."""
+    pieces = zip(borders, borders[1:], strict=False)
+    return [
+        Segment(_continuation(tokenizer, whole[start:end]), is_answer=number % 2 == 0)
+        for number, (start, end) in enumerate(pieces)
+    ]
 
 
 def _are_prefixes(texts: Sequence[str], whole: str) -> bool:
@@ -178,16 +232,6 @@ def _last_answer(message: Message, prompt: str, whole: str) -> str:
         fix = "must be text: the chat template writes the prompt in another way once it is answered"
         raise ConfigError("content", content, fix)
     return content
-
-
-def _render(tokenizer: Any, messages: Sequence[Message]) -> str:
-    try:
-        text: str = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False
-        )
-    except Exception as error:  # a template may raise anything
-        raise PromptError(f"messages: the chat template refused them: {error}") from error
-    return text
 
 
 def _continuation(tokenizer: Any, text: str) -> list[int]:
@@ -225,7 +269,7 @@ def load_examples(
     max_length: int,
     limit: int | None = None,
 ) -> Dataset:
-    """Read and tokenize JSON Lines files; everything stays in memory.
+    """Read and tokenize the records of ``read_lines``; all tokens stay in memory.
 
     max_length: tokens that a document may have; longer ones, and those without an answer, are left
         out, and a warning tells how many. limit: documents at most.
@@ -237,7 +281,7 @@ def load_examples(
     Raises ConfigError naming file and line for a record that cannot be used, and where no document
     is left or ``datasets`` is not installed.
     """
-    library = _require_datasets()
+    library = require_datasets()
     chunks: list[Any] = []
     rows: list[dict[str, Any]] = []
     kept = too_long = unanswered = 0
@@ -331,12 +375,3 @@ def _chunk(library: Any, rows: list[dict[str, Any]]) -> Any:
     )
     columns = {name: [row[name] for row in rows] for name in features}
     return library.Dataset.from_dict(columns, features=features)
-
-
-def _require_datasets() -> Any:
-    if importlib.util.find_spec("datasets") is None:
-        fix = "reading them needs the datasets library: pip install 'guided-spec[train]'"
-        raise ConfigError("data", "JSON Lines files", fix)
-    import datasets
-
-    return datasets

@@ -1,10 +1,9 @@
-"""Training records: JSON Lines files, one document a line, in the shapes people keep them in."""
+"""Training records: one document each, in the shapes people keep them in."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from guided_spec.engine.prompt import Message
@@ -18,9 +17,7 @@ __all__ = [
     "RECORD_KEYS",
     "SHAREGPT_ROLES",
     "Example",
-    "Line",
     "read_example",
-    "read_lines",
 ]
 
 ANSWER_NAMES = ("response", "completion", "answer")
@@ -31,14 +28,12 @@ CHAT_NAMES = ("messages", "conversations", "prompt")
 
 REFUSED = {
     "after": "is not followed in training: write the grammar of the whole answer",
-    "lark": "is not followed in training: write it as ebnf",
     "reasoning_budget": "is not followed in training: write the grammar of the whole answer",
-    "tools": "are not written into prompts; write them into the system message, drop the member",
 }
 """What an engine could do, but not a training run; and what to do instead."""
 
 RECORD_KEYS = frozenset(
-    {*CHAT_NAMES, "text", *ANSWER_NAMES, *GRAMMAR_KEYS, *NOTE_KEYS}.difference(REFUSED)
+    {*CHAT_NAMES, "text", "tools", *ANSWER_NAMES, *GRAMMAR_KEYS, *NOTE_KEYS}.difference(REFUSED)
 )
 """All that may stand in a record."""
 
@@ -55,39 +50,18 @@ SHAREGPT_ROLES = {
 """What ``from`` says in ShareGPT's form, as the role of a message."""
 
 
-class Line(NamedTuple):
-    """One line of a file. place: ``name:number``, for messages."""
-
-    place: str
-    record: dict[str, Any]
-
-
 class Example(NamedTuple):
     """One document: what is asked, what is answered, and what the answer has to match.
 
     prompt: text, or chat messages without the answer; None where all of the text is the answer.
     answer: text, or the assistant's last message of a chat; None where there is none yet.
+    tools: what the chat template is told that the assistant may call; None for nothing.
     """
 
     prompt: str | list[Message] | None
     answer: str | Message | None
     grammar: GrammarSpec | None
-
-
-def read_lines(paths: Sequence[str | Path]) -> Iterator[Line]:
-    """Every record of the files, in order; blank lines are skipped.
-
-    Raises ConfigError naming the file, or file and line, where one cannot be read.
-    """
-    for path in map(Path, paths):
-        try:
-            with path.open(encoding="utf-8") as file:
-                for number, text in enumerate(file, 1):
-                    if text.strip():
-                        place = f"{path.name}:{number}"
-                        yield Line(place, _read_object(text, place))
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("data", str(path), f"cannot be read: {error}") from error
+    tools: list[Any] | None = None
 
 
 def read_example(record: Mapping[str, Any]) -> Example:
@@ -96,8 +70,8 @@ def read_example(record: Mapping[str, Any]) -> Example:
     ``messages`` (or ``prompt``): a chat with roles. ``conversations``: a chat in ShareGPT's form.
     ``prompt``: text. Their answer is the assistant's last message or, behind the prompt,
     ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
-    all of it is the answer. The grammar: see ``read_grammar``. Raises ConfigError, also for a key
-    that is none of ``RECORD_KEYS``.
+    all of it is the answer. ``tools``: of a chat, a list or its JSON. The grammar: see
+    ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS``.
     """
     for key, fix in REFUSED.items():
         if record.get(key):
@@ -105,28 +79,20 @@ def read_example(record: Mapping[str, Any]) -> Example:
     refuse_unknown({**record, **dict.fromkeys(REFUSED)}, RECORD_KEYS)
     grammar = read_grammar(record)
     answer = _answer(record)
-    chat = _chat(record)
+    chat, tools = _chat(record), _tools(record)
     if chat is not None:
         if chat[-1]["role"] == "assistant":
-            return Example(chat[:-1], chat[-1], grammar)
+            return Example(chat[:-1], chat[-1], grammar, tools)
         reply = None if answer is None else {"role": "assistant", "content": answer}
-        return Example(chat, reply, grammar)
+        return Example(chat, reply, grammar, tools)
+    if tools is not None:
+        raise ConfigError("tools", tools, "go with a chat: write the prompt as messages")
     if record.get("prompt") is not None:
         return Example(_text("prompt", record["prompt"]), answer, grammar)
     if record.get("text") is not None:
         return Example(None, _text("text", record["text"]), grammar)
     fix = "has none of prompt, messages, conversations and text"
     raise ConfigError("record", sorted(record), fix)
-
-
-def _read_object(text: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("data", place, f"is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ConfigError("data", place, "must be a JSON object")
-    return record
 
 
 def _answer(record: Mapping[str, Any]) -> str | None:
@@ -146,6 +112,18 @@ def _chat(record: Mapping[str, Any]) -> list[Message] | None:
             raise ConfigError(name, turns, "must be a list of messages, at least one")
         return [_message(name, turn) for turn in turns]
     return None
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any] | None:
+    tools = record.get("tools")
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ConfigError("tools", tools, f"is not JSON: {error}") from error
+    if not isinstance(tools, list | None):
+        raise ConfigError("tools", tools, "must be a list of tools, or its JSON")
+    return tools or None
 
 
 def _message(name: str, turn: Any) -> Message:

@@ -43,9 +43,9 @@ CASES: list[tuple[str, str, str, dict[str, Any], str]] = [
         "eagle3",
     ),
     ("eagle3", "speculators", "gemma3", {"fc_norm": True, "aux_hidden_layers": (0, 4)}, "eagle3"),
-    ("eagle3", "safeailab", "llama", {"norm_before_residual": True}, "eagle3"),
-    ("eagle3", "safeailab", "llama3_rope", {"shape": HeadShape(2), "fc_norm": True}, "eagle3"),
-    ("eagle3", "safeailab", "qwen3_5", {"norm_before_fc": True, "norm_output": True}, "eagle3"),
+    ("eagle3", "speculators", "llama", {"norm_before_residual": True}, "eagle3"),
+    ("eagle3", "safeailab", "llama3_rope", {}, "eagle3"),
+    ("eagle3", "safeailab", "qwen3_5", {}, "eagle3"),
     ("eagle3", "safeailab", "deepseek_v3", {"draft_vocab_size": None}, "eagle3"),
     ("mtp", "deepseek", "deepseek_v3", {"num_modules": 2}, "deepseek_mtp"),
     ("mtp", "deepseek", "deepseek_v32", {}, "deepseek_mtp"),
@@ -224,11 +224,21 @@ def test_a_layout_of_another_kind(tmp_path: Path, kind: str, layout: str, fix: s
     assert not any(tmp_path.iterdir())
 
 
-def test_what_a_layout_cannot_say(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ({"model_type": "qwen3"}, "layers of Llama, found qwen3"),
+        ({"shape": HeadShape(2)}, "one layer, found 2"),
+        ({"norm_before_residual": True}, "a head without norm_before_residual"),
+        ({"fc_norm": True, "norm_output": True}, "a head without fc_norm and norm_output"),
+    ],
+)
+def test_what_engines_would_not_see(tmp_path: Path, options: dict[str, Any], needed: str) -> None:
     target = named(build("llama"))
-    head = fresh_head("eagle3", target, model_type="qwen3")
-    with pytest.raises(ModelError, match="'safeailab': it needs layers of Llama, found qwen3"):
+    head = fresh_head("eagle3", target, **options)
+    with pytest.raises(ModelError, match=f"'safeailab': it needs {needed}; save it as 'spec"):
         save_head(head, tmp_path, layout="safeailab", target=target)
+    save_head(head, tmp_path, layout="speculators", target=target)
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,28 @@ def test_texts_of_a_grammar_and_others(text: bytes, stop: tuple[int, ...], is_le
         assert rows is None
 
 
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        GrammarSpec.lark('start: "a" "b"+ "c"'),
+        GrammarSpec.ebnf('root ::= "a" "b"+ "c"'),
+        GrammarSpec.choice(["abbc", "abc"]),
+        GrammarSpec.structural_tag(
+            {"type": "structural_tag", "format": {"type": "regex", "pattern": "ab+c"}}
+        ),
+    ],
+)
+def test_every_kind_of_grammar(grammar: GrammarSpec) -> None:
+    masks = GrammarMasks(BYTES)
+    text = write_grammar_text(grammar)
+    rows = masks.rows([*b"abbc", EOS], 0, text)
+    assert rows is not None
+    legal = unpack_bitmask(torch.from_numpy(rows), BYTES.vocab_size)
+    assert legal.sum(-1).tolist()[0] == 1
+    assert masks.rows([*b"abd"], 0, text) is None
+    assert (masks.rejected, masks.failed) == (1, 0)
+
+
 def test_whitespace_that_was_not_asked_for(tokenizer: Any, masks: GrammarMasks) -> None:
     spec = GrammarSpec.json_schema(json.loads(json.loads(SCHEMA)["source"]), any_whitespace=True)
     token_ids = [*tokenizer('{"a":\n"b"}')["input_ids"], 0]

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import json
 from typing import Any
 
 import pytest
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.training.data.records import Example, read_example, read_lines
+from guided_spec.training.data.records import Example, read_example
 
 USER = {"role": "user", "content": "Hi"}
 REPLY = {"role": "assistant", "content": "Hello"}
+TOOL = {"type": "function", "function": {"name": "add"}}
 EBNF = GrammarSpec.ebnf('r ::= "x"', root="r")
 TAG = {"type": "structural_tag", "format": {"type": "any_text"}}
 
@@ -54,6 +55,9 @@ def with_grammar(grammar: GrammarSpec | None) -> Example:
             with_grammar(GrammarSpec.json_object()),
         ),
         ({"prompt": "a", "response_format": {"type": "text"}}, with_grammar(None)),
+        ({"prompt": "a", "lark": 'start: "x"'}, with_grammar(GrammarSpec.lark('start: "x"'))),
+        ({"messages": [USER], "tools": [TOOL]}, Example([USER], None, None, [TOOL])),
+        ({"messages": [USER], "tools": json.dumps([TOOL])}, Example([USER], None, None, [TOOL])),
         (
             {"prompt": "a", "schema": {}, "key_order": "any", "unsupported": "rewrite"},
             with_grammar(GrammarSpec.json_schema({}, key_order="any", unsupported="rewrite")),
@@ -78,7 +82,9 @@ def test_shapes(record: dict[str, Any], expected: Example) -> None:
         ({"conversations": [{"from": "gpt"}]}, "value"),
         ({"prompt": "a", "schema": {}, "regex": "b"}, "at most one"),
         ({"prompt": "a", "schema": {}, "any_whitespace": 1}, "must be True or False"),
-        ({"messages": [USER], "tools": [{}]}, "tools=.*system message"),
+        ({"messages": [USER], "tools": {}}, "tools={}: must be a list of tools"),
+        ({"messages": [USER], "tools": "{"}, "tools='{': is not JSON"),
+        ({"prompt": "a", "tools": [{"type": "function"}]}, "tools=.*go with a chat"),
         (
             {"prompt": "a", "schemas": {}},
             "schemas={}: is unknown; the keys are additional_properties, answer, .* text",
@@ -86,36 +92,9 @@ def test_shapes(record: dict[str, Any], expected: Example) -> None:
         ({"conversations": [], "system": "Be kind"}, "system='Be kind': is unknown"),
         ({"prompt": "a", "regex": "b", "root": "c"}, "root='c': goes with ebnf only"),
         ({"prompt": "a", "regex": "b", "after": "x"}, "after='x': is not followed"),
-        ({"prompt": "a", "lark": "b"}, "lark='b': .*write it as ebnf"),
         ({"prompt": "a", "ebnf": 5}, "must be a str"),
     ],
 )
 def test_broken_records(record: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_example(record)
-
-
-def test_lines_of_several_files(tmp_path: Path) -> None:
-    # The second separator ends no line of JSON Lines, though str.splitlines thinks so.
-    (tmp_path / "a.jsonl").write_text('{"a": 1}\n\n{"a": "\u2028"}\n', encoding="utf-8")
-    (tmp_path / "b.jsonl").write_text('{"a": {"b": 3}}', encoding="utf-8")
-    lines = list(read_lines([tmp_path / "a.jsonl", str(tmp_path / "b.jsonl")]))
-    assert [line.place for line in lines] == ["a.jsonl:1", "a.jsonl:3", "b.jsonl:1"]
-    assert [line.record["a"] for line in lines] == [1, "\u2028", {"b": 3}]
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b'{"a": 1}\n{', "a.jsonl:2': is not JSON"),
-        (b"[]", "a.jsonl:1': must be a JSON object"),
-        (b"\xff", "cannot be read"),
-    ],
-)
-def test_broken_files(tmp_path: Path, data: bytes, message: str) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(data)
-    with pytest.raises(ConfigError, match=message):
-        list(read_lines([path]))
-    with pytest.raises(ConfigError, match="cannot be read"):
-        list(read_lines([tmp_path / "absent.jsonl"]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import compress
 from typing import Any
 
@@ -175,3 +176,44 @@ def _spaced_tokenizer() -> Any:
     tokenizer.train_from_iterator(["a cat a cat", letters], trainer)
     tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>")
+
+
+MARKED = (
+    "{% for tool in tools or [] %}{{ tool.function.name }};{% endfor %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{%- generation %}{{ m.content if loop.last else 'then' }}{{ eos_token }}{% endgeneration %}\n"
+    "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+
+
+def test_the_template_says_what_is_generated(chat_tokenizer: Any) -> None:
+    """Where it writes earlier answers in another way too: it marks them."""
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = MARKED
+    encoded = encode_record({"messages": CHAT, "schema": {}}, tokenizer, [EOS])
+    assert (
+        answers(encoded, tokenizer) == f'then{tokenizer.eos_token}{{"n": 2}}{tokenizer.eos_token}'
+    )
+    start = encoded.answer_start
+    assert encoded.input_ids[-1] == EOS
+    assert tokenizer.decode(encoded.input_ids[start:-1]) == '{"n": 2}'
+    assert encoded.grammar is not None
+    tokenizer.chat_template = MARKED.replace("== 'assistant'", "== 'nobody'")
+    with pytest.raises(PromptError, match="marks no answer of it as generated"):
+        encode_record({"messages": CHAT}, tokenizer, [EOS])
+
+
+@pytest.mark.parametrize("is_marked", [False, True])
+def test_tools_stand_in_the_prompt(chat_tokenizer: Any, *, is_marked: bool) -> None:
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    plain = MARKED.replace("{%- generation %}", "").replace("{% endgeneration %}", "")
+    tokenizer.chat_template = MARKED if is_marked else plain
+    record = {"messages": CHAT[:2], "tools": TOOLS}
+    encoded = encode_record(record, tokenizer, [EOS])
+    assert tokenizer.decode(encoded.input_ids[: encoded.answer_start]) == (
+        "add;<user>One?<assistant>"
+    )
+    asked = encode_record({**record, "messages": CHAT[:1]}, tokenizer, [EOS])
+    assert asked.input_ids == encoded.input_ids[: encoded.answer_start]

@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.bench_plots import Origin, bench_figures, draw_bench
 from guided_spec.evaluate.figure import read_figure
 from guided_spec.evaluate.measurement import Measurement
+from guided_spec.evaluate.plots import Origin, bench_figures, draw_all, training_figures
 from tests.benchmarks.test_plots import description, texts
 
 ORIGIN = Origin("guided-spec bench", "none", "none", "2026-11-23")
@@ -88,7 +88,7 @@ def test_another_report_is_refused(report: Any) -> None:
 
 def test_they_are_drawn(tmp_path: Path) -> None:
     report = rows(PLAIN, NGRAM, CHAIN)
-    paths = draw_bench(report, tmp_path / "new" / "plots", ORIGIN)
+    paths = draw_all(bench_figures(report, ORIGIN), tmp_path / "new" / "plots")
     assert [path.name for path in paths] == [
         f"{name}.svg" for name in bench_figures(report, ORIGIN)
     ]
@@ -98,7 +98,7 @@ def test_they_are_drawn(tmp_path: Path) -> None:
     assert description(acceptance)["series"]["ngram"][:3] == [50.0, 0.0, None]
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--plot"):
-        draw_bench(report, tmp_path / "file", ORIGIN)
+        draw_all(bench_figures(report, ORIGIN), tmp_path / "file")
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +118,14 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused = CliRunner().invoke(app, arguments)
     assert refused.exit_code == 1
     assert "guided-spec[plots]" in refused.stdout  # an error is JSON too
+
+
+def test_a_log_is_drawn_in_few_points() -> None:
+    lines: list[dict[str, Any]] = [{"step": step, "loss": 1.0 / step} for step in range(1, 101)]
+    lines += [{"step": step, "heldout_loss": 2.0} for step in (50, 100)]
+    figure = training_figures(lines, ORIGIN)["loss"]
+    assert figure.ticks == [str(step) for step in range(5, 101, 5)]
+    assert figure.series["training"][0] == pytest.approx((1 + 1 / 2 + 1 / 3 + 1 / 4 + 1 / 5) / 5)
+    held_out = dict(zip(figure.ticks, figure.series["held out"], strict=True))
+    assert {tick for tick, value in held_out.items() if value is not None} == {"50", "100"}
+    assert [*training_figures(lines[:1], ORIGIN)] == ["loss"]

@@ -1,4 +1,4 @@
-"""The plots of a ``guided-spec bench`` report: speed, acceptance, and what masks cost."""
+"""The plots of reports: of ``guided-spec bench``, ``guided-spec eval`` and a training's log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.figure import Figure, write_figure
 
-__all__ = ["Origin", "bench_figures", "draw_bench"]
+__all__ = ["Origin", "acceptance_figures", "bench_figures", "draw_all", "training_figures"]
 
 MOST_POSITIONS = 16
 BASELINES = ("none", "transformers")
@@ -37,19 +37,79 @@ class Origin(NamedTuple):
         return cls(command, machine, versions, datetime.date.today().isoformat())
 
 
-def draw_bench(report: Report, folder: Path, origin: Origin) -> list[Path]:
-    """Write the plots of ``bench_figures`` to ``folder``, as SVG; returns where they are.
+def draw_all(
+    figures: Mapping[str, Figure], folder: Path, *, option: str = "--plot", suffix: str = ".svg"
+) -> list[Path]:
+    """Write ``figures`` by their names to ``folder``; returns where they are.
 
-    Beside each lies its figure as JSON, from which ``draw`` makes it again. Raises ConfigError
-    where matplotlib is missing, or the folder cannot be made.
+    Beside each lies its figure as JSON, from which ``draw`` makes it again. Raises ConfigError,
+    naming the option, where the folder cannot be made, and where matplotlib is missing.
     """
-    figures = bench_figures(report, origin)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         fix = f"must be a folder that can be written to ({error.strerror})"
-        raise ConfigError("--plot", str(folder), fix) from error
-    return [write_figure(figure, folder / f"{name}.json") for name, figure in figures.items()]
+        raise ConfigError(option, str(folder), fix) from error
+    return [
+        write_figure(figure, folder / f"{name}.json", suffix) for name, figure in figures.items()
+    ]
+
+
+def acceptance_figures(report: Report, origin: Origin) -> dict[str, Figure]:
+    """By file name; report: rows of ``guided-spec eval --output``."""
+    named = {
+        f"{row['proposer']}, {row['source']}{', with grammars' if row['grammars'] else ''}": row
+        for row in report
+    }
+    figure = _acceptance({1: named}, origin)
+    return {} if figure is None else {"acceptance_by_position": figure}
+
+
+MOST_POINTS = 20
+SERIES = {  # of a log: title, unit, note
+    "loss": ("Loss", "loss", "Means over the steps up to each point, depths weighted."),
+    "acceptance_length": (
+        "Acceptance length",
+        "tokens per forward",
+        "An estimate: greedy drafts, on the text of the documents.",
+    ),
+}
+
+
+def training_figures(lines: Report, origin: Origin) -> dict[str, Figure]:
+    """By file name: the loss and the acceptance of a run, by step.
+
+    lines: of the run's log. A metric that it does not hold has no figure.
+    """
+    steps = sorted({line["step"] for line in lines})
+    ends = steps[:: -max(1, -(-len(steps) // MOST_POINTS))][::-1]
+    figures = {}
+    for name, (title, unit, note) in SERIES.items():
+        labels = {"training": name, "held out": f"heldout_{name}"}
+        series = {label: _means(lines, key, ends) for label, key in labels.items()}
+        shown = {label: values for label, values in series.items() if any(values)}
+        if shown:
+            figures[name] = Figure(
+                title=title,
+                style="lines",
+                x="step",
+                ticks=[str(step) for step in ends],
+                unit=unit,
+                series=shown,
+                highlight=[*shown],
+                note=note,
+                **_measured(origin),
+            )
+    return figures
+
+
+def _means(lines: Report, key: str, ends: Sequence[int]) -> list[float | None]:
+    """Of what was logged up to each of ``ends``, from the one before; None where nothing was."""
+    found: list[float | None] = []
+    for before, end in zip([-1, *ends], ends, strict=False):
+        values = [line[key] for line in lines if key in line and before < line["step"] <= end]
+        found.append(sum(values) / len(values) if values else None)
+    return found
 
 
 def bench_figures(report: Report, origin: Origin) -> dict[str, Figure]:
