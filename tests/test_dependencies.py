@@ -19,7 +19,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = {
     "cli": ("cli",),
     "evaluate": ("plots",),
-    "models": ("lora",),
+    "models": ("lora", "parallel"),
     "server": ("serve", "telemetry"),
     "training": ("train",),
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,6 +28,7 @@ from guided_spec.engine.setup import bundled_asset
 __all__ = ["app", "summary"]
 
 PERCENTILES = (50, 90, 99)
+SERVERS = f"none,{DEFAULT}"
 WAITS = {"ttft": "first token", "tpot": "per token", "itl": "between pieces", "e2el": "whole"}
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -35,12 +36,8 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 @app.command()
 def serving(
-    servers: Annotated[
-        str, typer.Option(help="Proposers, vllm, vllm:METHOD or addresses, comma-separated.")
-    ] = f"none,{DEFAULT}",
-    datasets: Annotated[
-        str, typer.Option(help=f"Of {', '.join(DATASETS)}, or files, comma-separated.")
-    ] = "documents",
+    servers: Annotated[str, typer.Option(help="Proposers, vllm, vllm:METHOD, URLs.")] = SERVERS,
+    datasets: Annotated[str, typer.Option(help=f"{', '.join(DATASETS)}, files.")] = "documents",
     num_prompts: Annotated[int, typer.Option(help="Requests of a data set.")] = 128,
     seconds: Annotated[float | None, typer.Option(help="Send them anew until then.")] = None,
     request_rate: Annotated[float, typer.Option(help="A second; inf: all at once.")] = math.inf,
@@ -63,47 +60,51 @@ def serving(
     logs: Annotated[Path | None, typer.Option(help="Folder for the servers' output.")] = None,
     output: Annotated[Path | None, typer.Option(help="Write all figures here as JSON.")] = None,
 ) -> None:
-    """Compare servers under the same requests; the exit code says whether all were answered."""
+    """Compare servers under the same requests; the exit code says whether all were answered.
+
+    Servers and data sets are separated by commas.
+    """
     with failures_as_messages():
-        pattern = Pattern(
-            rate=request_rate,
-            burstiness=burstiness,
-            max_concurrency=max_concurrency,
-            seconds=seconds,
-            max_tokens=output_len,
-            temperature=temperature,
-            seed=seed,
-        )
-        requests = {
-            name: make_requests(name, num_prompts, structured_output_ratio, seed)
-            for name in datasets.split(",")
-        }
+        times = (request_rate, burstiness, max_concurrency, seconds)
+        pattern = Pattern(*times, output_len, temperature, seed)
+        share = structured_output_ratio
+        requests = {d: make_requests(d, num_prompts, share, seed) for d in datasets.split(",")}
+        vllm = VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs)
         plan = GpuPlan(model=None if work else model or bundled_asset("target"), work=work)
-        table, found = _table(), list[dict[str, Any]]()
         with folders(plan, stderr().print) as (folder, head):
-            subject = Subject(
-                model=folder,
-                draft=draft or head,
-                device=device,
-                dtype=dtype,
-                batch_size=max_batch_size,
-                queue=max_concurrency or num_prompts,
-                num_draft_tokens=num_draft_tokens,
-                vllm=VllmEnvironment(vllm_python, vllm_site, vllm_memory_share, logs),
-            )
-            for server in servers.split(","):
-                stderr().print(f"starting {server}", markup=False)
-                with served(server, subject) as url:
-                    for name, asked in requests.items():
-                        traffic = asyncio.run(drive(url, asked, pattern))
-                        found.append({"server": server, "dataset": name, **summary(traffic)})
-                        table.add_row(*_cells(found[-1]))
-                        _tell(traffic.answers)
-                        if output is not None:  # a run that is stopped keeps what it has
-                            output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    print_table(table)
+            on, queue = (device, dtype, max_batch_size), max_concurrency or num_prompts
+            subject = Subject(folder, draft or head, *on, queue, num_draft_tokens, vllm)
+            _compare(servers.split(","), subject, requests, pattern, output)
+
+
+def _compare(
+    servers: Sequence[str],
+    subject: Subject,
+    requests: Mapping[str, Any],
+    pattern: Pattern,
+    output: Path | None,
+) -> None:
+    found = list[dict[str, Any]]()
+    for server in servers:
+        for one in _measure(server, subject, requests, pattern):
+            found.append(one)
+            if output is not None:  # a run that is stopped keeps what it has
+                output.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    print_table(_table(found))
     if any(one["failed"] for one in found):
         raise typer.Exit(1)
+
+
+def _measure(
+    server: str, subject: Subject, requests: Mapping[str, Any], pattern: Pattern
+) -> Iterator[dict[str, Any]]:
+    """One server under the requests of every data set."""
+    stderr().print(f"starting {server}", markup=False)
+    with served(server, subject) as url:
+        for name, asked in requests.items():
+            traffic = asyncio.run(drive(url, asked, pattern))
+            _tell(traffic.answers)
+            yield {"server": server, "dataset": name, **summary(traffic)}
 
 
 def summary(traffic: Traffic) -> dict[str, Any]:
@@ -141,13 +142,15 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
     return {name: 1e3 * float(value) for name, value in known.items()}
 
 
-def _table() -> Table:
+def _table(found: Sequence[Mapping[str, Any]]) -> Table:
     """Waits hold the median and the 99th percentile."""
     heads = ("done", "failed", "correct", "requests\n/s", "tokens\n/s")
     waits = [f"{words}\nms" for words in WAITS.values()]
     columns = (Column(head, justify="right", no_wrap=True) for head in (*heads, *waits))
     table = Table(Column("server"), Column("data set"), *columns, box=SIMPLE, padding=0)
     table.caption, table.caption_justify = "ms: median, 99th percentile", "left"
+    for one in found:
+        table.add_row(*_cells(one))
     return table
 
 

@@ -30,7 +30,7 @@ _READY_SECONDS, _PAUSE, _TAIL = 300.0, 0.2, 1500
 _STOP_SECONDS = 20.0  # to finish; vLLM's engine is a process of its own, which ends after that
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Subject:
     """What every server gets.
 

@@ -28,7 +28,7 @@ _DATA = b"data: "
 _NAMES = {"json_schema": "json", "ebnf": "grammar", "lark": "grammar"}  # vLLM's, of the others too
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Pattern:
     """When requests come, and what they have in common.
 

@@ -64,10 +64,9 @@ def bench(
     at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
     held-out documents that come with the package are used.
     """
-    load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
+    load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft, "verifier": verifier}
     batches = _batch_sizes(batch_size)
     load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": max(batches)}
-    load["verifier"] = verifier
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     if plot is not None:
         require_matplotlib("--plot", str(plot))  # before anything runs
@@ -75,8 +74,7 @@ def bench(
     asked = _Asked(workload, limit, names, params, batches)
     measurements = _compare(asked, model, load, profile)
     report = [measurement.as_dict() for measurement in measurements]
-    _write(output, report)
-    _plot(plot, report)
+    _keep(report, output, plot)
     if as_json:
         for record in report:
             print_json(record)
@@ -119,17 +117,15 @@ def _batch_sizes(text: str) -> list[int]:
     return sizes
 
 
-def _write(output: Path | None, report: Any) -> None:
+def _keep(report: list[dict[str, Any]], output: Path | None, plots: Path | None) -> None:
+    """Write the report, and its plots into a folder."""
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-def _plot(folder: Path | None, report: list[dict[str, Any]]) -> None:
-    if folder is not None:
+    if plots is not None:
         from guided_spec.evaluate.plots import Origin, bench_figures, draw_all
 
         origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
-        for path in draw_all(bench_figures(report, origin), folder):
+        for path in draw_all(bench_figures(report, origin), plots):
             stderr().print(str(path))
 
 

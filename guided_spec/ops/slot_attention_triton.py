@@ -266,6 +266,18 @@ def _group_of(token, order, groups, count, num_groups, GROUPS: tl.constexpr):  #
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _row_of(  # type: ignore[no-untyped-def]
+    tile, rows, num_rows, GROUP: tl.constexpr, LINES: tl.constexpr, ROWS: tl.constexpr
+):
+    """Which row a tile belongs to, and which of its tiles it is."""
+    line = tl.arange(0, LINES)
+    ends = tl.load(rows + 2 * num_rows + line - 1, mask=(line > 0) & (line < num_rows), other=0)
+    begins = ends.to(tl.int32) * GROUP // ROWS + line  # the first tile of each row
+    row = tl.sum(((begins <= tile) & (line < num_rows)).to(tl.int32), 0) - 1
+    return row, tile - tl.sum(tl.where(line == row, begins, 0), 0)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     low,
     start,
@@ -330,13 +342,8 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     follow(FOLLOWS)
     tile, split = tl.program_id(0), tl.program_id(2)
     head = tl.program_id(1).to(tl.int64)
-    line = tl.arange(0, LINES)
-    ends = tl.load(rows + 2 * num_rows + line - 1, mask=(line > 0) & (line < num_rows), other=0)
-    begins = ends.to(tl.int32) * GROUP // ROWS + line  # the first tile of each row
-    row = tl.sum(((begins <= tile) & (line < num_rows)).to(tl.int32), 0) - 1
-    begin = tl.sum(tl.where(line == row, begins, 0), 0)
+    row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
     slot, start, first_token, num_tokens = _row(row, rows, num_rows)
-    within_row = tile - begin
     if within_row * ROWS < num_tokens * GROUP:
         low, limit = start * 0, max_length
         if STAGE == 1:
