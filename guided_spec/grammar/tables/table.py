@@ -108,9 +108,9 @@ def without_tokens(
         column[list(states)] = REFUSED
         classes[token_id] = len(columns)
         columns.append(column)
-    used, classes = np.unique(classes, return_inverse=True)
+    used, numbers = np.unique(classes, return_inverse=True)
     merged, index = _merge(np.stack([columns[at] for at in used.tolist()]))
-    return _with_rows(merged, index[classes], limits, clock)
+    return _with_rows(merged, index[numbers], limits, clock)
 
 
 class _Columns:

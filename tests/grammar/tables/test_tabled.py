@@ -27,7 +27,7 @@ from guided_spec.grammar.tables.maker import TableMaker, table_bytes
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.table import TokenTable
 from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher, finished
-from guided_spec.grammar.unique_keys import UniqueKeysGrammar
+from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
 SPECS = {
@@ -42,8 +42,9 @@ USED = np.packbits(np.arange(WORDS * 32) < SMALL.vocab_size, bitorder="little").
 
 
 @cache
-def parts(name: str) -> tuple[CompiledGrammar, TokenTable]:
+def parts(name: str) -> tuple[NotedGrammar, TokenTable]:
     compiled = tabled_part(backend("auto").compile(SPECS[name]))
+    assert isinstance(compiled, NotedGrammar)
     return compiled, proven_table(
         compiled, Spelling(SMALL), TableLimits(states=60 if name == "part" else 2000)
     )
@@ -137,7 +138,7 @@ def accepted(matcher: GrammarMatcher, data: bytes) -> bool:
 def test_a_text_goes_over_to_a_table_and_counts_from_there() -> None:
     compiled, table = parts("whole")
     made: Future[TokenTable] = Future()
-    matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()  # type: ignore[arg-type]
+    matcher = TabledGrammar(compiled, lambda: made, 0).new_matcher()
     assert isinstance(matcher, TabledMatcher)
     assert accepted(matcher, b'{"na')
     assert (matcher.num_tabled, matcher.row_source is matcher) == (0, False)
@@ -152,7 +153,7 @@ def test_a_text_goes_over_to_a_table_and_counts_from_there() -> None:
 
 def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
     compiled, table = parts("part")
-    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()
     deep = 40
     assert accepted(matcher, b"[" * deep + b"]" * deep)
     assert isinstance(matcher, Matcher)
@@ -166,7 +167,7 @@ def test_a_text_that_leaves_the_table_goes_on_with_a_matcher() -> None:
 
 def test_what_is_wrong_is_said() -> None:
     compiled, table = parts("whole")
-    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()  # type: ignore[arg-type]
+    matcher = TabledGrammar(compiled, lambda: finished(table), 0).new_matcher()
     assert accepted(matcher, b'{"name": ""}')
     assert matcher.accept_token(STOPS[1])
     with pytest.raises(GrammarStateError, match="the text is complete"):
@@ -192,7 +193,7 @@ def inside(compiled: CompiledGrammar) -> TabledGrammar:
 def test_tables_made_at_once() -> None:
     with closing(pipeline("always")) as made:
         closed = made.compile(GrammarSpec.json_schema(RECORD))
-        assert (inside(closed).reason, closed.backend) == (None, "xgrammar")  # type: ignore[attr-defined]
+        assert (inside(closed).reason, closed.backend) == (None, "xgrammar")
         opened = made.compile(GrammarSpec.json_object())
         assert isinstance(opened, UniqueKeysGrammar)
         table = inside(opened).table
@@ -202,7 +203,7 @@ def test_tables_made_at_once() -> None:
         matcher = opened.new_matcher()
         assert accepted(matcher, b'{"a": 1, "')
         assert not matcher.accept_token(ord("a")) or not matcher.accept_token(ord('"'))
-        assert matcher.num_tabled > 0  # type: ignore[attr-defined]
+        assert matcher.num_tabled > 0
 
 
 def test_a_grammar_without_a_table_keeps_its_matcher() -> None:
