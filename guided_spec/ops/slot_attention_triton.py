@@ -340,16 +340,14 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
 ):
     """ROWS queries of one row, or group, and key head over one split of what they see."""
     follow(FOLLOWS)
-    tile, split = tl.program_id(0), tl.program_id(2)
-    head = tl.program_id(1).to(tl.int64)
+    tile, split, head = tl.program_id(0), tl.program_id(2), tl.program_id(1).to(tl.int64)
     row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
     slot, start, first_token, num_tokens = _row(row, rows, num_rows)
     if within_row * ROWS < num_tokens * GROUP:
-        low, limit = start * 0, max_length
+        low = start * 0
         if STAGE == 1:
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
-        if STAGE == 2:
-            limit = start  # all of the group's tokens stand behind what it shares
+        limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
         low, end, share = _span(
             low, start, limit, within_row, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
         )

@@ -193,6 +193,7 @@ def inside(compiled: CompiledGrammar) -> TabledGrammar:
 def test_tables_made_at_once() -> None:
     with closing(pipeline("always")) as made:
         closed = made.compile(GrammarSpec.json_schema(RECORD))
+        assert isinstance(closed, NotedGrammar)
         assert (inside(closed).reason, closed.backend) == (None, "xgrammar")
         opened = made.compile(GrammarSpec.json_object())
         assert isinstance(opened, UniqueKeysGrammar)
