@@ -34,6 +34,9 @@ MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
 # The positions of a pass: all that a row sees, those behind what its group shares, or these.
 WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
+# Parts of what is shared, and of what is behind it: the same for any line, since each number of
+# them is a kernel to compile before the first step.
+SHARED_SPLITS, BEHIND_SPLITS = 16, 2
 WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
 
 
@@ -56,22 +59,27 @@ def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Ti
 
     view: positions that the texts will have at most.
     """
-    tokens, heads, size = query.shape
-    padded = max(triton.next_power_of_2(size), 16)
+    tokens, heads, _ = query.shape
     group, width = heads // num_kv_heads, min(width, tokens)
+    tile = _tile(query, width * group)
+    programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, tile.rows) * num_kv_heads
+    wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
+    useful = triton.next_power_of_2(triton.cdiv(view, tile.block))
+    return tile._replace(splits=min(1 << (wanted.bit_length() - 1), useful))
+
+
+def _tile(query: Tensor, num_queries: int) -> Tiling:
+    """For rows of so many queries, texts in one part each."""
+    padded = max(triton.next_power_of_2(query.shape[2]), 16)
     if query.dtype == torch.float32:
         # Exact products take no tensor cores but registers: small tiles.
         largest, block, stages = (32, 32, 1) if padded <= 64 else (16, 16, 1)
     else:
         largest, block, stages = (64, 64, 3) if padded <= 128 else (64, 32, 3)
-    rows = min(max(16, triton.next_power_of_2(width * group)), largest)
-    programs = triton.cdiv(tokens, width) * triton.cdiv(width * group, rows) * num_kv_heads
-    wanted = min(max(PROGRAMS // programs, 1), MAX_SPLITS)
+    rows = min(max(16, triton.next_power_of_2(num_queries)), largest)
     if rows >= WHOLE_FROM and padded <= 128:
         stages = 2  # so that more programs run at a time
-    useful = triton.next_power_of_2(triton.cdiv(view, block))
-    splits = min(1 << (wanted.bit_length() - 1), useful)
-    return Tiling(rows, block, splits, 8 if rows * padded > 64 * 128 else 4, stages)
+    return Tiling(rows, block, 1, 8 if rows * padded > 64 * 128 else 4, stages)
 
 
 class Parts(NamedTuple):
@@ -157,8 +165,10 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 **following(query),
             )
         whole, alike = tile, None
+        if lines and tiling is None:
+            tile = tile._replace(splits=BEHIND_SPLITS)
+            whole = _tile(query, WHOLE_FROM)._replace(splits=SHARED_SPLITS)
         if lines:
-            whole = choose_tiling(query, num_kv_heads, count, view) if tiling is None else tiling
             alike = attend(shared[1], whole, SHARED)
         own = attend(rows, tile, BEHIND if lines else WHOLE_TEXT)
         if own is not None:

@@ -163,7 +163,8 @@ class LineShape(NamedTuple):
         """
         num_slots, width = room
         size = bucket(max(total, 1))
-        num_rows = max(min(size, num_slots), batch)
+        # With groups as many as there may be: each number is a kernel to compile beforehand.
+        num_rows = max(num_slots if num_groups else min(size, num_slots), batch)
         width = min(width, size) if size <= num_slots * width else size
         return cls(size, num_rows, width, MOST_GROUPS if num_groups else 0)
 
