@@ -72,7 +72,8 @@ def test_the_loss_falls(target: str, data: str, tmp_path: Path) -> None:
     assert "| of them with a grammar | 100% |" in card
     assert f"| 1 | {report.heldout['accept_0']:.0%} |  |" in card
     plots = sorted(path.name for path in (tmp_path / "plots").iterdir())
-    assert plots == ["acceptance_length.png", "loss.png"]
+    names = ("acceptance_length", "loss")
+    assert plots == [f"{name}{suffix}" for name in names for suffix in (".json", ".png")]
 
 
 def test_the_rate_rises_and_falls(target: str, data: str, tmp_path: Path) -> None:
