@@ -21,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.device_time import graph_seconds
 from benchmarks.lines import num_blocks, places_of
 from guided_spec.cli.console import stdout
+from guided_spec.errors import ConfigError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
@@ -35,12 +36,16 @@ MAX_LAYERS = 64
 
 
 class Shape(NamedTuple):
-    """What the cases share: heads that ask, heads that are asked, size of a head, longest text."""
+    """What the cases share: heads that ask, heads that are asked, size of a head, longest text.
+
+    shared: positions that all texts have in the same blocks.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
     context: int
+    shared: int = 0
 
 
 class Case(NamedTuple):
@@ -53,21 +58,25 @@ class Case(NamedTuple):
     num_bytes: int
 
 
-def main(
+def main(  # noqa: PLR0913 - the options of a command
     device: Annotated[str, typer.Option(help="cpu, cuda, ...")] = "cpu",
     max_batch: Annotated[int, typer.Option(help="Leave out larger batches.")] = 256,
     context: Annotated[int, typer.Option(help="Tokens of the longest text.")] = 1000,
     heads: Annotated[int, typer.Option(help="Heads of the queries.")] = 32,
     kv_heads: Annotated[int, typer.Option(help="Heads of the keys and values.")] = 8,
     head_dim: Annotated[int, typer.Option(help="Size of a head.")] = 128,
+    shared: Annotated[int, typer.Option(help="First tokens that all texts share.")] = 0,
 ) -> None:
     """Median microseconds a layer in bfloat16, by batch size and tokens a row."""
-    shape = Shape(heads, kv_heads, head_dim, context)
+    longest_shared = context - min(SPREAD, context) + 1
+    if not 0 <= shared <= longest_shared:
+        raise ConfigError("shared", shared, f"must be 0 to {longest_shared}, within every text")
+    shape = Shape(heads, kv_heads, head_dim, context, shared)
     table = Table("requests", "tokens", "attention", "us a layer", "GB/s")
     for batch in (size for size in BATCHES if size <= max_batch):
         for tokens in TOKENS:
             case = _case(shape, batch, tokens, torch.device(device))
-            for name, attend in (("blocks", _over_blocks(case)), ("torch", _masked(case))):
+            for name, attend in _ways(case).items():
                 seconds = _time(case, attend) / len(case.layers)
                 speed = case.num_bytes / seconds / 1e9
                 table.add_row(str(batch), str(tokens), name, f"{seconds * 1e6:.1f}", f"{speed:.0f}")
@@ -87,12 +96,19 @@ def _case(shape: Shape, batch: int, tokens: int, device: torch.device) -> Case:
     query = states(batch * tokens, shape.heads)
     key, value = (states(batch * tokens, shape.kv_heads) for _ in range(2))
     starts = [shape.context - row % min(SPREAD, shape.context) for row in range(batch)]
-    places = places_of(starts, tokens, max_length, device)
+    places = places_of(starts, tokens, max_length, device, shape.shared)
     num_bytes = 4 * (sum(starts) + batch * tokens) * shape.kv_heads * shape.head_dim
     return Case(query, KeyValues(key, value), layers, places, num_bytes)
 
 
 Attend = Callable[[KeyValues], Tensor]  # over one layer's buffers
+
+
+def _ways(case: Case) -> dict[str, Attend]:
+    if case.places.shared is None:
+        return {"blocks": _over_blocks(case), "torch": _masked(case)}
+    apart = case._replace(places=case.places._replace(shared=None))
+    return {"blocks": _over_blocks(apart), "together": _over_blocks(case)}
 
 
 def _over_blocks(case: Case) -> Attend:

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.packed_lm import Rows
-from guided_spec.ops.slot_attention import SlotPlaces
+from guided_spec.models.packed.blocks import BLOCK, Alike
+from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.ops.slot_attention import SharedPositions, SlotPlaces
 
 __all__ = ["num_blocks", "places_of"]
 
@@ -19,16 +19,22 @@ def num_blocks(batch: int, max_length: int) -> int:
 
 
 def places_of(
-    starts: Sequence[int], width: int, max_length: int, device: torch.device
+    starts: Sequence[int], width: int, max_length: int, device: torch.device, shared: int = 0
 ) -> SlotPlaces:
     """Rows of ``width`` tokens each, from ``starts`` on, in texts of up to ``max_length``.
 
-    Their blocks are in any order, as they are once texts have come and gone.
+    Their blocks are in any order, as they are once texts have come and gone. shared: of their first
+    positions, as far as they fill blocks, which all texts then have in common.
     """
     batch = len(starts)
     tables = torch.randperm(num_blocks(batch, max_length) - 1, device=device).int() + 1
     rows = Rows(range(batch), starts, [width] * batch)
-    line = torch.from_numpy(rows.places(batch * width, batch)).to(device)
-    of_tokens, of_rows = line.split([2 * batch * width, 3 * batch])
-    where = of_tokens.view(2, -1), of_rows.view(3, -1), tables.view(batch, -1)
-    return SlotPlaces(*where, max_length, width)
+    size, tables, whole = batch * width, tables.view(batch, -1), shared // BLOCK
+    lines = split_places(torch.from_numpy(rows.places(size, batch)).to(device), size)
+    places = SlotPlaces(*lines, tables, max_length, width)
+    if not whole:
+        return places
+    tables[:, :whole] = tables[0, :whole].clone()
+    groups = [Alike(tuple(range(batch)), whole * BLOCK)]
+    alike = split_places(torch.from_numpy(rows.shared(size, groups)).to(device), size)
+    return places._replace(shared=SharedPositions(*alike))
