@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from guided_spec import SamplingParams
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import load_model
 from guided_spec.ops.bitmask import num_mask_words, pack_bitmask
@@ -148,6 +148,10 @@ def test_what_is_exported_drafts_what_was_learnt(trained: Case, tmp_path: Path) 
     """In every layout; the prompts are the batch's, and nearly all drafts stay."""
     for layout in trained.model.layouts:
         folder = tmp_path / layout
+        if trained.key == "eagle3 of two layers" and layout == "safeailab":
+            with pytest.raises(ModelError, match="needs one layer, found 2; save it as"):
+                trained.model.export(folder, layout=layout)
+            continue
         trained.model.export(folder, layout=layout)
         with make_llm(trained.target, "auto", draft=str(folder)) as llm:
             prompts = [row[:3].tolist() for row in trained.batch.token_ids]
