@@ -198,6 +198,6 @@ def _run(head: Any, tokens: Tensor, hidden: Tensor, places: Tensor, mask: Tensor
         module=0,
         position_ids=places.unsqueeze(0),
         attention_mask=mask[None, None],
-        past_key_values=None,
+        cache=None,
     )
     return output

@@ -67,7 +67,7 @@ def unroll(head: DraftHead, token_ids: Tensor, states: Tensor, steps: int) -> It
             module=module,
             position_ids=places + repeats,
             attention_mask=_masks(head.config, length, repeats, hidden),
-            past_key_values=cache,
+            cache=cache,
         )
         yield hidden
 

@@ -53,7 +53,6 @@ REFUSED = {
     "rwkv": PAST,
     "trocr": POSITIONS,
     "xlnet": PAST,
-    "xlstm": PAST,
 }
 
 

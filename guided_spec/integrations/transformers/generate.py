@@ -4,7 +4,7 @@
         **inputs, custom_generate=guided_spec.generate, tokenizer=tokenizer, grammar=grammar
     )
 
-transformers prepares the call and hands it over. Tested with transformers 5.17 to 5.23.
+transformers prepares the call and hands it over. Tested with transformers 5.17 to 5.24.
 
 What a call of transformers' generate asks for, and whether the engine can do it.
 
@@ -42,6 +42,7 @@ from guided_spec.integrations.transformers.processor import (
     list_grammars,
 )
 from guided_spec.models.loading import end_of_text_ids
+from guided_spec.models.transformers_version import CACHE_NAMES
 from guided_spec.types import SamplingParams
 
 __all__ = [
@@ -79,7 +80,7 @@ _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidde
 
 
 class LeftOut(NamedTuple):
-    """Arguments of generate that transformers does not hand on to a callable (5.17 to 5.23).
+    """Arguments of generate that transformers does not hand on to a callable (5.17 to 5.24).
 
     It takes them out of the call and then keeps only those of the callable's own names.
     """
@@ -159,7 +160,7 @@ def _check_inputs(call: Mapping[str, Any]) -> None:
     for name, value in call.items():
         if name in own or name in PREPARED or name in LeftOut._fields or value is None:
             continue
-        if name == "past_key_values":
+        if name in CACHE_NAMES:
             if value.get_seq_length() > 0:
                 fix = "the engine has a cache of its own; pass the whole text as input_ids"
                 raise ConfigError(name, f"{value.get_seq_length()} tokens", fix)

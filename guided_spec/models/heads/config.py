@@ -252,7 +252,7 @@ def _run_once(head: Any, target: PreTrainedModel) -> None:
         module=0,
         position_ids=token,
         attention_mask=masks.get(head.config._attn_implementation),
-        past_key_values=None,
+        cache=None,
     )
 
 

@@ -140,14 +140,14 @@ class DraftHead(Protocol):
         module: int,
         position_ids: Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """One pass: tokens int64 [B, T] and hidden [B, T, H] to the recycled hidden [B, T, H].
 
         token_ids: the tokens after the positions, in target-vocabulary ids. hidden: what
         ``features`` gave for these positions, or what an earlier pass returned. module: which of
         the modules runs. position_ids: int64 [B, T]. attention_mask: what ``MaskBuilder`` makes.
-        past_key_values: a ``SlotCache`` after ``begin``; layer i of ``config`` is its layer i.
+        cache: a ``SlotCache`` after ``begin``; layer i of ``config`` is its layer i.
         """
         ...
 

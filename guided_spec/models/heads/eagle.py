@@ -35,6 +35,7 @@ from guided_spec.models.heads.weights import (
     read_tensors,
 )
 from guided_spec.models.target import TargetEnds
+from guided_spec.models.transformers_version import cache_keyword
 
 __all__ = ["EagleHead"]
 
@@ -123,7 +124,7 @@ class EagleHead(nn.Module):
         module: int,
         position_ids: Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """See ``DraftHead.forward``."""
         del module
@@ -135,7 +136,7 @@ class EagleHead(nn.Module):
                 states,
                 attention_mask=attention_mask,
                 position_embeddings=rotations,
-                past_key_values=past_key_values,
+                **cache_keyword(layer, cache),
             )
         return states
 

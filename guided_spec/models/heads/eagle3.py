@@ -54,6 +54,7 @@ from guided_spec.models.heads.weights import (
     read_tensors,
 )
 from guided_spec.models.target import TargetEnds
+from guided_spec.models.transformers_version import cache_keyword
 
 __all__ = [
     "LAYER_IDS",
@@ -407,13 +408,13 @@ class Eagle3Head(nn.Module):
         module: int,
         position_ids: Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """See ``DraftHead.forward``."""
         del module
         arguments = {
             "position_embeddings": self.rotary_emb(hidden, position_ids),
-            "past_key_values": past_key_values,
+            **cache_keyword(self.layers[0], cache),
         }
         masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
         states: Tensor = self.layers[0](

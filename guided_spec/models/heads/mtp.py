@@ -29,6 +29,7 @@ from guided_spec.models.heads.config import Initialize, copy_layers, start_modul
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.weights import check_quantization, fill_head, read_tensors
 from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
+from guided_spec.models.transformers_version import cache_keyword
 
 __all__ = ["OWN_NAMES", "MtpHead", "QwenMtpHead"]
 
@@ -121,7 +122,7 @@ class MtpHead(nn.Module):
         module: int,
         position_ids: Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] after the module's norm."""
         output: Tensor = self.layers[module](
@@ -130,7 +131,7 @@ class MtpHead(nn.Module):
             position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(self.layers[module], cache),
         )
         return output
 
@@ -283,7 +284,7 @@ class QwenMtpHead(nn.Module):
         module: int,
         position_ids: Tensor,
         attention_mask: Any,
-        past_key_values: Any,
+        cache: Any,
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] after the last norm, which all modules share."""
         embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids).to(hidden.dtype))
@@ -293,7 +294,7 @@ class QwenMtpHead(nn.Module):
             position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache_keyword(self.layers[module], cache),
         )
         output: Tensor = self.norm(states)
         return output

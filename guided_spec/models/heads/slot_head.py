@@ -291,7 +291,7 @@ class SlotHead:
                 module=module,
                 position_ids=positions,
                 attention_mask=self._masks.build(positions, plan.view, self._dtype),
-                past_key_values=self._cache,
+                cache=self._cache,
             )
         return output
 

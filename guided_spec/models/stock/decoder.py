@@ -13,7 +13,7 @@ over them, by ``guided_spec.ops.slot_attention``:
         model(input_ids=token_ids, position_ids=positions, use_cache=False)
 
 transformers builds no mask for an attention function without an entry in its table of masks
-(``AttentionMaskInterface``), so there must be none. Tested with transformers 5.17 to 5.23.
+(``AttentionMaskInterface``), so there must be none. Tested with transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 transformers asks a table for the function that a configuration names. The one that is registered
 here multiplies each token with the matrices of its own experts, as long as there are fewer pairs of
 a token and an expert than experts, and leaves the others to torch's grouped product. Nothing waits
-for the device, so that a CUDA graph can hold it. Tested with transformers 5.17 to 5.23.
+for the device, so that a CUDA graph can hold it. Tested with transformers 5.17 to 5.24.
 """
 
 from __future__ import annotations

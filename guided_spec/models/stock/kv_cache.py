@@ -6,7 +6,7 @@ rejected tokens is a matter of integers: what lies behind a row's length is mask
 before it can be seen.
 
 Everything this package relies on of transformers' cache internals is here; tested with transformers
-5.17 to 5.23.
+5.17 to 5.24.
 
 Gated-delta layers (Qwen3-Next, Qwen3.5) have a state a slot that can stop at any token. Such a
 layer folds every token into one state, so a rejected token cannot be cut off behind it. The

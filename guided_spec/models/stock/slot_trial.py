@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
+from guided_spec.models.transformers_version import name_of_cache
 
 __all__ = [
     "CheckedEmbeddings",
@@ -71,8 +72,8 @@ def likely_cause(model: PreTrainedModel) -> str:
     arguments = inspect.signature(model.forward).parameters
     if "input_ids" not in arguments:  # a wrapper, which tells nothing
         return ""
-    if "past_key_values" not in arguments:
-        return "for it keeps its past in a form of its own, not as past_key_values"
+    if name_of_cache(model.forward) is None:
+        return "for it keeps its past in a form of its own, and takes no cache"
     if "position_ids" not in arguments:
         return (
             "for it counts positions by itself and takes no position_ids, as rows of different "

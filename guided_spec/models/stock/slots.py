@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan, record_delta_rules, recording
 from guided_spec.models.target import capture_hidden, find_decoder
+from guided_spec.models.transformers_version import cache_keyword
 
 __all__ = ["LogitsKind", "SlotInputs", "SlotOutput", "StockSlots"]
 
@@ -94,7 +95,7 @@ class StockSlots:
             "input_ids": token_ids,
             "position_ids": positions,
             "attention_mask": None,
-            "past_key_values": self.cache,
+            **cache_keyword(self.model, self.cache),
             "use_cache": True,
         }
         if has_masks:

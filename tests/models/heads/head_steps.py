@@ -48,7 +48,7 @@ class HeadSteps:
             module=module,
             position_ids=positions,
             attention_mask=self.masks.build(positions, plan.view, hidden.dtype),
-            past_key_values=self.cache,
+            cache=self.cache,
         )
         return output
 

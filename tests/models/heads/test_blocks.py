@@ -371,7 +371,7 @@ def test_masks_of_p_eagle(target: PreTrainedModel, tmp_path: Path, layout: Any) 
             module=0,
             position_ids=torch.arange(count).unsqueeze(0),
             attention_mask=torch.ones(count, count, dtype=torch.bool).tril()[None, None],
-            past_key_values=None,
+            cache=None,
         )
         wanted = head.logits(output[0, length - 1 :])
         torch.testing.assert_close(found[row], wanted, rtol=1e-5, atol=1e-5)

@@ -36,7 +36,7 @@ def run(head: Any, dtype: torch.dtype = torch.float32) -> Tensor:
         module=0,
         position_ids=torch.arange(3)[None],
         attention_mask=mask if head.config._attn_implementation == "sdpa" else additive,
-        past_key_values=None,
+        cache=None,
     )
     logits: Tensor = head.logits(hidden).float()
     return logits

@@ -94,7 +94,7 @@ def once(run: Any, tokens: Sequence[int], hidden: Tensor, module: int) -> Tensor
         module=module,
         position_ids=torch.arange(length).unsqueeze(0),
         attention_mask=torch.ones(length, length, dtype=torch.bool).tril()[None, None],
-        past_key_values=None,
+        cache=None,
     )
     return output
 

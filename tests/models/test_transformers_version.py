@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from guided_spec.engine.transformers_version import NEWEST, OLDEST, check_transformers
 from guided_spec.errors import ModelError
+from guided_spec.models.transformers_version import NEWEST, OLDEST, check_transformers
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 
@@ -23,8 +23,8 @@ def pretend(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     ("version", "is_tested"),
     [
         ("5.17.0", True),
-        ("5.23.1", True),
-        ("5.24.0.dev0", False),
+        ("5.24.1", True),
+        ("5.25.0.dev0", False),
         ("5.16.9", False),
         ("4.57.1", False),
     ],
@@ -40,7 +40,7 @@ def test_what_was_not_tested_is_logged(
         check_transformers()
     warned = [record.getMessage() for record in caplog.records]
     assert (warned == []) is is_tested
-    assert all(f"transformers 5.17 to 5.23; {version} is installed" in text for text in warned)
+    assert all(f"transformers 5.17 to 5.24; {version} is installed" in text for text in warned)
 
 
 def test_the_next_major_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
