@@ -77,12 +77,13 @@ def cache_keyword(module: Any, cache: Any) -> dict[str, Any]:
 
     One that takes any keyword hands them on to transformers' own modules, and so gets their name.
     """
-    return {_keyword_of(type(module)): cache}
+    forward = type(module).forward
+    return {_keyword_of(forward): cache}
 
 
 @functools.cache
-def _keyword_of(kind: Any) -> str:
-    return name_of_cache(kind.forward) or CACHE_NAMES[_installed() < Version(5, 24)]
+def _keyword_of(forward: Callable[..., Any]) -> str:
+    return name_of_cache(forward) or CACHE_NAMES[_installed() < Version(5, 24)]
 
 
 def _installed() -> Version:
