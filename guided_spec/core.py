@@ -433,7 +433,7 @@ class _FromPropose:
     ) -> DraftInFlight:
         del carry
         before = lookahead.lengths
-        draft = lookahead.follow(self._proposer.propose(batch, lookahead))
+        draft = lookahead.advance(self._proposer.propose(batch, lookahead))
         lengths, width = zip(before, lookahead.lengths, strict=True), draft.token_ids.shape[1]
         return FinishedDraft(draft, tuple(min(end - start, width) for start, end in lengths))
 

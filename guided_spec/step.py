@@ -123,7 +123,7 @@ def commit(
     packed = pack(accepted) if packed is None else packed
     for constraint in batch.constraints:
         if constraint is not None:
-            constraint.settle()
+            constraint.catch_up()
     return [
         _commit_row(batch, request, num_accepted, row)
         for request, (num_accepted, *row) in enumerate(packed.wait().tolist())

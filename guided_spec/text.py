@@ -134,7 +134,7 @@ class GuidedText:
         if self.ended is not None:
             return
         if error is None and self.constraint is not None:
-            error = self.constraint.settle()
+            error = self.constraint.catch_up()
         self.ended, self.error = reason if error is None else "error", error
 
     def _take(

@@ -75,7 +75,7 @@ class Chooser:
                 job = job._replace(scoring=Scoring(tree, part), is_streamed=False)
                 one.requests.append(Request(job, vocabulary, one.report))
             if not dealt:
-                one.settle()
+                one.resolve()
             asked.append(one)
         self._worker.submit([request for one in asked for request in one.requests])
         return asked
@@ -97,9 +97,9 @@ class _Asked:
         if chunk.completion.error is not None:
             self.output.set_exception(chunk.completion.error)
         elif all(request.state is State.FINISHED for request in self.requests):
-            self.settle()
+            self.resolve()
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Every row is scored."""
         rows = [row for request in self.requests for row in request.scores]
         scores = {node: found for row in rows for node, found in row.items()}

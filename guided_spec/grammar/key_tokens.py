@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["START", "Frame", "KeyTokens", "Keys", "Mode", "Place", "follow", "unescape"]
+__all__ = ["START", "Frame", "KeyState", "KeyTokens", "Keys", "Mode", "advance", "unescape"]
 
 _MOST_NEW = 64
 _QUOTE, _BACKSLASH = b'"\\'
@@ -74,7 +74,7 @@ class Frame(NamedTuple):
     spelled: tuple[bytes, ...]
 
 
-class Place(NamedTuple):
+class KeyState(NamedTuple):
     """A position in a text. key: so far, decoded. escape: one that is not complete, in a key."""
 
     mode: Mode = Mode.OUTSIDE
@@ -88,10 +88,10 @@ class Place(NamedTuple):
         return bool(self.escape) or _ends_in_half(self.key)
 
 
-START = Place()
+START = KeyState()
 
 
-def follow(place: Place, data: bytes, spelled: Container[bytes] = ()) -> Place | None:
+def advance(place: KeyState, data: bytes, spelled: Container[bytes] = ()) -> KeyState | None:
     """The place behind ``data``; None where a key is written for the second time in one object.
 
     What is no JSON leads anywhere. spelled: the keys to remember as such.
@@ -119,7 +119,7 @@ def follow(place: Place, data: bytes, spelled: Container[bytes] = ()) -> Place |
                 at = end if found is None else found.end()
                 if found is not None:
                     mode, frame = _step(found[0], mode, frame)
-    return Place(mode, frame, key, escape)
+    return KeyState(mode, frame, key, escape)
 
 
 def unescape(
@@ -250,12 +250,12 @@ class KeyTokens:
         """
         return _legal(self._turning[mode], row)
 
-    def follow(self, place: Place, token_id: int) -> Place | None:
+    def advance(self, place: KeyState, token_id: int) -> KeyState | None:
         """``follow`` of one token."""
         data = self.data[token_id]
         if not self._is_special[token_id] and place.mode in _CHANGELESS:
             return place
-        return follow(place, data, self.whole) if data else place
+        return advance(place, data, self.whole) if data else place
 
     def _having(self, part: bytes) -> NDArray[np.int64]:
         found = (token for token, data in enumerate(self.data) if part in data)

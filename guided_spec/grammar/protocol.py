@@ -15,8 +15,8 @@ __all__ = [
     "GrammarMatcher",
     "Matcher",
     "WrappedMatcher",
+    "accept_tokens",
     "as_matcher",
-    "follow",
 ]
 
 
@@ -102,7 +102,7 @@ class Matcher(GrammarMatcher):
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""
-        count = follow(self, token_ids)
+        count = accept_tokens(self, token_ids)
         if count:
             self.rollback(count)
         return count == len(token_ids)
@@ -175,7 +175,7 @@ class WrappedMatcher(Matcher):
         return self._inner.is_terminated()
 
 
-def follow(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
+def accept_tokens(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
     """Accept tokens up to the first refused one; returns how many."""
     for count, token in enumerate(token_ids):
         if not matcher.accept_token(token):

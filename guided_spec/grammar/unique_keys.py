@@ -17,7 +17,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, runti
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.key_tokens import START, Keys, KeyTokens, Mode, Place
+from guided_spec.grammar.key_tokens import START, Keys, KeyState, KeyTokens, Mode
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
@@ -43,7 +43,7 @@ class _Ahead(NamedTuple):
     """away: a token that makes a key unlike all that are there. near: others, with their places."""
 
     away: int | None
-    near: Iterator[tuple[int, Place]]
+    near: Iterator[tuple[int, KeyState]]
 
 
 @runtime_checkable
@@ -109,7 +109,7 @@ def with_unique_keys(
 class _Judged(NamedTuple):
     """What was found out about some tokens behind a place."""
 
-    place: Place | None
+    place: KeyState | None
     rest: tuple[int, ...]
     is_unique: bool
 
@@ -143,7 +143,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         token_id = int(token_id)
         if not 0 <= token_id < len(self._tokens.data):
             return False
-        place = self._tokens.follow(self._places[-1], token_id)
+        place = self._tokens.advance(self._places[-1], token_id)
         if place is None or not self._inner.accept_token(token_id):
             return False
         if not self._goes_on(place):
@@ -181,9 +181,9 @@ class UniqueKeysMatcher(WrappedMatcher):
 
     def is_unique(self, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice behind these tokens; nothing else is asked of them."""
-        place: Place | None = self._places[-1]
+        place: KeyState | None = self._places[-1]
         if token_ids:
-            place = self._tokens.follow(self._places[-1], token_ids[0])
+            place = self._tokens.advance(self._places[-1], token_ids[0])
         # Many first tokens leave the place as it is, and the same long way is judged behind each.
         rest = tuple(token_ids[1:])
         for judged in self._judged:
@@ -191,7 +191,7 @@ class UniqueKeysMatcher(WrappedMatcher):
                 return judged.is_unique
         began = place
         for token in rest:
-            place = place and self._tokens.follow(place, token)
+            place = place and self._tokens.advance(place, token)
         self._judged.append(_Judged(began, rest, place is not None))
         return place is not None
 
@@ -208,13 +208,13 @@ class UniqueKeysMatcher(WrappedMatcher):
         if num_tokens > 0:
             del self._places[-num_tokens:]
 
-    def _may_differ(self, place: Place) -> bool:
+    def _may_differ(self, place: KeyState) -> bool:
         """Whether the row may lack tokens that the inner matcher's has."""
         if self._grammar.run_out or self._tokens.loaded:
             return True
         return bool(place.frame and place.frame.spelled) or _is_near(place, in_key=True)
 
-    def _suspects(self, place: Place, row: NDArray[np.int32]) -> Iterator[int]:
+    def _suspects(self, place: KeyState, row: NDArray[np.int32]) -> Iterator[int]:
         """All tokens that may have to be taken out of the row, and others."""
         yield from self._tokens.loaded
         if place.frame is not None:
@@ -225,7 +225,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         if self._grammar.run_out:
             yield from self._tokens.turning(place.mode, row)
 
-    def _closing(self, place: Place, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
+    def _closing(self, place: KeyState, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
         """Tokens that complete a key that is there already; or may write more of it."""
         tokens, near = self._tokens, keys.starting(place.key)
         if place.is_pending:
@@ -244,7 +244,7 @@ class UniqueKeysMatcher(WrappedMatcher):
 
     def _takes(self, token_id: int) -> bool:
         """Whether a token that the inner matcher takes is legal."""
-        place = self._tokens.follow(self._places[-1], token_id)
+        place = self._tokens.advance(self._places[-1], token_id)
         if place is None or not self._grammar.run_out or not _is_near(place):
             return place is not None
         if not self._inner.accept_token(token_id):
@@ -253,7 +253,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         self._inner.rollback(1)
         return goes_on
 
-    def _goes_on(self, place: Place) -> bool:
+    def _goes_on(self, place: KeyState) -> bool:
         """Whether a key is left that the object does not have. The inner matcher stands there."""
         if not self._grammar.run_out or not _is_near(place):
             return True
@@ -275,24 +275,24 @@ class UniqueKeysMatcher(WrappedMatcher):
             self._ways[place.mode] = (*way, waiting[-1].away or 0)
         return bool(waiting)
 
-    def _leads_away(self, place: Place, way: tuple[int, ...]) -> bool:
+    def _leads_away(self, place: KeyState, way: tuple[int, ...]) -> bool:
         """Whether these tokens begin or complete a key that is not there yet."""
         count, is_near = 0, True
         for token in way:
-            then = self._tokens.follow(place, token)
+            then = self._tokens.advance(place, token)
             if then is None or not self._inner.accept_token(token):
                 break
             count, place, is_near = count + 1, then, _is_near(then)
         self._inner.rollback(count)
         return not is_near
 
-    def _look(self, place: Place, seen: set[Place], *, spaced: bool) -> _Ahead:
+    def _look(self, place: KeyState, seen: set[KeyState], *, spaced: bool) -> _Ahead:
         """What may follow, but for places in ``seen``; these are added to it."""
         row = np.zeros((1, -(-len(self._tokens.data) // 32)), dtype=np.int32)
         self._inner.fill_next_token_bitmask(row)
-        near: list[tuple[int, Place]] = []
+        near: list[tuple[int, KeyState]] = []
         for token in self._ids(row[0]):
-            then = self._tokens.follow(place, token)
+            then = self._tokens.advance(place, token)
             if then is not None and not _is_near(then):
                 return _Ahead(token, iter(near))
             if then is not None and then not in seen:
@@ -309,7 +309,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         return ids
 
 
-def _is_near(place: Place, *, in_key: bool = False) -> bool:
+def _is_near(place: KeyState, *, in_key: bool = False) -> bool:
     """Whether what comes next may turn out to be a key that the object has. in_key: has begun."""
     keys = place.frame.keys if place.frame else None
     if not keys or not (keys.new or keys.old):

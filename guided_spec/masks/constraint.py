@@ -47,7 +47,7 @@ class Fork:
             self.matcher.rollback(surplus)
             del self.token_ids[length:]
 
-    def lead(self, token_ids: Sequence[int]) -> int:
+    def advance(self, token_ids: Sequence[int]) -> int:
         """Stand behind ``token_ids`` instead of the draft, as far as the grammar goes with them.
 
         Returns how many of them it took: it stops at one that is refused, and at the text's end.
@@ -63,7 +63,7 @@ class Fork:
                 break
         return len(self.token_ids)
 
-    def confirm(self) -> None:
+    def commit(self) -> None:
         """What the fork is ahead by is committed: it cannot be taken back any more."""
         self.token_ids.clear()
 
@@ -89,7 +89,7 @@ class Constraint:
         self._original = as_matcher(compiled.new_matcher())
         self._fork = Fork(self._original.fork(), compiled.excluded)
         self._unread: list[int] = []  # the last committed tokens, where the original lacks them
-        self._unled: list[int] = []  # the same of the fork
+        self._fork_unread: list[int] = []  # the same of the fork
         self._failure: GrammarStateError | None = None
 
     @property
@@ -104,14 +104,14 @@ class Constraint:
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
-        if self.settle() is not None:
+        if self.catch_up() is not None:
             return False
         matcher = self._original
         return matcher.is_terminated() or any(map(matcher.fork().accept_token, self._ends or ()))
 
     def fork(self) -> Fork:
         """The fork, standing at the end of the committed text. The previous draft is forgotten."""
-        self._lead()
+        self._advance_fork()
         self._fork.rollback_to(0)
         return self._fork
 
@@ -122,7 +122,7 @@ class Constraint:
         again. Raises GrammarStateError when the new one refuses a token too: the text is then no
         longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
         """
-        self._require_settled()
+        self._require_caught_up()
         original, fork = self._original, self._fork
         taken = list(token_ids[: _advance(original, token_ids)])
         if original.may_fail:
@@ -130,37 +130,37 @@ class Constraint:
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
             is_refused
-            or fork.lead(taken) < len(taken)
+            or fork.advance(taken) < len(taken)
             # A fork that takes the text for complete fills no more masks: nothing would be illegal.
             or fork.matcher.is_terminated() != original.is_terminated()
         ):
             taken = self._resync(token_ids)
         start = len(self.committed)
         self.committed.extend(taken)
-        self._confirm(fork, start)
+        self._commit_fork(fork, start)
         return taken
 
     def commit_ahead(self, token_ids: Sequence[int]) -> list[int]:
         """``commit``, but the matchers read the tokens later: the fork when it is asked for.
 
         So it costs next to nothing. Only where no token can end the text; every other text is
-        committed at once, as is that of a matcher that can be at fault. Raises what ``settle``
+        committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
         would have returned, too.
         """
-        self._require_settled()
+        self._require_caught_up()
         may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
         if may_end or self._original.may_fail or not token_ids:
             return self.commit(token_ids)
         self.committed.extend(token_ids)
-        self._unread = self._unled = list(token_ids)
+        self._unread = self._fork_unread = list(token_ids)
         return list(token_ids)
 
-    def settle(self) -> GrammarStateError | None:
+    def catch_up(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 
         Where one refuses a token, both are rebuilt, as by ``commit``.
         """
-        self._lead()
+        self._advance_fork()
         behind, self._unread = self._unread, []
         if behind:
             is_refused = _advance(self._original, behind) < len(behind)
@@ -168,32 +168,32 @@ class Constraint:
                 self._rebuild()
         return self._failure
 
-    def _require_settled(self) -> None:
-        if (failure := self.settle()) is not None:
+    def _require_caught_up(self) -> None:
+        if (failure := self.catch_up()) is not None:
             raise failure
 
-    def _lead(self) -> None:
+    def _advance_fork(self) -> None:
         """Bring the fork to the end of the committed text."""
-        behind, self._unled = self._unled, []
+        behind, self._fork_unread = self._fork_unread, []
         if not behind:
             return
         fork = self._fork
-        is_refused = fork.lead(behind) < len(behind)
+        is_refused = fork.advance(behind) < len(behind)
         try:
-            self._confirm(fork, len(self.committed) - len(behind))
+            self._commit_fork(fork, len(self.committed) - len(behind))
         except GrammarStateError as error:
             self._failure = error
         if is_refused or fork.matcher.is_terminated():
             self._rebuild()
 
-    def _confirm(self, fork: Fork, start: int) -> None:
+    def _commit_fork(self, fork: Fork, start: int) -> None:
         """The draft of ``fork`` is committed from ``start`` on.
 
         It filled the rows, and still knows those on the way that was committed. Raises
         GrammarStateError where it has lost its way to the end of a text that must be whole.
         """
         matcher = fork.matcher
-        fork.confirm()
+        fork.commit()
         if steered := matcher.steered:
             self.steered.extend(at for at in range(start, len(self.committed)) if at in steered)
         if matcher.has_lost_end and not self.has_lost_end:
@@ -208,7 +208,7 @@ class Constraint:
         _LOG.warning("%s; it may be cut off", reason)
 
     def _rebuild(self) -> None:
-        """``_resync`` of a text that is committed; why that cannot be is kept for ``settle``."""
+        """``_resync`` of a text that is committed; why that cannot be is kept for ``catch_up``."""
         self._unread = []
         try:
             self._resync(())
@@ -216,7 +216,7 @@ class Constraint:
             self._failure = error
 
     def _resync(self, token_ids: Sequence[int]) -> list[int]:
-        """Make both matchers anew and lead them to the end of ``token_ids``; returns these."""
+        """Make both matchers anew and bring them to the end of ``token_ids``; returns these."""
         text = [*self.committed, *token_ids]
         matcher = as_matcher(self.compiled.new_matcher())
         end = self._read(matcher, text)

@@ -491,7 +491,7 @@ class Lookahead:
         """Fill what ``peek`` reads of every open request, which costs less than one by one."""
         self._next_depths(self._walks)
 
-    def follow(self, draft: Draft) -> Draft:
+    def advance(self, draft: Draft) -> Draft:
         """The draft to verify: walked now and cut to the requests' room, where nobody did so.
 
         An illegal token stays in it, where the verifier refuses it.

@@ -17,16 +17,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-__all__ = ["follow", "following"]
+__all__ = ["await_previous", "dependent_launch"]
 
 FIRST_CAPABILITY = (9, 0)
 
 
-def following(tensor: Tensor) -> dict[str, Any]:
-    """The options of a launch whose kernel begins with ``follow``; tensor: any of its arguments."""
+def dependent_launch(tensor: Tensor) -> dict[str, Any]:
+    """The options of a launch whose kernel begins with ``await_previous``.
+
+    tensor: any of its arguments.
+    """
     if tensor.is_cuda and _is_served(tensor.get_device()):
-        return {"FOLLOWS": True, "launch_pdl": True}
-    return {"FOLLOWS": False}
+        return {"IS_DEPENDENT": True, "launch_pdl": True}
+    return {"IS_DEPENDENT": False}
 
 
 @cache
@@ -36,8 +39,8 @@ def _is_served(device: int) -> bool:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def follow(FOLLOWS: tl.constexpr):  # type: ignore[no-untyped-def]
+def await_previous(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Let the next kernel be set up, and wait for those before this one."""
-    if FOLLOWS:
+    if IS_DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.dependents_triton import await_previous, dependent_launch
 
 __all__ = ["expert_linear"]
 
@@ -26,7 +26,7 @@ def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
         _expert_linear[(triton.cdiv(outputs, tile[0]), pairs)](
             *(x, experts.contiguous(), weight, given, product, *weight.stride()),
             *(pairs // len(x), outputs, inputs, bias is not None, *tile),
-            **following(x),
+            **dependent_launch(x),
         )
     return product
 
@@ -48,10 +48,10 @@ def _expert_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
     HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """ROWS outputs of one pair."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     pair = tl.program_id(1).to(tl.int64)
     expert = tl.load(experts + pair).to(tl.int64)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.dependents_triton import await_previous, dependent_launch
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 
 __all__ = [
@@ -46,7 +46,7 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
             _silu_mul[grid](
                 *(_dense(gates), _dense(ups), product, width),
                 *(_dense(gates).stride(0), _dense(ups).stride(0), BLOCK),
-                **following(gate),
+                **dependent_launch(gate),
             )
     return product.view(gate.shape)
 
@@ -68,7 +68,7 @@ def _norm(
                 *(rows, added, weight.contiguous(), total, normed, eps, shift, width),
                 *(rows.stride(0), added.stride(0), residual is not None, shift != 0, block),
                 num_warps=min(max(block // 512, 1), 16),
-                **following(x),
+                **dependent_launch(x),
             )
     return total.view(x.shape), normed.view(x.shape)
 
@@ -93,9 +93,9 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     ADDS: tl.constexpr,
     SHIFTS: tl.constexpr,
     BLOCK: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
@@ -119,9 +119,9 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _silu_mul(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    gate, up, product, width, gate_row, up_row, BLOCK: tl.constexpr, FOLLOWS: tl.constexpr
+    gate, up, product, width, gate_row, up_row, BLOCK: tl.constexpr, IS_DEPENDENT: tl.constexpr
 ):
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < width
@@ -161,7 +161,7 @@ def rotate_and_store(
             heads=HEADS,
             has_norms=norms is not None,
             num_warps=2,
-            **following(packed),
+            **dependent_launch(packed),
         )
 
 
@@ -191,10 +191,10 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     half_block: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = size // 2
     head = tl.program_id(1) * heads + tl.arange(0, heads)

@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.dependents_triton import await_previous, dependent_launch
 
 __all__ = ["Tiling", "choose_tiling", "slot_attention"]
 
@@ -151,7 +151,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
             *(window, sunk[1], tiled is not None, stage),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
-            **following(query),
+            **dependent_launch(query),
         )
         return parts
 
@@ -162,7 +162,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 *(key, value, keys, values, tokens, count, *memory),
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
                 num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
-                **following(query),
+                **dependent_launch(query),
             )
         whole, alike = tile, None
         if lines and tiling is None:
@@ -177,7 +177,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
                 *(*fixed, _lines(rows), lines, tile.rows, tile.splits, tile.block),
                 *(whole.rows, whole.splits, whole.block, window, sunk[1]),
                 num_warps=1 if max(tile.splits, whole.splits) * padded <= 2048 else 4,
-                **following(query),
+                **dependent_launch(query),
             )
     return output
 
@@ -231,10 +231,10 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Writes the keys and values of TOKENS tokens of one head."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
     slot = tl.load(tokens + token, mask=token < count, other=-1)
@@ -346,10 +346,10 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGE: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """ROWS queries of one row, or group, and key head over one split of what they see."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     tile, split, head = tl.program_id(0), tl.program_id(2), tl.program_id(1).to(tl.int64)
     row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
     slot, start, first_token, num_tokens = _row(row, rows, num_rows)
@@ -477,10 +477,10 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     SHARED_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Weighs the parts of one query by the sums that each of them found."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     line_of, head = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, LINES)
     ends = tl.load(rows + 2 * num_rows + line, mask=line < num_rows, other=0)

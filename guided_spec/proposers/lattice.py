@@ -98,7 +98,7 @@ class _Search:
     def children(self, node: _Node) -> list[_Node]:
         """The legal ways on behind a path, the likeliest first; none behind a text's end."""
         fork, text = self._fork, (*self._drafted, *node.path)
-        if fork.lead(text) < len(text) or fork.matcher.is_terminated():
+        if fork.advance(text) < len(text) or fork.matcher.is_terminated():
             return []
         fork.matcher.fill_next_token_bitmask(self._row.reshape(1, -1), 0)
         return [
@@ -108,7 +108,7 @@ class _Search:
 
     def leave(self) -> None:
         """Put the fork back."""
-        self._fork.lead(self._drafted)
+        self._fork.advance(self._drafted)
 
     def _shares(self, path: Sequence[int]) -> list[tuple[int, float]]:
         """Legal tokens and their chances, the largest first."""

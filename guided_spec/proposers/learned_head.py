@@ -165,7 +165,7 @@ class LearnedHead:
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """Up to K tokens a request, from its second step on if its prompt is a single token."""
-        self._confirm(batch, carry)
+        self._commit_read_ahead(batch, carry)
         self._read(batch)
         if batch.num_draft_tokens == 0:  # another draft of the step is on its way
             return FinishedDraft(no_draft(batch), (0,) * len(batch))
@@ -291,7 +291,7 @@ class LearnedHead:
         has_room = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
         return has_room and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
 
-    def _confirm(self, batch: DecodeBatch, carry: object | None) -> None:
+    def _commit_read_ahead(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
         head = self._packed
         if not isinstance(carry, _ReadAhead) or head is None:
@@ -303,7 +303,7 @@ class LearnedHead:
             if length > 0 and head.length(slot) + 1 == length:
                 num_accepted, *token_ids = rows[at]
                 if list(context[length:]) == token_ids[: num_accepted + 1]:
-                    head.confirm(slot, num_accepted + 1)
+                    head.commit(slot, num_accepted + 1)
 
     def _read(self, batch: DecodeBatch) -> None:
         """Read what was verified and is not read yet."""

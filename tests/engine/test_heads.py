@@ -131,16 +131,16 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
-    read_ahead, confirm = PackedSlotHead.read_ahead, PackedSlotHead.confirm
+    read_ahead, commit = PackedSlotHead.read_ahead, PackedSlotHead.commit
     read, cut = PackedSlotHead.read, TakenStates.__getitem__
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
         read_ahead(*arguments)
 
-    def confirming(*arguments: Any) -> None:
+    def committing(*arguments: Any) -> None:
         calls["confirmed"] += 1
-        confirm(*arguments)
+        commit(*arguments)
 
     def told(*arguments: Any) -> None:
         before = calls["confirmed"]
@@ -152,7 +152,7 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         return cut(states, at)
 
     monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
-    monkeypatch.setattr(PackedSlotHead, "confirm", confirming)
+    monkeypatch.setattr(PackedSlotHead, "commit", committing)
     monkeypatch.setattr(PackedSlotHead, "read", told)
     monkeypatch.setattr(TakenStates, "__getitem__", cutting)
     return calls
@@ -276,7 +276,7 @@ def test_sampled_text(
 
 def check_original(constraint: Constraint, output: list[int]) -> None:
     """The original stands where a new matcher stands that was led along the committed text."""
-    assert constraint.settle() is None
+    assert constraint.catch_up() is None
     assert constraint.committed == output
     matcher = constraint.compiled.new_matcher()
     assert all(matcher.accept_token(token) for token in output)

@@ -16,7 +16,7 @@ from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.backends.conformance import check_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.key_tokens import START, Keys, Place, follow
+from guided_spec.grammar.key_tokens import START, Keys, KeyState, advance
 from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
 from guided_spec.grammar.markers.marker import Marker
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
@@ -225,11 +225,11 @@ def test_repeated_keys_are_found_however_they_are_spelled(value: Any, data: st.D
         return f'"{spell(part)}"' if isinstance(part, str) else str(part)
 
     text = dump(value)
-    whole = follow(START, text.encode())
+    whole = advance(START, text.encode())
     assert (whole is None) is repeats(text)
-    place: Place | None = START
+    place: KeyState | None = START
     for byte in text.encode():
-        place = None if place is None else follow(place, bytes([byte]))
+        place = None if place is None else advance(place, bytes([byte]))
     assert place == whole
     assert whole in (None, START)
 

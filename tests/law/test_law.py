@@ -237,7 +237,7 @@ def test_the_harness_drafts_as_the_package_does(kind: str, setting: str) -> None
         constraint.commit(text)
     real = whole_batch(case, texts, constraints, live.tolist())
     lookahead = Lookahead.fork(real.constraints, real.mask_rows, real.limits)
-    expected = lookahead.follow(Tables(case).propose(real, lookahead))
+    expected = lookahead.advance(Tables(case).propose(real, lookahead))
     nodes, wide = rows.nodes(live), rows.batch(live)
     wide.limits = real.limits
     fields = Fields(nodes, torch.tensor(real.limits))

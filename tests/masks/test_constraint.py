@@ -151,7 +151,7 @@ def test_a_matcher_that_takes_the_text_for_complete_is_rebuilt(
     constraint.commit([0])
     matchers(constraint)[which].tokens = [0, 1, EOS]
     assert commit([1]) == [1]
-    assert constraint.settle() is None
+    assert constraint.catch_up() is None
     assert constraint.resyncs == 1
     assert not constraint.is_terminated
     assert commit([2, EOS]) == [2, EOS]
@@ -204,7 +204,7 @@ def test_matchers_that_read_later_change_nothing(
         if later.is_terminated:
             assert all(matcher.tokens == later.committed for matcher in both)
         if len(picks) % 2:  # else the next commit sees to it
-            assert later.settle() is None
+            assert later.catch_up() is None
             assert all(matcher.tokens == later.committed for matcher in both)
         if later.is_terminated:
             break
@@ -216,11 +216,11 @@ def test_matchers_that_read_later_change_nothing(
 def test_what_was_forgotten_is_found_later(which: int, *, settles: bool) -> None:
     constraint = Constraint(ToyCompiled(text_rule([TEXT])), [EOS])
     constraint.commit_ahead(WALK[:2])
-    constraint.settle()
+    constraint.catch_up()
     matchers(constraint)[which].tokens.clear()
     assert constraint.commit_ahead(WALK[2:4]) == WALK[2:4]
     if settles:
-        assert constraint.settle() is None
+        assert constraint.catch_up() is None
     assert constraint.commit(WALK[4:5]) == WALK[4:5]
     assert constraint.resyncs == 1
     assert all(matcher.tokens == WALK[:5] for matcher in matchers(constraint))
@@ -237,7 +237,7 @@ def refusing(which: int) -> Constraint:
 def test_an_original_that_refuses_for_good_ends_the_next_commit() -> None:
     constraint = refusing(0)
     assert constraint.commit_ahead([0, 1]) == [0, 1]
-    assert "token 1 at output position 1" in str(constraint.settle())
+    assert "token 1 at output position 1" in str(constraint.catch_up())
     for commit in (constraint.commit, constraint.commit_ahead):
         with pytest.raises(GrammarStateError, match="token 1 at output position 1"):
             commit([2])
@@ -250,7 +250,7 @@ def test_matchers_are_not_asked_about_a_text_that_goes_on() -> None:
     assert all(not matcher.tokens for matcher in matchers(constraint))
     assert constraint.fork().token_ids == []
     assert [matcher.tokens for matcher in matchers(constraint)] == [[], WALK[:2]]
-    assert constraint.settle() is None
+    assert constraint.catch_up() is None
     assert [matcher.tokens for matcher in matchers(constraint)] == [WALK[:2], WALK[:2]]
 
 

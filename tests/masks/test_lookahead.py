@@ -102,7 +102,7 @@ class LookaheadMachine(RuleBasedStateMachine):
             if constraint is None:
                 continue
             original, fork = constraint._original, constraint._fork.matcher
-            is_there = not constraint._unled and self.step._asleep is None
+            is_there = not constraint._fork_unread and self.step._asleep is None
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
@@ -171,7 +171,7 @@ class LookaheadMachine(RuleBasedStateMachine):
         width = min(max(map(len, self.drafted)) + wider, DEPTHS - 1)
         padded = [row + [0] * (width - len(row)) for row in self.drafted]
         lengths = torch.tensor([len(row) for row in self.drafted])
-        self.step.follow(Draft(torch.tensor(padded).view(3, width), lengths))
+        self.step.advance(Draft(torch.tensor(padded).view(3, width), lengths))
         self.step.start()
         masks = self.step.finish(width)
         assert masks is not None
@@ -251,7 +251,7 @@ def test_nobody_is_constrained() -> None:
 def test_drafts_that_nobody_announced_are_walked() -> None:
     compiled = ToyCompiled(text_rule([b"abcd"]))
     lookahead, rows = toy_lookahead(compiled)
-    lookahead.follow(Draft(torch.tensor([[0, 1, 5, 0]]), torch.tensor([4])))
+    lookahead.advance(Draft(torch.tensor([[0, 1, 5, 0]]), torch.tensor([4])))
     lookahead.start()
     masks = lookahead.finish(4)
     assert masks is not None
@@ -295,7 +295,7 @@ def test_forks_are_asked_for_when_they_are_needed() -> None:
     constraint = Constraint(ToyCompiled(text_rule([b"abcd"])), [EOS])
     assert constraint.commit_ahead([0]) == [0]
     lookahead = Lookahead.fork([constraint], MaskRows(1, DEPTHS, VOCAB_SIZE, CPU), [4])
-    lookahead.follow(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
+    lookahead.advance(Draft(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([0])))
     lookahead.start()
     assert lookahead.is_open == [True]
     assert constraint._fork.matcher.tokens == []  # type: ignore[attr-defined]
@@ -328,7 +328,7 @@ def test_a_failure_on_the_other_thread_is_raised(monkeypatch: pytest.MonkeyPatch
     compiled = ToyCompiled(text_rule([b"ab"]))
     lookahead, rows = toy_lookahead(compiled)
     monkeypatch.setattr(ToyMatcher, "fill_next_token_bitmask", lambda *_: 1 / 0)
-    lookahead.follow(Draft(torch.tensor([[0]]), torch.tensor([1])))
+    lookahead.advance(Draft(torch.tensor([[0]]), torch.tensor([1])))
     lookahead.start()
     with pytest.raises(ZeroDivisionError):
         lookahead.finish(1)

@@ -211,7 +211,7 @@ def test_other_threads_help_where_rows_take_long(
     legal = unpack_bitmask(masks, VOCAB_SIZE)
     assert legal.sum(-1).tolist() == [2] * count
     lookahead.extend([[ord("a"), ord("b"), ord("c"), EOS]] * count)
-    lookahead.follow(Draft(torch.zeros(count, 4, dtype=torch.int64), torch.full((count,), 4)))
+    lookahead.advance(Draft(torch.zeros(count, 4, dtype=torch.int64), torch.full((count,), 4)))
     lookahead.start()
     finished = lookahead.finish(4)
     assert finished is not None

@@ -19,7 +19,7 @@ from guided_spec.grammar.completion.spelling import (
     first_tokens,
     spread_tokens,
 )
-from guided_spec.grammar.protocol import CompiledGrammar, Matcher, as_matcher, follow
+from guided_spec.grammar.protocol import CompiledGrammar, Matcher, accept_tokens, as_matcher
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["SearchEndings", "Way"]
@@ -211,7 +211,7 @@ class SearchEndings:
             if not waiting:
                 break
             way = waiting.popleft()
-            count = follow(matcher, way)
+            count = accept_tokens(matcher, way)
             row = self.legal_row(matcher) if count == len(way) else None
             if count:
                 matcher.rollback(count)
@@ -267,7 +267,7 @@ class _Walk:
         if len(self._options) == len(self._way):
             self._options.append(self._look())
         for tokens in self._options[-1]:
-            count = follow(self._matcher, tokens)
+            count = accept_tokens(self._matcher, tokens)
             if count == len(tokens):
                 self._way.append(tokens)
                 return True

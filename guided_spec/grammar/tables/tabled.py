@@ -13,8 +13,8 @@ from guided_spec.errors import ConfigError, GrammarStateError
 from guided_spec.grammar.protocol import (
     GrammarMatcher,
     Matcher,
+    accept_tokens,
     as_matcher,
-    follow,
 )
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
@@ -204,7 +204,7 @@ class TabledMatcher(Matcher):
         if self._own is None:
             self._own, self._num_read = as_matcher(self._grammar.inner.new_matcher()), 0
         if missing := self._token_ids[self._num_read :]:
-            self._num_read += follow(self._own, missing)
+            self._num_read += accept_tokens(self._own, missing)
             if self._num_read < len(self._token_ids):
                 reason = f"refuses token {self._token_ids[self._num_read]}, which its table allows"
                 raise GrammarStateError(f"the grammar's matcher {reason}")

@@ -286,7 +286,7 @@ class PackedSlotHead:
         in [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at
         most, on the host.
 
-        A slot holds them once ``confirm`` says how many they were; otherwise it is as before, but
+        A slot holds them once ``commit`` says how many they were; otherwise it is as before, but
         for the draft, which is forgotten.
         """
         rows = Rows(slots, [self._lengths[slot] for slot in slots], counts)
@@ -298,7 +298,7 @@ class PackedSlotHead:
         self._read_rows(rows, *fed, first + last)
         self._begin_draft(slots)
 
-    def confirm(self, slot: int, count: int) -> None:
+    def commit(self, slot: int, count: int) -> None:
         """The slot holds ``count`` of the tokens that were read ahead."""
         self._lengths[slot] += count
         self.blocks.mark_read(slot, self._lengths[slot])
@@ -451,7 +451,7 @@ class PackedSlotHead:
         fed = torch.cat([states[row][cut] for row, cut in chosen])
         self._read_rows(rows, token_ids, fed, host_integers(counts).cumsum(0) - 1)
         for slot, count in zip(of, counts, strict=True):
-            self.confirm(slot, count)
+            self.commit(slot, count)
 
     def _read_rows(self, rows: Rows, token_ids: Tensor, states: Tensor, last: Tensor) -> None:
         """Tokens int64 [N] in one line, the states [N, X] before them, and where rows end, [R]."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.dependents_triton import await_previous, dependent_launch
 from guided_spec.ops.sampling.verify_tiles_triton import (
     ACCEPTED,
     DRAW,
@@ -52,22 +52,22 @@ def find_kept(
 ) -> None:
     """``work.cut`` and ``work.total`` of every row that is filtered and needs them, as they are."""
     batch, num_rows, num_chunks, words, capacity = shape
-    total, follows = batch * num_rows, following(step.lengths)
+    total, launch = batch * num_rows, dependent_launch(step.lengths)
     groups = min(SAMPLED // 8, triton.next_power_of_2(triton.cdiv(step.vocab_size, 8)))
-    _bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=4, **follows)
+    _bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=4, **launch)
     stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
     _collect_kernel[(batch, num_chunks, stride)](
         *(step, rules, work, num_chunks, capacity, stride, FEW, words),
         triton.next_power_of_2(num_rows),
         num_warps=shape.num_warps,
-        **follows,
+        **launch,
     )
     chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)
     _threshold_kernel[(total,)](
         *(step, rules, work, filters, num_chunks, capacity, words, chunks),
         *(min(SHORT, listed), listed),
         num_warps=16,
-        **follows,
+        **launch,
     )
 
 
@@ -140,10 +140,10 @@ def _bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     filters,
     groups: tl.constexpr,
     sureness: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """``work.low`` and ``work.high`` of filtered rows: grid (N,). The latter is ``cut`` at most."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
     place = (row % (step.num_draft + 1)).to(tl.int32)
@@ -255,7 +255,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     few: tl.constexpr,
     words: tl.constexpr,
     rows: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Add up what is above the brackets and list what is inside: grid (B, C, stride).
 
@@ -263,7 +263,7 @@ def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     ``few`` tokens of a chunk are listed one by one, and of more those together that are equal.
     rows: a power of two, at least K + 1.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length = tl.load(step.lengths + request)
     places = tl.arange(0, rows)
@@ -469,14 +469,14 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     chunks: tl.constexpr,
     short: tl.constexpr,
     listed: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """``work.cut`` and ``work.total`` of filtered rows as they are: grid (N,).
 
     Also whether the draft token stays where that was open. chunks, listed: powers of two, at least
     C and ``capacity``. short: likewise; lists of up to so many are searched as such.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     request = (row // (step.num_draft + 1)).to(tl.int32)
     place = (row % (step.num_draft + 1)).to(tl.int32)

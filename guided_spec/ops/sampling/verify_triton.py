@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.bitmask import num_mask_words
-from guided_spec.ops.dependents_triton import follow, following
+from guided_spec.ops.dependents_triton import await_previous, dependent_launch
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import Stream
 from guided_spec.ops.sampling.token_rules import ANY
@@ -89,10 +89,10 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepte
     races = 0 if sampling.all_greedy else 1 + is_split
     work = make_work(shape, device, races, filtered=filtered)
     width, chunks = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_chunks)
-    follows = following(step.lengths)
-    _stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2, **follows)
+    launch = dependent_launch(step.lengths)
+    _stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2, **launch)
     _decide_kernel[(batch,)](
-        step, rules, work, filters, num_chunks, coupled, width, chunks, **follows
+        step, rules, work, filters, num_chunks, coupled, width, chunks, **launch
     )
     if not sampling.all_greedy:
         if filtered:
@@ -100,14 +100,14 @@ def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepte
         _race_kernel[(batch, num_chunks, num_rows if coupled else 1)](
             *(step, rules, work, num_chunks, coupled, filtered, is_split, words, width),
             num_warps=shape.num_warps,
-            **follows,
+            **launch,
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
     _assemble_kernel[(batch,)](
         *(step, work, token_ids, num_accepted, num_chunks, coupled, is_split, width, chunks),
         num_warps=4 if races else 1,
-        **follows,
+        **launch,
     )
     return Accepted(token_ids, num_accepted)
 
@@ -130,19 +130,19 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     _ban_kernel[grid](
         *(step, parts, bans.prefixes.shape[1], count, BAN_BLOCK),
         num_warps=2,
-        **following(step.lengths),
+        **dependent_launch(step.lengths),
     )
     return step
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _ban_kernel(step, bans, depth, count, block: tl.constexpr, FOLLOWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _ban_kernel(step, bans, depth, count, block: tl.constexpr, IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Clear the bits of banned tokens in ``step.mask``: grid (ceil(count / block), K + 1).
 
     bans: (owners, tokens, prefixes, until, requests, num_output, tails), see ``Bans`` and
         ``Adjustments``. depth: P, the tokens of a prefix.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     owners, tokens, prefixes, until, requests, num_output, tails = bans
     ban = tl.program_id(0) * block + tl.arange(0, block)
     place = tl.program_id(1)
@@ -167,9 +167,9 @@ def _ban_kernel(step, bans, depth, count, block: tl.constexpr, FOLLOWS: tl.const
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, FOLLOWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """``work.chunk_max`` and ``work.chunk_sum``: grid (N, C)."""
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     row, chunk = tl.program_id(0), tl.program_id(1)
     request = row // (step.num_draft + 1)
     place = row % (step.num_draft + 1)
@@ -350,13 +350,13 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     coupled: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Each row's state, and the tokens of greedy rows: grid (B,).
 
     rows, chunks: powers of two, at least K + 1 and C.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
@@ -434,14 +434,14 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_split: tl.constexpr,
     words: tl.constexpr,
     rows: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Race the chunks of the rows to draw from: grid (B, C, 1), for coupled noise (B, C, K + 1).
 
     is_split: residual and target each have a race. Without probabilities of the draft, what a
     refused token leaves is the target without it, in any scale.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     request, chunk = tl.program_id(0), tl.program_id(1)
     length, temperature = tl.load(step.lengths + request), tl.load(step.temperature + request)
     place = _drawn_place(step, work, request, coupled, rows)
@@ -506,13 +506,13 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     is_split: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
-    FOLLOWS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """The answer: grid (B,). token_ids: int64 [B, K + 1], num_accepted: int64 [B].
 
     is_split: whether residual and target have races of their own.
     """
-    follow(FOLLOWS)
+    await_previous(IS_DEPENDENT)
     request = tl.program_id(0)
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)

@@ -66,7 +66,7 @@ def test_a_lost_way_costs_the_budget_and_not_the_request(commit: str) -> None:
     constraint = Constraint(grammar, VOCABULARY.stop_token_ids)
     for count, token in enumerate(TEXT, 1):
         assert getattr(constraint, commit)([token]) == [token]
-        assert constraint.settle() is None
+        assert constraint.catch_up() is None
         assert constraint.has_lost_end == (count > 2)
         plain = LETTERS.new_matcher()
         assert all(map(plain.accept_token, TEXT[:count]))
@@ -82,7 +82,7 @@ def test_where_texts_must_be_whole_it_is_an_error(commit: str) -> None:
     take(TEXT[:2])
     with pytest.raises(GrammarStateError, match="behind output token 3; complete=True asks"):  # noqa: PT012
         take(TEXT[2:3])
-        failure = constraint.settle()
+        failure = constraint.catch_up()
         assert failure is not None
         raise failure
     assert constraint.committed == TEXT[:3]

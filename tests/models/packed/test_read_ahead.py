@@ -73,7 +73,7 @@ def test_what_is_confirmed_was_read(pair: Pair, most: list[int]) -> None:
         pair.packed.walk(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
         pair.packed.read_ahead(SLOTS, padded(tokens), states, torch.tensor(COUNTS) - 1, most)
         for slot, count in zip(SLOTS, COUNTS, strict=True):
-            pair.packed.confirm(slot, count)
+            pair.packed.commit(slot, count)
         assert [pair.packed.length(s) for s in SLOTS] == [pair.stock.length(s) for s in SLOTS]
         assert [pair.packed.depth(s) for s in SLOTS] == [0, 0, 0]
         pair.check()
@@ -94,7 +94,7 @@ def test_one_of_several_is_confirmed(pair: Pair) -> None:
     tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
     last = torch.tensor(COUNTS) - 1
     pair.packed.read_ahead(SLOTS, padded(tokens), states, last, [WIDTH] * 3)
-    pair.packed.confirm(0, 4)
+    pair.packed.commit(0, 4)
     pair.stock.read([0], [tokens[1]], [states[1]])
     others, more = [pair.tokens(2), pair.tokens(3)], [pair.states(2), pair.states(3)]
     for head in (pair.stock, pair.packed):
