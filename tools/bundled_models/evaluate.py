@@ -62,10 +62,11 @@ class GrammarDecoder:
     ) -> list[list[int]]:
         """Return for every document the generated token ids, with the end token."""
         outputs: list[list[int]] = []
+        decoder: Any = model  # not every version of transformers says what generate is a method of
         for start in range(0, len(documents), batch):
             part = documents[start : start + batch]
             inputs = self.tokenizer([d.prompt for d in part], return_tensors="pt", padding=True)
-            ids = model.generate(  # type: ignore[misc]
+            ids = decoder.generate(
                 input_ids=inputs["input_ids"].to(model.device),
                 attention_mask=inputs["attention_mask"].to(model.device),
                 do_sample=False,
