@@ -191,13 +191,15 @@ class _Writer:
             return ""
         if high is _parser.MAXREPEAT and (low == 0 or _is_nullable(inner)):
             parts = dict.fromkeys(part for part in self._looped(inner, flags) if part)
-            return f"(?:{'|'.join(parts)}){{0,}}" if parts else ""
+            return f"(?:{'|'.join(parts)})*" if parts else ""
         once = high == 1
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
         if not body:
             return ""
-        upper = "" if high is _parser.MAXREPEAT else str(high)
-        return f"(?:{body}){{{low},{upper}}}"
+        if high is not _parser.MAXREPEAT:
+            return f"(?:{body}){{{low},{high}}}"
+        # xgrammar 0.2.8 takes (?:-[a-z]{1,3}){1,} to allow "-a-abcd", and {2,} likewise.
+        return f"(?:{body})+" if low == 1 else f"(?:{body}){{{low},{low}}}(?:{body})*"
 
     def _looped(self, items: Any, flags: int) -> list[str]:
         """Parts that can take each other's place: any number of them is any number of ``items``.

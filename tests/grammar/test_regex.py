@@ -79,6 +79,9 @@ def test_a_json_pattern_escapes_what_json_must(text: str) -> None:
         ("a{0}b", "b", "ab"),
         ("(|a)+", "aa", "b"),
         ("[a-z]{1,300}", "a" * 300, "a" * 301),
+        ("(-[a-z]{1,3})+", "-a-abc", "-a-abcd"),
+        ("(-[a-z]{1,3}){1,}b?", "-a-abc-z", "-a-abcd-z"),
+        ("(-[a-z]{0,3}){2,}", "-a-abc-", "-a-ab-abcd"),
     ],
 )
 def test_python_reads_it_so(pattern: str, matching: str, other: str) -> None:

@@ -64,13 +64,13 @@ def rules_of(compiled: CompiledGrammar) -> Rules:
 _CHARACTER = re.compile(r"\\u\{([0-9a-fA-F]+)\}|([^\\()\[\]{}|.^$*+?])")
 _CLASS = re.compile(r"\[((?:\\u\{[0-9a-fA-F]+\}|-)*)\]")
 _RANGE = re.compile(r"\\u\{([0-9a-fA-F]+)\}(?:-\\u\{([0-9a-fA-F]+)\})?")
-_REPEAT = re.compile(r"\{(\d+),(\d*)\}")
+_REPEAT = re.compile(r"\{(\d+),(\d+)\}|\*|\+")
 
 
 class RegexReader:
     """Adds the states of a regex to ``rules``.
 
-    text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, repeats ``{1,}``.
+    text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, repeats ``{1,3}``, ``*``, ``+``.
     in_json: inside of a JSON string, where the backend refuses characters that JSON escapes, and
         the backslash, even if the regex holds them.
     """
@@ -139,7 +139,10 @@ class RegexReader:
         least, most = 1, 1
         if repeat is not None:
             self._at = repeat.end()
-            least, most = int(repeat.group(1)), int(repeat.group(2) or -1)
+            if repeat.group(1) is None:
+                least, most = int(repeat.group() == "+"), -1
+            else:
+                least, most = int(repeat.group(1)), int(repeat.group(2))
         rules.calls[state].append(Call(first, then, least, most))
         return then
 
