@@ -8,8 +8,9 @@ from typing import Any, Literal
 from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
 
-__all__ = ["BEST", "TrainOptions"]
+__all__ = ["BEST", "TRACKERS", "TrainOptions"]
 
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "none")
 BEST = "best"  # in the output folder of a run: the draft of the best validation
 
 _AT_LEAST_1 = (
@@ -70,6 +71,15 @@ class TrainOptions:
     keep_checkpoints: int = option("Checkpoints to keep, the newest.", default=2)
     resume: bool = option("Go on from the newest checkpoint in the output folder.", default=False)
     log_every: int = option("Steps between lines of the log.", default=10)
+    tracker: list[str] = field(
+        default_factory=lambda: ["tensorboard"],
+        metadata={"help": "Where metrics go: tensorboard, wandb, trackio, mlflow, none; repeat."},
+    )
+    project: str = option("Name under which trackers file the run.", default="guided-spec")
+    push_to_hub: str | None = option(
+        "Repository of the hub for the finished draft, such as org/name.", default=None
+    )
+    hub_private: bool = option("Make that repository a private one.", default=False)
     decode_limit: int = option(
         "Held-out documents to decode with the draft at the end.", default=32
     )
@@ -97,6 +107,9 @@ class TrainOptions:
         _require_share("heldout_share", self.heldout_share)
         temperature = self.regenerate_temperature
         _require(temperature >= 0, "regenerate_temperature", temperature, "must be at least 0")
+        for name in self.tracker:
+            _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
+        _require(bool(self.project), "project", self.project, "must not be empty")
         _require(bool(self.data), "data", self.data, "name at least one file")
 
 

@@ -35,7 +35,13 @@ from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
-from guided_spec.training.card import CARD, command_of, model_card, write_plots
+from guided_spec.training.card import (
+    CARD,
+    HubRepository,
+    command_of,
+    model_card,
+    write_plots,
+)
 from guided_spec.training.data.corpus import Corpus
 from guided_spec.training.data.sources import check_sources
 from guided_spec.training.features import (
@@ -46,9 +52,8 @@ from guided_spec.training.features import (
 )
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
+from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
 from guided_spec.training.trainer import (
-    LINES,
-    LOGS,
     Trainer,
     TrainingResult,
     check_folder,
@@ -157,15 +162,15 @@ class Rehearsal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-PACKAGES = ("accelerate", "datasets", "tensorboard")
+PACKAGES = ("accelerate", "datasets")
 LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
 
 
 def make_accelerator(options: TrainOptions) -> Any:
     """The ``accelerate.Accelerator`` of this process; on CUDA it computes in bfloat16.
 
-    Raises ModelError where a package is missing, and ConfigError where the device is, or where
-    there is nothing to shard over.
+    Raises ModelError where a package is missing, and ConfigError where the device or a tracker is,
+    or where there is nothing to shard over.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -188,7 +193,7 @@ def make_accelerator(options: TrainOptions) -> Any:
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=options.gradient_accumulation,
-        log_with="tensorboard",
+        log_with=chosen_trackers(options),
         project_dir=Path(options.output) / LOGS,
         fsdp_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
@@ -233,7 +238,8 @@ class TrainingReport:
     means over the steps since the last line of the log but one. heldout: the same of the held-out
     documents. best_step: the validation at which drafts were accepted the longest; its draft is in
     the folder ``BEST`` below, unless it was the last, and 0 where nothing was validated.
-    decoded: what decoding them with the draft gave; None where it was not asked for.
+    decoded: what decoding them with the draft gave; None where it was not asked for. pushed: the
+    address of the draft on the hub, if it was pushed there.
     """
 
     draft: str
@@ -249,6 +255,7 @@ class TrainingReport:
     options: dict[str, Any]
     algorithm_options: dict[str, Any]
     decoded: dict[str, Any] | None = None
+    pushed: str | None = None
 
     def write(self) -> None:
         """Write it as JSON into the folder of the draft."""
@@ -269,10 +276,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     algorithm = _algorithm(options)
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
-    check_output(Path(options.output), resume=options.resume)
-    check_sources(options.data)
-    if options.features is not None:
-        check_folder("features", Path(options.features))
+    _check_places(options)
     accelerator = make_accelerator(options)
     stopped: TrainingStoppedError | None = None
     try:
@@ -285,6 +289,15 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     return report
 
 
+def _check_places(options: TrainOptions) -> None:
+    """Refuse what a run could not read from or write to."""
+    check_output(Path(options.output), resume=options.resume)
+    check_sources(options.data)
+    if options.features is not None:
+        check_folder("features", Path(options.features))
+    HubRepository.of(options)
+
+
 def _run(
     options: TrainOptions,
     algorithm_options: Mapping[str, Any],
@@ -294,13 +307,17 @@ def _run(
 ) -> TrainingReport:
     target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target)
+    repository = HubRepository.of(options)
     with ExitStack() as stack:
         rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
         if accelerator.is_main_process:
             stack.enter_context(rehearsal)
         corpus = Corpus.load(options, accelerator, target, tokenizer)
+        items = corpus.decode_items(options.decode_limit)
         if accelerator.is_main_process:
-            rehearsal.decode(corpus.decode_items(options.decode_limit))
+            rehearsal.decode(items)
+            if repository is not None:
+                repository.create()
     model = algorithm.from_training_args(
         target.config.get_text_config(decoder=True),
         target=target,
@@ -316,10 +333,10 @@ def _run(
     report = _report(options, algorithm_options, result, layout)
     if accelerator.is_main_process:
         report.write()
-        report = _decode(
-            report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
-        )
+        report = _decode(report, options, target, tokenizer, items)
         _describe(report, corpus, algorithm.config_class)
+        if repository is not None:
+            report = replace(report, pushed=repository.push(Path(options.output)))
     return report
 
 
