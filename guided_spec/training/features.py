@@ -43,7 +43,7 @@ Features = Callable[[TrainingBatch], TargetStates]
 class OnlineFeatures:
     """Runs the target's decoder over each batch; not its output head.
 
-    target: on the device of the batches; it is not changed.
+    target: on one device or spread over several; it is not changed.
     layers: hidden states for ``TargetStates.aux``: index i is the input of layer i, n the output of
         the last layer. May be empty.
     """
@@ -51,20 +51,24 @@ class OnlineFeatures:
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...]) -> None:
         model: Any = target
         self._decoder: Any = model.get_decoder()
+        self._device = target.device
         self._layers = (*layers, model.config.get_text_config(decoder=True).num_hidden_layers)
 
     @torch.no_grad()
     def __call__(self, batch: TrainingBatch) -> TargetStates:
-        """The states of ``batch``, in the target's dtype. Raises ModelError for an unknown layer.
+        """The states of ``batch``, on its device, in the target's dtype.
+
+        Raises ModelError for an unknown layer.
 
         Not in inference mode: the draft's backward pass has to keep these tensors.
         """
-        token_ids = batch.token_ids
+        device = batch.token_ids.device
+        token_ids = batch.token_ids.to(self._device)
         place = torch.arange(token_ids.shape[1], device=token_ids.device)
-        mask = place < batch.lengths[:, None]
+        mask = place < batch.lengths.to(self._device)[:, None]
         with capture_hidden(self._decoder, self._layers) as captured:
             self._decoder(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
-            *aux, last = captured
+            *aux, last = [states.to(device) for states in captured]
         if not aux:
             return TargetStates(last.new_empty(*last.shape[:2], 0, last.shape[2]), last)
         return TargetStates(torch.stack(aux, 2), last)

@@ -50,7 +50,7 @@ from guided_spec.training.features import (
     OnlineFeatures,
     StoredFeatures,
 )
-from guided_spec.training.options import TrainOptions
+from guided_spec.training.options import TrainOptions, read_device_map
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
 from guided_spec.training.trainer import (
@@ -184,6 +184,9 @@ def make_accelerator(options: TrainOptions) -> Any:
         raise ConfigError("device", "cuda", "torch sees no CUDA device; pass cpu")
     on_cpu = options.device == "cpu" or not has_cuda
     plugin = None
+    if options.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        fix = "is for one process: let it write all features, then train from them without a map"
+        raise ConfigError("device_map", options.device_map, fix)
     if options.sharding == "fsdp":
         _check_sharding(on_cpu=on_cpu)
         plugin = FullyShardedDataParallelPlugin(
@@ -193,7 +196,7 @@ def make_accelerator(options: TrainOptions) -> Any:
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=options.gradient_accumulation,
-        log_with=chosen_trackers(options),
+        log_with=chosen_trackers(options) or None,
         project_dir=Path(options.output) / LOGS,
         fsdp_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
@@ -306,7 +309,7 @@ def _run(
     forward: TrainerKwargs,
 ) -> TrainingReport:
     target = _open_target(options, accelerator.device)
-    tokenizer = load_tokenizer(options.target)
+    tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
     repository = HubRepository.of(options)
     with ExitStack() as stack:
         rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
@@ -360,10 +363,35 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
     """All of the target, or its ends alone where nothing but them may be needed."""
     if options.features is not None and not options.regenerate and not options.decode_limit:
         try:
-            return load_ends(options.target, dtype=options.target_dtype, device=device)
+            return load_ends(
+                options.target,
+                dtype=options.target_dtype,
+                device=device,
+                trust_remote_code=options.trust_remote_code,
+            )
         except ModelError as error:
             logger.info("the whole target is loaded: %s", error)
-    target = load_model(options.target, dtype=options.target_dtype, device=device)
+    return _load_target(options, device)
+
+
+def _load_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
+    """All of it, frozen: on ``device``, or where the device map puts its modules."""
+    if options.device_map is None:
+        place: dict[str, Any] = {"device": device}
+    else:
+        place = {"device_map": read_device_map(options.device_map)}
+    target = load_model(
+        options.target,
+        dtype=options.target_dtype,
+        trust_remote_code=options.trust_remote_code,
+        **place,
+    )
+    model: Any = target
+    norm = getattr(model.get_decoder(), "norm", nn.Identity())
+    ends = nn.ModuleList([model.get_input_embeddings(), norm, model.get_output_embeddings()])
+    if any(parameter.is_meta for parameter in ends.parameters()):
+        fix = "leaves the embedding, the last norm or the output head off the devices: map them"
+        raise ConfigError("device_map", options.device_map, fix)
     return target.requires_grad_(requires_grad=False)
 
 
@@ -379,8 +407,7 @@ def _features(
     if all(complete):
         return stored
     if not has_layers(target):  # it is, after all, needed
-        target = load_model(options.target, dtype=options.target_dtype, device=target.device)
-        target.requires_grad_(requires_grad=False)
+        target = _load_target(options, target.device)
     return KeptFeatures(folder, layers, OnlineFeatures(target, layers))
 
 
