@@ -5,7 +5,8 @@ Hidden states of the target in files, one a document: ``hs_{i}.safetensors``.
 The format is that of the speculators library, so that either reads what the other wrote:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the row of the document in the dataset. The header also names the
-layers, where the file was written here.
+layers, where the file was written here. A file may hold more tokens than its row, such as the line
+end that a chat template writes behind the last answer: states do not depend on what follows them.
 """
 
 from __future__ import annotations
@@ -156,7 +157,7 @@ class StoredFeatures:
     def _read(self, index: int, token_ids: Tensor) -> Tensor:
         """Hidden states [S, A + 1, H] of one document."""
         with self._opened(index, token_ids) as file:
-            states: Tensor = file.get_tensor("hidden_states")
+            states: Tensor = file.get_slice("hidden_states")[: len(token_ids)]
         return states
 
     @contextmanager
@@ -176,12 +177,13 @@ class StoredFeatures:
         header = (file.metadata() or {}).get("layers", _spell(self._layers))
         if header != _spell(self._layers):
             raise _wrong(path, f"holds the layers {header}, expected {_spell(self._layers)}")
-        if not torch.equal(file.get_tensor("token_ids"), token_ids):
+        own = file.get_tensor("token_ids")
+        if not torch.equal(own[: len(token_ids)], token_ids):
             raise _wrong(path, "holds other tokens than the dataset's row")
         states, slots = file.get_slice("hidden_states"), len(self._layers) + 1
         shape, dtype = list(states.get_shape()), states.get_dtype()
-        if len(shape) != 3 or shape[:2] != [len(token_ids), slots]:
-            expected = f"[{len(token_ids)}, {slots}, H]"
+        if len(shape) != 3 or shape[:2] != [len(own), slots]:
+            expected = f"[{len(own)}, {slots}, H]"
             raise _wrong(path, f"holds states {shape}, expected {expected}")
         if dtype not in DTYPES:
             raise _wrong(path, f"holds states of {dtype}; write them in bfloat16")
