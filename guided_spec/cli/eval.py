@@ -15,6 +15,7 @@ from rich.table import Column, Table
 from guided_spec.cli.console import Json, Verbose, print_json, print_table, stderr, working
 from guided_spec.cli.options import Device, Dtype, Model, NumDraftTokens
 from guided_spec.evaluate.figure import require_matplotlib
+from guided_spec.training.options import read_device_map
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -40,6 +41,8 @@ def evaluate(
     seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     device: Device = None,
     dtype: Dtype = None,
+    device_map: Annotated[str | None, typer.Option(help="As of guided-spec train.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None,
     as_json: Json = False,
@@ -51,6 +54,8 @@ def evaluate(
     """
     load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft}
     load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": batch_size}
+    load |= {"device_map": None if device_map is None else read_device_map(device_map)}
+    load |= {"trust_remote_code": trust_remote_code or None}
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     if plot is not None:
         require_matplotlib("--plot", str(plot))  # before anything runs
@@ -59,11 +64,7 @@ def evaluate(
     if output is not None:
         output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if plot is not None:
-        from guided_spec.evaluate.plots import Origin, acceptance_figures, draw_all
-
-        origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
-        for path in draw_all(acceptance_figures(report, origin), plot):
-            stderr().print(str(path))
+        _draw(report, plot)
     if as_json:
         for record in report:
             print_json(record)
@@ -95,6 +96,14 @@ def _measure(
             stderr().print(f"running {name}")
             results += measure_acceptance(llm.with_proposer(name, draft or None), asked, params)
     return results
+
+
+def _draw(report: list[dict[str, Any]], folder: Path) -> None:
+    from guided_spec.evaluate.plots import Origin, acceptance_figures, draw_all
+
+    origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
+    for path in draw_all(acceptance_figures(report, origin), folder):
+        stderr().print(str(path))
 
 
 def _table(found: list[Acceptance]) -> Table:

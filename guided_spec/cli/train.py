@@ -143,6 +143,8 @@ def _print(report: TrainingReport) -> None:
             rows[shown + label] = f"{mean:.4f}"
     if 0 < report.best_step < report.steps:
         rows["best draft"] = f"{report.draft}/{BEST} (step {report.best_step})"
+    if report.pushed is not None:
+        rows["pushed to"] = report.pushed
     if report.decoded is not None:
         decoded = "held-out tokens per forward, decoded: the target's own text"
         rows[decoded] = f"{report.decoded['acceptance_length']:.2f}"

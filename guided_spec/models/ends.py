@@ -36,8 +36,9 @@ def load_ends(
 ) -> PreTrainedModel:
     """The model of a checkpoint with no weights in its layers, which take no memory.
 
-    Where the names in the checkpoint are the module's own, the last layer has its weights too:
-    modules of multi-token prediction may start as a copy of it. No weight takes a gradient.
+    Where the names in the checkpoint are the module's own and nothing is quantized, the last layer
+    has its weights too: modules of multi-token prediction may start as a copy of it. No weight
+    takes a gradient.
 
     path: a folder or a hub id. dtype: as of ``load_model``.
 
@@ -55,7 +56,8 @@ def load_ends(
         if missing:
             problem = f"expected plain weights {', '.join(missing)}, found none"
             raise ModelError(f"model={str(path)!r}: {problem}; load all of it")
-    _fill(decoder.layers[-1], names[id(decoder.layers[-1])], checkpoint)
+    if "quantization_config" not in checkpoint.config:
+        _fill(decoder.layers[-1], names[id(decoder.layers[-1])], checkpoint)
     model.tie_weights()
     for module in model.modules():
         for name, tensor in module.named_buffers(recurse=False):
@@ -69,8 +71,9 @@ def load_ends(
 
 
 def has_layers(model: PreTrainedModel) -> bool:
-    """Whether the layers have their weights."""
-    return not any(parameter.is_meta for parameter in model.parameters())
+    """Whether the layers have their weights; a device map may keep them outside of the model."""
+    is_mapped = getattr(model, "hf_device_map", None) is not None
+    return is_mapped or not any(parameter.is_meta for parameter in model.parameters())
 
 
 @contextmanager

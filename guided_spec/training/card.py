@@ -1,4 +1,7 @@
-"""What stands beside a trained draft for its users: a model card, and plots of its training."""
+"""What stands beside a trained draft for its users: a model card, and plots of its training.
+
+And the way to them: the repository of the Hugging Face hub to which the draft is pushed.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,26 @@ import importlib.util
 import json
 import shlex
 from collections.abc import Iterator, Mapping
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from huggingface_hub import HfApi, get_token
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is public
+
+from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Origin, draw_all, training_figures
 from guided_spec.training.options import TrainOptions
 
-__all__ = ["CARD", "PLOTS", "CorpusFigures", "command_of", "model_card", "write_plots"]
+__all__ = [
+    "CARD",
+    "PLOTS",
+    "CorpusFigures",
+    "HubRepository",
+    "command_of",
+    "model_card",
+    "write_plots",
+]
 
 CARD, PLOTS = "README.md", "plots"  # in the output folder of a run
 
@@ -145,3 +160,63 @@ def _decoded(decoded: Mapping[str, Any]) -> str:
         valid=decoded["valid"],
         shares=shares or "nothing was drafted",
     )
+
+
+@dataclass(frozen=True)
+class HubRepository:
+    """Where a draft is pushed: ``name`` is ``org/name``, or the name alone for one's own."""
+
+    name: str
+    private: bool
+
+    @classmethod
+    def of(cls, options: TrainOptions) -> HubRepository | None:
+        """None where nothing is pushed. Raises ConfigError for a bad name and without a token."""
+        if options.push_to_hub is None:
+            return None
+        try:
+            validate_repo_id(options.push_to_hub)
+        except ValueError as error:
+            raise _refused(options.push_to_hub, f"is no name of a repository: {error}") from error
+        if get_token() is None:
+            fix = "needs a token of the hub that may write: run hf auth login, or set HF_TOKEN"
+            raise _refused(options.push_to_hub, fix)
+        return cls(options.push_to_hub, options.hub_private)
+
+    def create(self) -> None:
+        """Make it, unless it is there: the hub is asked before anything is trained.
+
+        Raises ConfigError with the hub's reason where it refuses.
+        """
+        try:
+            HfApi().create_repo(self.name, private=self.private or None, exist_ok=True)
+        except Exception as error:  # the hub's own classes, and those of its HTTP client
+            raise _refused(self.name, f"cannot be made: {_line(error)}") from error
+
+    def push(self, folder: Path) -> str:
+        """Upload a finished draft: the files right in ``folder``, and its plots. The address of it.
+
+        Checkpoints, logs and answers that were written anew stay here. Raises ConfigError where it
+        fails.
+        """
+        kept = [path.name for path in folder.iterdir() if path.is_file()]
+        try:
+            commit = HfApi().upload_folder(
+                repo_id=self.name,
+                folder_path=folder,
+                allow_patterns=[*kept, f"{PLOTS}/*"],
+                ignore_patterns=[".*"],
+                commit_message="A draft trained by guided-spec",
+            )
+        except Exception as error:  # as above
+            fix = f"was not pushed: {_line(error)}; the draft is in {folder}, push it by hf upload"
+            raise _refused(self.name, fix) from error
+        return str(commit.repo_url)
+
+
+def _refused(name: str, fix: str) -> ConfigError:
+    return ConfigError("push_to_hub", name, fix)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())

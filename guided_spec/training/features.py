@@ -5,7 +5,8 @@ Hidden states of the target in files, one a document: ``hs_{i}.safetensors``.
 The format is that of the speculators library, so that either reads what the other wrote:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the row of the document in the dataset. The header also names the
-layers, where the file was written here.
+layers, where the file was written here. A file may hold more tokens than its row, such as the line
+end that a chat template writes behind the last answer: states do not depend on what follows them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Features = Callable[[TrainingBatch], TargetStates]
 class OnlineFeatures:
     """Runs the target's decoder over each batch; not its output head.
 
-    target: on the device of the batches; it is not changed.
+    target: on one device or spread over several; it is not changed.
     layers: hidden states for ``TargetStates.aux``: index i is the input of layer i, n the output of
         the last layer. May be empty.
     """
@@ -51,20 +52,24 @@ class OnlineFeatures:
     def __init__(self, target: PreTrainedModel, layers: tuple[int, ...]) -> None:
         model: Any = target
         self._decoder: Any = model.get_decoder()
+        self._device = target.device
         self._layers = (*layers, model.config.get_text_config(decoder=True).num_hidden_layers)
 
     @torch.no_grad()
     def __call__(self, batch: TrainingBatch) -> TargetStates:
-        """The states of ``batch``, in the target's dtype. Raises ModelError for an unknown layer.
+        """The states of ``batch``, on its device, in the target's dtype.
+
+        Raises ModelError for an unknown layer.
 
         Not in inference mode: the draft's backward pass has to keep these tensors.
         """
-        token_ids = batch.token_ids
+        device = batch.token_ids.device
+        token_ids = batch.token_ids.to(self._device)
         place = torch.arange(token_ids.shape[1], device=token_ids.device)
-        mask = place < batch.lengths[:, None]
+        mask = place < batch.lengths.to(self._device)[:, None]
         with capture_hidden(self._decoder, self._layers) as captured:
             self._decoder(input_ids=token_ids, attention_mask=mask.long(), use_cache=False)
-            *aux, last = captured
+            *aux, last = [states.to(device) for states in captured]
         if not aux:
             return TargetStates(last.new_empty(*last.shape[:2], 0, last.shape[2]), last)
         return TargetStates(torch.stack(aux, 2), last)
@@ -152,7 +157,7 @@ class StoredFeatures:
     def _read(self, index: int, token_ids: Tensor) -> Tensor:
         """Hidden states [S, A + 1, H] of one document."""
         with self._opened(index, token_ids) as file:
-            states: Tensor = file.get_tensor("hidden_states")
+            states: Tensor = file.get_slice("hidden_states")[: len(token_ids)]
         return states
 
     @contextmanager
@@ -172,12 +177,13 @@ class StoredFeatures:
         header = (file.metadata() or {}).get("layers", _spell(self._layers))
         if header != _spell(self._layers):
             raise _wrong(path, f"holds the layers {header}, expected {_spell(self._layers)}")
-        if not torch.equal(file.get_tensor("token_ids"), token_ids):
+        own = file.get_tensor("token_ids")
+        if not torch.equal(own[: len(token_ids)], token_ids):
             raise _wrong(path, "holds other tokens than the dataset's row")
         states, slots = file.get_slice("hidden_states"), len(self._layers) + 1
         shape, dtype = list(states.get_shape()), states.get_dtype()
-        if len(shape) != 3 or shape[:2] != [len(token_ids), slots]:
-            expected = f"[{len(token_ids)}, {slots}, H]"
+        if len(shape) != 3 or shape[:2] != [len(own), slots]:
+            expected = f"[{len(own)}, {slots}, H]"
             raise _wrong(path, f"holds states {shape}, expected {expected}")
         if dtype not in DTYPES:
             raise _wrong(path, f"holds states of {dtype}; write them in bfloat16")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
 
-__all__ = ["BEST", "TrainOptions"]
+__all__ = ["BEST", "TRACKERS", "TrainOptions", "read_device_map"]
 
+DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
+TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "none")
 BEST = "best"  # in the output folder of a run: the draft of the best validation
 
 _AT_LEAST_1 = (
@@ -70,6 +73,15 @@ class TrainOptions:
     keep_checkpoints: int = option("Checkpoints to keep, the newest.", default=2)
     resume: bool = option("Go on from the newest checkpoint in the output folder.", default=False)
     log_every: int = option("Steps between lines of the log.", default=10)
+    tracker: list[str] = field(
+        default_factory=lambda: ["tensorboard"],
+        metadata={"help": "Where metrics go: tensorboard, wandb, trackio, mlflow, none; repeat."},
+    )
+    project: str = option("Name under which trackers file the run.", default="guided-spec")
+    push_to_hub: str | None = option(
+        "Repository of the hub for the finished draft, such as org/name.", default=None
+    )
+    hub_private: bool = option("Make that repository a private one.", default=False)
     decode_limit: int = option(
         "Held-out documents to decode with the draft at the end.", default=32
     )
@@ -83,6 +95,11 @@ class TrainOptions:
         "Of the target: float32, bfloat16, ...; by default the checkpoint's, float32 on the CPU.",
         default=None,
     )
+    device_map: str | None = option(
+        "Spread the target over devices: auto, or JSON that maps its modules to devices.",
+        default=None,
+    )
+    trust_remote_code: bool = option("Run code that the target's repository brings.", default=False)
     workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
 
     def __post_init__(self) -> None:
@@ -95,9 +112,27 @@ class TrainOptions:
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
         _require_share("warmup_share", self.warmup_share)
         _require_share("heldout_share", self.heldout_share)
+        if self.device_map is not None:
+            read_device_map(self.device_map)
         temperature = self.regenerate_temperature
         _require(temperature >= 0, "regenerate_temperature", temperature, "must be at least 0")
+        for name in self.tracker:
+            _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
+        _require(bool(self.project), "project", self.project, "must not be empty")
         _require(bool(self.data), "data", self.data, "name at least one file")
+
+
+def read_device_map(text: str) -> str | dict[str, Any]:
+    """A name that accelerate knows, or JSON of modules and devices; ConfigError for neither."""
+    if text in DEVICE_MAPS:
+        return text
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
+    fix = f'must be one of {", ".join(DEVICE_MAPS)}, or JSON such as {{"": "cuda:1"}}'
+    _require(isinstance(found, dict) and found, "device_map", text, fix)
+    return dict(found)
 
 
 def _require_int(name: str, value: int | None, *, low: int) -> None:

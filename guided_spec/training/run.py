@@ -35,7 +35,13 @@ from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
-from guided_spec.training.card import CARD, command_of, model_card, write_plots
+from guided_spec.training.card import (
+    CARD,
+    HubRepository,
+    command_of,
+    model_card,
+    write_plots,
+)
 from guided_spec.training.data.corpus import Corpus
 from guided_spec.training.data.sources import check_sources
 from guided_spec.training.features import (
@@ -44,11 +50,10 @@ from guided_spec.training.features import (
     OnlineFeatures,
     StoredFeatures,
 )
-from guided_spec.training.options import TrainOptions
+from guided_spec.training.options import TrainOptions, read_device_map
 from guided_spec.training.registry import find_algorithm
+from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
 from guided_spec.training.trainer import (
-    LINES,
-    LOGS,
     Trainer,
     TrainingResult,
     check_folder,
@@ -157,15 +162,15 @@ class Rehearsal:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
-PACKAGES = ("accelerate", "datasets", "tensorboard")
+PACKAGES = ("accelerate", "datasets")
 LONGEST_WAIT = timedelta(hours=2)  # for the process that writes answers the longest
 
 
 def make_accelerator(options: TrainOptions) -> Any:
     """The ``accelerate.Accelerator`` of this process; on CUDA it computes in bfloat16.
 
-    Raises ModelError where a package is missing, and ConfigError where the device is, or where
-    there is nothing to shard over.
+    Raises ModelError where a package is missing, and ConfigError where the device or a tracker is,
+    or where there is nothing to shard over.
     """
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -179,6 +184,9 @@ def make_accelerator(options: TrainOptions) -> Any:
         raise ConfigError("device", "cuda", "torch sees no CUDA device; pass cpu")
     on_cpu = options.device == "cpu" or not has_cuda
     plugin = None
+    if options.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        fix = "is for one process: let it write all features, then train from them without a map"
+        raise ConfigError("device_map", options.device_map, fix)
     if options.sharding == "fsdp":
         _check_sharding(on_cpu=on_cpu)
         plugin = FullyShardedDataParallelPlugin(
@@ -188,7 +196,7 @@ def make_accelerator(options: TrainOptions) -> Any:
         cpu=on_cpu,
         mixed_precision="no" if on_cpu else "bf16",
         gradient_accumulation_steps=options.gradient_accumulation,
-        log_with="tensorboard",
+        log_with=chosen_trackers(options) or None,
         project_dir=Path(options.output) / LOGS,
         fsdp_plugin=plugin,
         kwargs_handlers=[InitProcessGroupKwargs(timeout=LONGEST_WAIT)],
@@ -233,7 +241,8 @@ class TrainingReport:
     means over the steps since the last line of the log but one. heldout: the same of the held-out
     documents. best_step: the validation at which drafts were accepted the longest; its draft is in
     the folder ``BEST`` below, unless it was the last, and 0 where nothing was validated.
-    decoded: what decoding them with the draft gave; None where it was not asked for.
+    decoded: what decoding them with the draft gave; None where it was not asked for. pushed: the
+    address of the draft on the hub, if it was pushed there.
     """
 
     draft: str
@@ -249,6 +258,7 @@ class TrainingReport:
     options: dict[str, Any]
     algorithm_options: dict[str, Any]
     decoded: dict[str, Any] | None = None
+    pushed: str | None = None
 
     def write(self) -> None:
         """Write it as JSON into the folder of the draft."""
@@ -269,10 +279,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     algorithm = _algorithm(options)
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)
-    check_output(Path(options.output), resume=options.resume)
-    check_sources(options.data)
-    if options.features is not None:
-        check_folder("features", Path(options.features))
+    _check_places(options)
     accelerator = make_accelerator(options)
     stopped: TrainingStoppedError | None = None
     try:
@@ -285,6 +292,15 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     return report
 
 
+def _check_places(options: TrainOptions) -> None:
+    """Refuse what a run could not read from or write to."""
+    check_output(Path(options.output), resume=options.resume)
+    check_sources(options.data)
+    if options.features is not None:
+        check_folder("features", Path(options.features))
+    HubRepository.of(options)
+
+
 def _run(
     options: TrainOptions,
     algorithm_options: Mapping[str, Any],
@@ -293,14 +309,18 @@ def _run(
     forward: TrainerKwargs,
 ) -> TrainingReport:
     target = _open_target(options, accelerator.device)
-    tokenizer = load_tokenizer(options.target)
+    tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
+    repository = HubRepository.of(options)
     with ExitStack() as stack:
         rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
         if accelerator.is_main_process:
             stack.enter_context(rehearsal)
         corpus = Corpus.load(options, accelerator, target, tokenizer)
+        items = corpus.decode_items(options.decode_limit)
         if accelerator.is_main_process:
-            rehearsal.decode(corpus.decode_items(options.decode_limit))
+            rehearsal.decode(items)
+            if repository is not None:
+                repository.create()
     model = algorithm.from_training_args(
         target.config.get_text_config(decoder=True),
         target=target,
@@ -316,10 +336,10 @@ def _run(
     report = _report(options, algorithm_options, result, layout)
     if accelerator.is_main_process:
         report.write()
-        report = _decode(
-            report, options, target, tokenizer, corpus.decode_items(options.decode_limit)
-        )
+        report = _decode(report, options, target, tokenizer, items)
         _describe(report, corpus, algorithm.config_class)
+        if repository is not None:
+            report = replace(report, pushed=repository.push(Path(options.output)))
     return report
 
 
@@ -343,10 +363,35 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
     """All of the target, or its ends alone where nothing but them may be needed."""
     if options.features is not None and not options.regenerate and not options.decode_limit:
         try:
-            return load_ends(options.target, dtype=options.target_dtype, device=device)
+            return load_ends(
+                options.target,
+                dtype=options.target_dtype,
+                device=device,
+                trust_remote_code=options.trust_remote_code,
+            )
         except ModelError as error:
             logger.info("the whole target is loaded: %s", error)
-    target = load_model(options.target, dtype=options.target_dtype, device=device)
+    return _load_target(options, device)
+
+
+def _load_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
+    """All of it, frozen: on ``device``, or where the device map puts its modules."""
+    if options.device_map is None:
+        place: dict[str, Any] = {"device": device}
+    else:
+        place = {"device_map": read_device_map(options.device_map)}
+    target = load_model(
+        options.target,
+        dtype=options.target_dtype,
+        trust_remote_code=options.trust_remote_code,
+        **place,
+    )
+    model: Any = target
+    norm = getattr(model.get_decoder(), "norm", nn.Identity())
+    ends = nn.ModuleList([model.get_input_embeddings(), norm, model.get_output_embeddings()])
+    if any(parameter.is_meta for parameter in ends.parameters()):
+        fix = "leaves the embedding, the last norm or the output head off the devices: map them"
+        raise ConfigError("device_map", options.device_map, fix)
     return target.requires_grad_(requires_grad=False)
 
 
@@ -362,8 +407,7 @@ def _features(
     if all(complete):
         return stored
     if not has_layers(target):  # it is, after all, needed
-        target = load_model(options.target, dtype=options.target_dtype, device=target.device)
-        target.requires_grad_(requires_grad=False)
+        target = _load_target(options, target.device)
     return KeptFeatures(folder, layers, OnlineFeatures(target, layers))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -58,12 +58,11 @@ class TargetHead:
 
     def normed(self, last: Tensor) -> Tensor:
         """What the final norm makes of ``TargetStates.last`` [..., H], in its dtype."""
-        states: Tensor = self._norm(last)
-        return states
+        return _run(self._norm, last)
 
     def logits(self, normed: Tensor) -> Tensor:
         """Logits [..., V] of what ``normed`` returned, in the target's dtype."""
-        scores: Tensor = self._head(normed)
+        scores = _run(self._head, normed)
         if self._factor is not None:
             scores = scores * self._factor
         if self._divisor is not None:
@@ -71,6 +70,13 @@ class TargetHead:
         if self._cap is not None:
             scores = torch.tanh(scores / self._cap) * self._cap
         return scores
+
+
+def _run(module: nn.Module, states: Tensor) -> Tensor:
+    """Where the module is, which a device map decides; the result is where ``states`` are."""
+    device = next(module.parameters(), states).device
+    found: Tensor = module(states.to(device))
+    return found.to(states.device)
 
 
 @torch.no_grad()

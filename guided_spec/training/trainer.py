@@ -1,7 +1,5 @@
 """The training loop, on one device or many.
 
-What a run reports while it goes on: a progress bar, TensorBoard, and lines of JSON.
-
 The optimizer and its learning rate.
 
 Signals that ask a run to stop, agreed on by all of its processes.
@@ -15,7 +13,6 @@ import json
 import math
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -28,22 +25,19 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.tensor import DTensor
-from tqdm import tqdm
 
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.features import Features
 from guided_spec.training.options import BEST, TrainOptions
+from guided_spec.training.run_log import LOGS, RunLog
 from guided_spec.training.validation import MetricSums, acceptance_lengths, evaluate
 
 __all__ = [
     "CHECKPOINTS",
-    "LINES",
-    "LOGS",
     "Checkpoints",
     "Progress",
-    "RunLog",
     "StopRequest",
     "Trainer",
     "TrainingData",
@@ -55,81 +49,6 @@ __all__ = [
     "make_optimizer",
     "rate_factor",
 ]
-
-LOGS, LINES = "logs", "metrics.jsonl"  # a folder in the output of a run, and a file in it
-PAUSE = 60.0  # seconds between lines on a stderr that is no terminal
-
-
-class RunLog:
-    """Writes on the main process only; a context manager.
-
-    On a terminal there is a bar, elsewhere a line a minute.
-
-    accelerator: an ``accelerate.Accelerator`` that logs with TensorBoard. folder: for ``LINES``.
-    done, total: optimizer steps done before, and of the whole run. What an earlier process logged
-    for later steps is dropped: they are run again.
-    """
-
-    def __init__(self, accelerator: Any, folder: Path, *, done: int, total: int) -> None:
-        self._accelerator = accelerator
-        self._path = folder / LINES
-        self._done, self._total = done, total
-        # disable: None is where stderr is no terminal.
-        is_hidden = None if accelerator.is_main_process else True
-        self._bar = tqdm(total=total, initial=done, unit="step", disable=is_hidden)
-        self._loss = ""
-        self._started = self._written = time.monotonic()
-
-    def __enter__(self) -> RunLog:
-        if self._accelerator.is_main_process:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            lines = self._path.read_text().splitlines() if self._path.exists() else []
-            kept = [line for line in lines if json.loads(line)["step"] <= self._done]
-            self._path.write_text("".join(line + "\n" for line in kept))
-        settings = {"tensorboard": {"purge_step": self._done + 1}}
-        self._accelerator.init_trackers("", init_kwargs=settings)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._bar.close()
-        for tracker in self._accelerator.trackers:
-            tracker.finish()
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Scalars of one step, under their names."""
-        if self._accelerator.is_main_process:
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **values}) + "\n")
-            if "loss" in values:
-                self._loss = f"loss {values['loss']:.4f}"
-                self._bar.set_postfix_str(self._loss)
-        self._accelerator.log(dict(values), step=step)
-
-    def advance(self, step: int) -> None:
-        """Show that ``step`` is done."""
-        if not self._bar.disable:
-            self._bar.update(step - self._bar.n)
-        elif self._accelerator.is_main_process and self._is_due(step):
-            seconds = time.monotonic() - self._started
-            shape = {"initial": self._done, "unit": "step", "postfix": self._loss}
-            self.say(tqdm.format_meter(step, self._total, seconds, ncols=0, **shape))
-
-    def say(self, line: str) -> None:
-        """A line for who watches the run, on stderr."""
-        if self._accelerator.is_main_process:
-            tqdm.write(line, file=sys.stderr)
-
-    def _is_due(self, step: int) -> bool:
-        now = time.monotonic()
-        is_due = step == self._total or now >= self._written + PAUSE
-        self._written = now if is_due else self._written
-        return is_due
-
 
 FLOOR = 0.1  # what is left of the learning rate at the end
 BETAS = (0.9, 0.95)  # as EAGLE-3 trains its heads: https://github.com/SafeAILab/EAGLE
@@ -395,10 +314,16 @@ class Trainer:
         progress = self._progress
         started = time.perf_counter() - progress.seconds
         self.model.train()
-        folder = output / LOGS
+        log = RunLog(
+            self._accelerator,
+            output / LOGS,
+            self._options,
+            done=progress.step,
+            total=self.total_steps,
+        )
         with (
             shape_free_kernels(),
-            RunLog(self._accelerator, folder, done=progress.step, total=self.total_steps) as log,
+            log,
             StopRequest(self._accelerator) as stop,
         ):
             if self._accelerator.device.type == "cuda":

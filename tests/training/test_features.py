@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
@@ -157,6 +158,21 @@ def test_the_files_are_those_of_speculators(tmp_path: Path) -> None:
     assert tensors["token_ids"].dtype == torch.int64
     save_file(tensors, feature_file(tmp_path, 5))  # as they write it, with no header
     assert torch.equal(StoredFeatures(tmp_path, LAYERS)(batch).last[1], states.last[1])
+
+
+def test_a_file_may_go_on_behind_its_row(tmp_path: Path) -> None:
+    """The line end of a chat template behind the last answer, which no document here ends with."""
+    batch, target = make_batch(), build("llama")
+    states = OnlineFeatures(target, LAYERS)(batch)
+    longer = batch._replace(
+        token_ids=functional.pad(batch.token_ids, (0, 1), value=3), lengths=batch.lengths + 1
+    )
+    write_features(tmp_path, longer, OnlineFeatures(target, LAYERS)(longer), LAYERS)
+    found = StoredFeatures(tmp_path, LAYERS)(batch)
+    for row, length in enumerate(batch.lengths.tolist()):
+        for ours, theirs in zip(found, states, strict=True):
+            torch.testing.assert_close(ours[row, :length], theirs[row, :length])
+            assert not ours[row, length:].any()
 
 
 def test_states_are_computed_only_where_files_are_missing(tmp_path: Path) -> None:
