@@ -9,7 +9,6 @@ draft is. So nothing has to be known of the head's own distribution.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,6 @@ from guided_spec.models.heads.block.candidates import (
     choose_candidates,
 )
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.host import Download
 from guided_spec.proposers.draft_loop import DraftAdjustments, DraftLoop
 from guided_spec.proposers.drafting import (
@@ -35,13 +33,11 @@ from guided_spec.proposers.drafting import (
     read_policy,
     used_policies,
 )
-from guided_spec.proposers.lattice import Lattice, best_path
+from guided_spec.proposers.lattice import Lattice
 from guided_spec.types import Draft, DraftPolicy
 
 __all__ = ["BlockDrafter", "Compute"]
 
-SEARCH = "search"
-BUDGET = 16  # further paths that a search follows, a text
 CANDIDATES = 256  # of a place: with fewer, drafts starve (docs/lattice.md)
 FOLLOWING = 32  # of them where each is scored behind each of the place before
 
@@ -60,7 +56,7 @@ class BlockDrafter:
     """Drafts the requests that ask for no other policy, and leaves the rest to a ``DraftLoop``.
 
     argument: what stands behind the proposer's name: the draft policy of requests that do not ask
-    for one, "search" for the paths of ``best_path``, or nothing for the first legal ones.
+    for one, or nothing for paths.
     vocabulary, transition: see ``choose_candidates``. policy: of requests that do not ask for one;
     None: paths.
 
@@ -73,9 +69,7 @@ class BlockDrafter:
         vocabulary: DraftVocabulary | None,
         transition: Transition | None,
     ) -> None:
-        is_search = argument == SEARCH
-        self.policy: DraftPolicy | None = read_policy("" if is_search else argument, None)
-        self._budget = BUDGET if is_search else 0
+        self.policy: DraftPolicy | None = read_policy(argument, None)
         self._vocabulary, self._transition = vocabulary, transition
         self._known: dict[int, _Known] = {}
 
@@ -131,13 +125,7 @@ class BlockDrafter:
         options: list[Iterator[list[int]]] = [iter(()) for _ in range(len(batch))]
         for row in rows:
             lattice, drafted = self._known[batch.slots[row]].lattice, lookahead.drafted[row]
-            start, found = starts[row], list[int]()
-            fork = lookahead.fork_of(row) if self._budget else None
-            if fork is not None:
-                words = np.empty(num_mask_words(batch.vocab_size), dtype=np.int32)
-                found = best_path(lattice, fork, words, ends[row] - start, self._budget, start)
-            behind = lattice.first_paths(start + len(found), drafted)
-            options[row] = chain(([token] for token in found), behind)
+            options[row] = lattice.first_paths(starts[row], drafted)
         with lookahead.until(ends):
             return host_draft(batch, lookahead.extend_path(options))
 

@@ -28,6 +28,7 @@ _BUILT_IN = "guided_spec.training.algorithms."
 
 # name: the class, or the module that registers it when it is imported
 ALGORITHMS: dict[str, type | str] = {
+    "dflash": "guided_spec.training.algorithms.dflash",
     "draft_model": "guided_spec.training.algorithms.draft_model",
     "eagle": "guided_spec.training.algorithms.eagle",
     "eagle3": "guided_spec.training.algorithms.eagle3",
@@ -35,6 +36,7 @@ ALGORITHMS: dict[str, type | str] = {
 }
 # Their options, in a module that loads no torch.
 _CONFIGS = {
+    "dflash": "DFlashConfig",
     "draft_model": "DraftModelConfig",
     "eagle": "EagleConfig",
     "eagle3": "Eagle3Config",

@@ -67,7 +67,7 @@ def test_help_of_an_algorithm_shows_its_own_options(spelling: tuple[str, ...]) -
         ((*COMMON, "--epochs", "0"), 1, "ConfigError: epochs=0: must be at least 1"),
         ((*COMMON, "--heldout-share", "1"), 1, "heldout_share=1.0: must be at least 0, below 1"),
         ((*COMMON, "--learning-rate", "nan"), 1, "learning_rate=nan: must be above 0"),
-        (("--algorithm", "none"), 1, "algorithm='none': must be one of draft_model,"),
+        (("--algorithm", "none"), 1, "algorithm='none': must be one of dflash, draft_model,"),
         (COMMON, 1, "ConfigError: data='absent.jsonl': cannot be read: there is no such file"),
     ],
 )

@@ -40,7 +40,7 @@ METHODS = list(TARGETS)
 BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")  # they draft paths unless told otherwise
 SPECS = [
     *(f"{method}:{policy}" for method in METHODS for policy in ("mask", "validate")),
-    *(spec for method in BLOCKS for spec in (method, f"{method}:search")),
+    *BLOCKS,
 ]
 PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]

@@ -55,7 +55,7 @@ CHAINS = [
 POLICIES = [
     f"{name}:{policy}" for name in ("draft_model", "eagle3", "dflash") for policy in DRAFT_POLICIES
 ]
-SPECS = [*NAMES, *OTHERS, *CHAINS, *POLICIES, "dflash:search", "chain:grammar_forced+dspark"]
+SPECS = [*NAMES, *OTHERS, *CHAINS, *POLICIES, "chain:grammar_forced+dspark"]
 TARGET = ToyTarget(2)
 RULES: list[Rule | None] = [
     text_rule([b'{"ab":1}', b'{"ab":0,"cd":1}']),

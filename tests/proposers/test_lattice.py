@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from itertools import product
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -12,7 +10,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -20,11 +17,10 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.models.heads.block.candidates import Block, choose_candidates
 from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.proposers.lattice import Lattice, best_path
+from guided_spec.proposers.lattice import Lattice
 from tests.toys import CPU, EOS, VOCAB_SIZE, Rule, ToyCompiled, hashed_rule
 
 PLACES, COUNT = 4, 3
-ONLY = -1  # stands for the only legal token
 seeds = st.integers(0, 10_000)
 
 
@@ -54,110 +50,44 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(Lattice(ids.astype(np.int64), scores, gains), rule, before)
 
 
-def worth(case: Case, path: Sequence[int]) -> float:
-    """Written again from the module's docstring; -1 for a path that is not legal."""
-    total, chance = 0.0, 1.0
-    for at in range(len(path)):
-        text = (*case.before, *path[:at])
-        if EOS in text:
-            return -1.0
-        place, legal = len(text), case.rule(text)
-        shares = dict(
-            zip(
-                case.lattice.token_ids[place].tolist(),
-                np.exp(case.lattice.scores[place] + gain(case.lattice, text)).tolist(),
-                strict=True,
-            )
-        )
-        if len(legal) > 1:
-            rest = max(0.0, 1 - sum(shares.values()))
-            kept = {token: share for token, share in shares.items() if token in legal}
-            if path[at] not in kept:
-                return -1.0
-            chance *= kept[path[at]] / (rest + sum(kept.values()))
-        elif path[at] not in legal:
-            return -1.0
-        total += chance
-    return total
-
-
-def gain(lattice: Lattice, text: Sequence[int]) -> NDArray[np.float32]:
-    place = len(text)
-    if lattice.gains is None:
-        return np.zeros(COUNT, dtype=np.float32)
-    known = [*lattice.token_ids[place - 1].tolist()] if place else [None]
-    previous = text[-1] if place else None
-    rows = lattice.gains[place]
-    found = rows[known.index(previous)] if previous in known else np.zeros(COUNT, dtype=np.float32)
-    return np.asarray(found)
-
-
-def walk(case: Case) -> tuple[Lookahead, MaskRows]:
-    rows = MaskRows(1, PLACES + 2, VOCAB_SIZE, CPU)
-    lookahead = Lookahead.fork([Constraint(ToyCompiled(case.rule))], rows, [PLACES + 1])
-    lookahead.extend([case.before])
-    return lookahead, rows
-
-
-def search(case: Case, budget: int, room: int = PLACES) -> list[int]:
-    lookahead, _ = walk(case)
-    fork = lookahead.fork_of(0)
-    if fork is None:
+def ranked(case: Case, text: tuple[int, ...]) -> list[int]:
+    """The legal tokens behind a text, the likeliest first; written again from the docstrings."""
+    place, legal = len(text), case.rule(text)
+    if EOS in text or place == PLACES:
         return []
-    words = np.zeros(-(-VOCAB_SIZE // 32), dtype=np.int32)
-    path = best_path(case.lattice, fork, words, room, budget, len(case.before))
-    assert fork.token_ids == [*case.before]
-    return path
+    if len(legal) == 1:
+        return sorted(legal)
+    scores, gains = case.lattice.scores[place].copy(), case.lattice.gains
+    known = case.lattice.token_ids[place - 1].tolist() if place else [None]
+    previous = text[-1] if place else None
+    if gains is not None and previous in known:
+        scores += gains[place, known.index(previous)]
+    order = case.lattice.token_ids[place][np.argsort(-scores, kind="stable")].tolist()
+    return [token for token in order if token in legal]
 
 
-@given(cases(), st.integers(1, PLACES))
-def test_the_search_finds_the_best_of_all_legal_paths(case: Case, room: int) -> None:
-    room = min(room, PLACES - len(case.before))
-    found = search(case, 10_000, room)
-    best = max(worth(case, path) for path in paths(case, room))
-    assert math.isclose(worth(case, found), best, rel_tol=1e-5, abs_tol=1e-9)
-
-
-def paths(case: Case, room: int) -> Iterator[tuple[int, ...]]:
-    """All of them, of candidates and of tokens that are the only legal ones, legal or not."""
-    yield ()
-    for length in range(1, room + 1):
-        places = case.lattice.token_ids[len(case.before) :][:length].tolist()
-        for path in product(*([*place, ONLY] for place in places)):
-            filled = list(path)
-            for at, token in enumerate(path):
-                legal = case.rule((*case.before, *filled[:at]))
-                filled[at] = min(legal) if token == ONLY and len(legal) == 1 else token
-            yield tuple(filled)
+def ranks(case: Case, text: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """All legal paths to their ends, each behind the ranks of its tokens."""
+    behind = ranked(case, text)
+    if not behind:
+        yield (), text
+    for rank, token in enumerate(behind):
+        for others, path in ranks(case, (*text, token)):
+            yield (rank, *others), path
 
 
 @given(cases())
-def test_a_search_of_one_path_takes_the_first_legal_one(case: Case) -> None:
-    lookahead, _ = walk(case)
+def test_the_draft_is_the_first_of_all_legal_paths(case: Case) -> None:
+    rows = MaskRows(1, PLACES + 2, VOCAB_SIZE, CPU)
+    lookahead = Lookahead.fork([Constraint(ToyCompiled(case.rule))], rows, [PLACES + 1])
+    lookahead.extend([case.before])
     start, drafted = len(case.before), lookahead.drafted[0]
-    (expected,) = lookahead.extend_path([case.lattice.first_paths(start, drafted)])
-    assert search(case, 0) == expected
-    tokens = (*case.before, *expected)
-    for at, token in enumerate(expected):
-        legal = case.rule(tokens[: start + at])
-        behind = tokens[start + at - 1] if start + at else None
-        wanted = [option.token_id for option in case.lattice.options(start + at, behind)]
-        assert token == next((t for t in wanted if t in legal), None) or legal == {token}
-    ended = EOS in tokens or len(tokens) == PLACES
-    assert lookahead.starved == [0 if ended else 1]
+    lookahead.extend_path([case.lattice.first_paths(start, drafted)])
+    _, expected = min(ranks(case, case.before))
+    assert tuple(lookahead.drafted[0]) == expected
+    is_whole = EOS in expected or len(expected) == PLACES
+    assert lookahead.starved == [0 if is_whole else 1]
     assert lookahead.refused == [None]
-
-
-def test_a_path_that_starves_later_is_worth_less_than_one_that_goes_on() -> None:
-    """The likeliest first token leads to where no candidate is legal."""
-    ids = np.array([[0, 1, 2], [3, 4, 5], [6, 7, 8]], dtype=np.int64)
-    scores = np.log(np.array([[0.5, 0.4, 0.1], [0.9, 0.05, 0.05], [0.9, 0.05, 0.05]]))
-    rules: dict[tuple[int, ...], set[int]] = {(): {0, 1}, (0,): {9, 10}, (1,): {3, 4}}
-    rules |= {(1, 3): {6, 7}}
-    lattice = Lattice(ids, scores.astype(np.float32), None)
-    case = Case(lattice, lambda text: frozenset(rules.get(tuple(text), {EOS})), ())
-    assert search(case, 0) == [0]
-    assert search(case, 100) == [1, 3, 6]
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
 from guided_spec import SamplingParams
@@ -18,8 +20,11 @@ from guided_spec.ops.bitmask import num_mask_words, pack_bitmask
 from guided_spec.training.algorithm import TrainingBatch, TrainingOutput
 from guided_spec.training.features import OnlineFeatures
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm, register
+from guided_spec.training.run import train
+from tests.models.heads.block_checkpoints import write_block
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_tokenizer
+from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 STEPS = 4
 
@@ -27,6 +32,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle": ("eagle", "llama", {}),
     "eagle3": ("eagle3", "llama", {}),
     "eagle3 of two layers": ("eagle3", "qwen3", {"num_layers": 2, "norm_output": True}),
+    "dflash": ("dflash", "llama", {"num_layers": 2, "anchors": 5}),
+    "dflash of all tokens": ("dflash", "qwen3", {"num_layers": 1}),
     "mtp of Qwen": ("mtp", "qwen3_5", {}),
     "mtp of DeepSeek": ("mtp", "deepseek_v3", {}),
     "two modules of GLM": ("mtp", "glm4_moe", {"num_modules": 2}),
@@ -92,7 +99,7 @@ def make_case(folder: Path, key: str) -> Case:
     algorithm = find_algorithm(name)
     options = {"ttt_steps": STEPS, "loss": "cross_entropy", **changes}
     vocabulary = None
-    if algorithm.reduced_vocabulary:
+    if algorithm.reduced_vocabulary and not key.endswith("of all tokens"):
         known = sorted(set(range(0, VOCAB_SIZE, 2)) | set(tokens.flatten().tolist()))
         vocabulary = DraftVocabulary(torch.tensor(known), VOCAB_SIZE)
     torch.manual_seed(0)
@@ -212,6 +219,59 @@ def test_starting_from_a_checkpoint(trained: Case, tmp_path: Path) -> None:
         torch.testing.assert_close(q, p.to(torch.bfloat16).float(), rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.slow
+def test_blocks_are_drawn_the_same_again_where_a_run_goes_on(tmp_path: Path) -> None:
+    """Two anchors a document, another two in each step; interrupted within an epoch."""
+    target, data = write_target(tmp_path / "target"), tmp_path / "documents.jsonl"
+    write_documents(data, 12)
+    own = {"num_layers": 1, "ttt_steps": 3, "anchors": 2}
+    settings = {"algorithm": "dflash", "batch_tokens": 600, "save_every": 2}
+    for name, steps in (("whole", 5), ("parts", 2), ("parts", 5)):
+        resume = name == "parts" and steps == 5
+        changes = {**settings, "max_steps": steps, "resume": resume}
+        train(make_options(target, str(data), tmp_path / name, **changes), own)
+    saved = tmp_path / "parts" / "checkpoints" / "step_000002" / "progress.json"
+    assert json.loads(saved.read_text())["progress"]["batch"] > 0  # within an epoch
+    whole, parts = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(torch.equal(whole[name], parts[name]) for name in whole)
+
+
+def test_a_step_draws_other_blocks_than_the_one_before(tmp_path: Path) -> None:
+    case = make_case(tmp_path, "dflash")
+    first, same = case.run(), case.run()
+    assert torch.equal(first.output, same.output)
+    kept = (first.output[0] >= 0).sum(1)
+    assert kept.tolist() == [5, 5, 5]
+    with torch.no_grad():
+        case.model.head.hidden_norm.weight += 1e-3
+    moved = case.run().output
+    assert ((moved[0] >= 0) != (first.output[0] >= 0)).any()
+
+
+@pytest.mark.parametrize(
+    ("kind", "own", "message"),
+    [
+        ("dflash", {"anchors": 0}, "anchors=0: must be at least 1"),
+        (
+            "dflash",
+            {"ttt_steps": 8},
+            "ttt_steps=8: must be at most 7, the tokens of a block of init=",
+        ),
+        ("dspark", {}, "init=.*expected a DFlash head, found one of another kind"),
+    ],
+)
+def test_blocks_that_are_not_trained(
+    tmp_path: Path, kind: str, own: dict[str, Any], message: str
+) -> None:
+    target = build("llama", vocab_size=VOCAB_SIZE)
+    write_block(tmp_path, target, kind, "speculators")
+    config = {"init": str(tmp_path), **own}
+    with pytest.raises((ConfigError, ModelError), match=message):
+        find_algorithm("dflash").from_training_args(
+            target.config, target=target, vocabulary=None, **config
+        )
+
+
 @pytest.fixture
 def _registry() -> Iterator[None]:
     kept = dict(ALGORITHMS)
@@ -227,8 +287,8 @@ def test_registry() -> None:
         pass
 
     assert find_algorithm("mine") is Mine
-    assert {"draft_model", "eagle", "eagle3", "mine", "mtp"} <= {*algorithm_names()}
+    assert {"dflash", "draft_model", "eagle", "eagle3", "mine", "mtp"} <= {*algorithm_names()}
     with pytest.raises(ConfigError, match="name='mine': is taken"):
         register("mine")(int)
-    with pytest.raises(ConfigError, match="must be one of draft_model, eagle"):
+    with pytest.raises(ConfigError, match="must be one of dflash, draft_model, eagle"):
         find_algorithm("eagle4")

@@ -5,6 +5,7 @@ kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
 ``EagleHead``      "safeailab": none
 ``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
+``BlockHead``      "zlab": none; "speculators": none
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
 =================  =================================================================
@@ -13,7 +14,7 @@ vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran th
 ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 
 Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
-speculators' in ``transformer_layer_config``.
+speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash.
 
 Of multi-token prediction, "deepseek" and "qwen" have the target's own config.json, with the number
 of modules in it, and only the tensors of the modules: as a folder of its own, or to be added to the
@@ -35,6 +36,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.heads.block.layout import BlockLayout
+from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import EagleHead
 from guided_spec.models.heads.eagle3 import LAYER_IDS, Eagle3Head
@@ -49,6 +52,8 @@ __all__ = [
     "SaveKeywords",
     "SaveOptions",
     "architectures_of",
+    "block_speculators",
+    "block_zlab",
     "dtype_name",
     "eagle3_safeailab",
     "eagle3_speculators",
@@ -138,7 +143,9 @@ def rope_fields(parameters: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def speculators_config(target: PreTrainedModel, options: SaveOptions) -> dict[str, Any]:
+def speculators_config(
+    target: PreTrainedModel, options: SaveOptions, algorithm: str
+) -> dict[str, Any]:
     """The two keys by which speculators and vLLM know how to draft, and for which target.
 
     Raises ConfigError for a target that was not loaded from a folder or the hub.
@@ -159,7 +166,7 @@ def speculators_config(target: PreTrainedModel, options: SaveOptions) -> dict[st
     return {
         "speculators_version": SPECULATORS_VERSION,
         "speculators_config": {
-            "algorithm": "eagle3",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [method],
             "verifier": {"name_or_path": str(path), "architectures": architectures_of(target)},
@@ -236,7 +243,7 @@ def eagle3_safeailab(
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(options.dtype),
     }
-    complete = _complete_eagle3(head, tensors, target, options)
+    complete = _complete(head, tensors, target, options)
     renamed = {name.replace("layers.0.", "midlayer."): t for name, t in complete.items()}
     return HeadFiles(config, renamed)
 
@@ -266,7 +273,7 @@ def eagle3_speculators(
     config = {
         "architectures": ["Eagle3DraftModel"],
         "speculators_model_type": "eagle3",
-        **speculators_config(target, options),
+        **speculators_config(target, options, "eagle3"),
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": None,
         LAYER_IDS: [*layout.aux_hidden_layers],
@@ -280,7 +287,71 @@ def eagle3_speculators(
         },
     }
     complete = replace(options, embedding="copy")
-    return HeadFiles(config, _complete_eagle3(head, tensors, target, complete))
+    return HeadFiles(config, _complete(head, tensors, target, complete))
+
+
+def block_zlab(
+    head: BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """Keys of a Qwen3 configuration and ``dflash_config``; embedding and output head stay out.
+
+    Raises ModelError for a head that scores only some tokens, or has more than DFlash's parts.
+    """
+    del target
+    layout = _plain_block(head, "zlab")
+    if head.vocabulary is not None or "lm_head.weight" in tensors:
+        raise _refusal("zlab", "the target's own output head, found another", "speculators")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        **_block_fields(head, tensors),
+        "block_size": layout.block_size,
+        "dflash_config": {
+            "mask_token_id": layout.mask_token_id,
+            "target_layer_ids": [index - 1 for index in layout.aux_hidden_layers],
+        },
+        "dtype": dtype_name(options.dtype),
+    }
+    return HeadFiles(config, dict(tensors))
+
+
+def block_speculators(
+    head: BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """What ``DFlashDraftModel.from_pretrained`` of speculators reads; it wants the output head."""
+    layout = _plain_block(head, "speculators")
+    config = {
+        "architectures": ["DFlashDraftModel"],
+        "speculators_model_type": "dflash",
+        **speculators_config(target, options, "dflash"),
+        "draft_vocab_size": layout.draft_vocab_size,
+        "target_hidden_size": None,
+        "aux_hidden_state_layer_ids": [*layout.aux_hidden_layers],
+        "block_size": layout.block_size,
+        "mask_token_id": layout.mask_token_id,
+        "sample_from_anchor": layout.from_anchor,
+        "sliding_window_non_causal": layout.is_causal is False,
+        "tie_word_embeddings": False,
+        "dtype": dtype_name(options.dtype),
+        "transformer_layer_config": _block_fields(head, tensors),
+    }
+    complete = replace(options, embedding="copy")
+    return HeadFiles(config, _complete(head, tensors, target, complete))
+
+
+def _block_fields(head: BlockHead, tensors: Tensors) -> dict[str, Any]:
+    types = {"layer_types": head.config.layer_types, "tie_word_embeddings": False}
+    return {**types, **_layer_fields(head.config, tensors)}
+
+
+def _plain_block(head: BlockHead, name: str) -> BlockLayout:
+    """Raises ModelError for what neither layout is written with here."""
+    layout = head.layout
+    plain = layout._replace(embedding_scale=1.0, logit_scale=1.0, softcap=0.0, is_causal=None)
+    kept = plain._replace(conv=None, markov=None, selector=None, is_causal=layout.is_causal)
+    if layout != kept or layout.is_causal or (name == "zlab" and layout.from_anchor):
+        problem = "it needs a plain DFlash head, found further parts, scales or a causal block"
+        raise ModelError(f"layout={name!r}: {problem}; train a fresh one")
+    return layout
 
 
 def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
@@ -293,8 +364,8 @@ def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
     return {**fields, **rope, "attention_bias": has_bias, "mlp_bias": False}
 
 
-def _complete_eagle3(
-    head: Eagle3Head, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+def _complete(
+    head: Eagle3Head | BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
 ) -> dict[str, Tensor]:
     complete = _with_embedding(tensors, target, options, head.hidden_size)
     if options.embedding == "copy" and "lm_head.weight" not in complete:
@@ -418,6 +489,7 @@ Describe = Callable[[Any, Mapping[str, Tensor], PreTrainedModel, SaveOptions], H
 LAYOUTS: dict[type[nn.Module], dict[str, Describe]] = {
     EagleHead: {"safeailab": eagle_safeailab},
     Eagle3Head: {"speculators": eagle3_speculators, "safeailab": eagle3_safeailab},
+    BlockHead: {"speculators": block_speculators, "zlab": block_zlab},
     MtpHead: {"deepseek": mtp_deepseek},
     QwenMtpHead: {"qwen": mtp_qwen},
 }

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "DFlashConfig",
     "DraftModelConfig",
     "Eagle3Config",
     "EagleConfig",
@@ -38,6 +39,37 @@ class LossOptions:
         "Weight of a depth's loss, relative to the one before.", default=1.0
     )
     loss: str = option(LOSS_HELP, default="kl")
+
+
+@dataclass(frozen=True)
+class DFlashConfig(LossOptions):
+    """What a head looks like, and how it is trained."""
+
+    ttt_steps: int = option("Draft tokens of a block; its last token is one more.", default=15)
+    ttt_step_loss_decay: float = option(
+        "Weight of a place's loss, relative to the one before.", default=0.87
+    )
+    init: str | None = option("A DFlash head to go on from; a folder or hub id.", default=None)
+    anchors: int = option("Blocks of a document in a step at most, drawn anew.", default=128)
+    num_layers: int = option("Decoder layers of the head, of Qwen3's kind.", default=5)
+    aux_layers: list[int] | None = option(
+        "Layers of the target whose inputs the head reads; as many as its own, spread, by default.",
+        default=None,
+    )
+    mask_token_id: int | None = option(
+        "Token that stands where one is drafted; the last of the embedding by default.",
+        default=None,
+    )
+    intermediate_size: int | None = option(
+        "Width of its MLPs; the target's by default.", default=None
+    )
+    num_attention_heads: int | None = option(
+        "Its attention heads; the target's by default.", default=None
+    )
+    num_key_value_heads: int | None = option("Its KV heads; the target's by default.", default=None)
+    head_dim: int | None = option(
+        "Width of an attention head; the target's by default.", default=None
+    )
 
 
 @dataclass(frozen=True)

@@ -241,6 +241,26 @@ def test_blocks_by_hand(
     assert runner.length(2) == 0
 
 
+@pytest.mark.parametrize(("changes", "window", "causal"), [({}, None, set()), (SLIDING, 5, {0})])
+def test_many_blocks_of_a_text_at_once(
+    target: PreTrainedModel, tmp_path: Path, changes: Any, window: int | None, causal: set[int]
+) -> None:
+    """As they are trained: each sees its text up to its own begin, and itself."""
+    folder = write_dflash(tmp_path, target, **changes)
+    hand = ByHand(load_file(folder / "model.safetensors"), window, causal)
+    head: Any = load_head("dflash", folder, target)
+    torch.manual_seed(0)
+    starts = torch.tensor([[1, 9, 4], [12, 2, 3]])
+    states = torch.randn(2, 12, 2 * target.config.hidden_size)
+    last = torch.randint(VOCAB, (2, 3))
+    found = head.logits(head.train_blocks(last, starts, 6, states))
+    for row in range(2):
+        for block in range(3):
+            text = states[row, : int(starts[row, block])]
+            expected = hand.block(target, text, int(last[row, block]), 6).logits
+            torch.testing.assert_close(found[row, block], expected, rtol=1e-4, atol=1e-4)
+
+
 def test_no_longer_than_its_block(target: PreTrainedModel, tmp_path: Path) -> None:
     head: Any = load_head("dflash", write_dflash(tmp_path, target, block_size=4), target)
     runner = BlockRunner(ContextReader(head, SlotRoom(1, 50), **WHERE), 1, 9, **WHERE)

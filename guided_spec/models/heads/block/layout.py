@@ -7,14 +7,19 @@ speculators' describes the layers in ``transformer_layer_config``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.transitions import MarkovShape, SelectorShape
-from guided_spec.models.heads.config import build_head_config, check_fit
+from guided_spec.models.heads.config import (
+    HeadShape,
+    build_head_config,
+    check_fit,
+    derive_head_config,
+)
 
 __all__ = ["BlockLayout", "ConvShape"]
 
@@ -79,6 +84,42 @@ class BlockLayout(NamedTuple):
         return self.block_size if self.from_anchor else self.block_size - 1
 
     @classmethod
+    def fresh(
+        cls,
+        target: PreTrainedModel,
+        shape: HeadShape,
+        *,
+        width: int,
+        aux_hidden_layers: Sequence[int] | None = None,
+        mask_token_id: int | None = None,
+        draft_vocab_size: int | None = None,
+    ) -> BlockLayout:
+        """Of a new DFlash head for ``target`` that drafts ``width`` tokens.
+
+        aux_hidden_layers: by default as many as the head has layers, spread from the input of layer
+        2 to that of the last but one, as z-lab's are. mask_token_id: by default the last row of the
+        target's embedding. draft_vocab_size: by default all tokens.
+
+        Raises ConfigError for sizes that do not go together, ModelError for layers or a token that
+        the target has not.
+        """
+        config = derive_head_config(target, "qwen3", shape)
+        text_config: Any = target.config.get_text_config(decoder=True)
+        embedding: Any = target.get_input_embeddings()
+        layers = aux_hidden_layers or _spread(shape.num_layers, text_config.num_hidden_layers)
+        layout = cls(
+            config=config,
+            aux_hidden_layers=tuple(layers),
+            block_size=width + 1,
+            mask_token_id=len(embedding.weight) - 1 if mask_token_id is None else mask_token_id,
+            is_causal=None,
+            from_anchor=False,
+            draft_vocab_size=draft_vocab_size or config.vocab_size,
+        )
+        _check(layout, target, "a new head")
+        return layout
+
+    @classmethod
     def read(cls, config: Mapping[str, Any], target: PreTrainedModel, source: str) -> BlockLayout:
         """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
         is_speculators = config.get("speculators_model_type") is not None
@@ -95,6 +136,14 @@ class BlockLayout(NamedTuple):
         )
         _check(layout, target, source)
         return layout
+
+
+def _spread(count: int, depth: int) -> list[int]:
+    """Inputs of layers; z-lab counts outputs: from 1 to depth - 3, or depth // 2 alone."""
+    first, last = 2, max(depth - 2, 2)
+    steps = (last - first) / max(count - 1, 1)
+    wanted = [round(first + at * steps) for at in range(count)] if count > 1 else [depth // 2 + 1]
+    return sorted({min(index, depth) for index in wanted})
 
 
 def _zlab(config: Mapping[str, Any], source: str) -> dict[str, Any]:

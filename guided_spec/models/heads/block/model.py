@@ -36,6 +36,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.candidates import Transition
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.block.transitions import CandidateSelector, MarkovHead
+from guided_spec.models.heads.config import initialize
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.weights import (
     check_quantization,
@@ -103,6 +104,7 @@ class _Layer(nn.Module):
         self.mlp = qwen3.Qwen3MLP(config)
         self.input_layernorm = qwen3.Qwen3RMSNorm(size, eps)
         self.post_attention_layernorm = qwen3.Qwen3RMSNorm(size, eps)
+        self.index = index
         is_sliding = config.layer_types[index] == "sliding_attention"
         self.window: int | None = config.sliding_window if is_sliding else None
         self.is_causal = is_sliding if layout.is_causal is None else layout.is_causal
@@ -119,12 +121,13 @@ class _Layer(nn.Module):
         return KeyValues(_rotate(keys, rotation), attention.v_proj(states).view(shape))
 
     def forward(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor], context: KeyValues, visible: Tensor
+        self, x: Tensor, rotation: tuple[Tensor, Tensor], context: Context, visible: Tensor
     ) -> Tensor:
         """[R, T, H] to such; visible: bool [R, 1, T, L + T]."""
+        before = context(self)
 
         def attend(fed: Tensor) -> Tensor:
-            return self._attend(fed, rotation, context, visible)
+            return self._attend(fed, rotation, before, visible)
 
         normed = self.input_layernorm(x)
         conv = self.attention_conv
@@ -153,8 +156,44 @@ class _Layer(nn.Module):
         return output
 
 
+# The keys and values of the text before, as of ``BlockContext``. A layer asks for its own, because
+# they are made with its weights, which are there only while it runs where a run shards them.
+Context = Callable[[_Layer], KeyValues]
+
+
+class _Places(NamedTuple):
+    """Where T places of blocks stand in each of R texts. position, start: int64 [R, T], their own
+    and that of their block's first. block: int64 [T], which places make a block."""
+
+    position: Tensor
+    start: Tensor
+    block: Tensor
+
+    @classmethod
+    def of(cls, starts: Tensor, count: int) -> _Places:
+        """Blocks of ``count`` places from ``starts`` int64 [R, A] on; T = A * count."""
+        steps = torch.arange(count, device=starts.device)
+        position = (starts.unsqueeze(2) + steps).flatten(1)
+        block = torch.arange(starts.shape[1], device=starts.device).repeat_interleave(count)
+        return cls(position, starts.repeat_interleave(count, 1), block)
+
+    def visible(self, layer: _Layer, length: int) -> Tensor:
+        """Bool [R, 1, T, length + T]: the text before the block, and the block."""
+        asking = self.position.unsqueeze(2)
+        held = torch.arange(length, device=asking.device)
+        before = held < self.start.unsqueeze(2)
+        own = self.block.unsqueeze(1) == self.block
+        stored = self.position.unsqueeze(1)
+        if layer.is_causal:
+            own = own & (stored <= asking)
+        if layer.window is not None:
+            before = before & (held > asking - layer.window)
+            own = own & (stored > asking - layer.window) & (stored < asking + layer.window)
+        return torch.cat([before, own.expand(len(before), -1, -1)], 2).unsqueeze(1)
+
+
 class BlockHead(nn.Module):
-    """See the module's docstring; made by ``from_checkpoint``.
+    """See the module's docstring; made by ``from_checkpoint`` or ``fresh``.
 
     layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
     output head, that are not among them are the target's, and no parameters. vocabulary,
@@ -211,6 +250,29 @@ class BlockHead(nn.Module):
         )
         return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
 
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None, layout: BlockLayout
+    ) -> BlockHead:
+        """A new head to be trained, on the target's device, in float32 and in train mode.
+
+        vocabulary: which target tokens it scores; its output head then starts as the target's rows
+        of these. None is all, by the target's own output head, which is no parameter, nor is the
+        embedding. Other weights come from torch's generator as transformers draws them.
+        """
+        names = () if vocabulary is None else ("lm_head.weight",)
+        if vocabulary is not None:
+            ids = vocabulary.target_ids.to(target.device)
+            vocabulary = DraftVocabulary(ids, vocabulary.target_size)
+        with torch.device(target.device):
+            head = cls(layout, names, vocabulary, target).float()
+        initialize(head, layout.config.initializer_range)
+        if vocabulary is not None and head.lm_head is not None:
+            rows = head._target.output_rows(vocabulary.target_ids, head.hidden_size)
+            if rows is not None:
+                head.lm_head.weight.data.copy_(rows)
+        return head
+
     @property
     def transition(self) -> Transition | None:
         """How a place depends on the one before it; None: it does not."""
@@ -233,28 +295,45 @@ class BlockHead(nn.Module):
 
         width: at most ``layout.width``.
         """
-        count, device = width + (not self.layout.from_anchor), last.device
-        masks = last.new_full((len(last), count - 1), self.layout.mask_token_id)
-        x = self._embed(torch.cat([last.unsqueeze(1), masks], 1))
+
+        def stored(layer: _Layer) -> KeyValues:
+            return context.layers[layer.index]
+
+        length = context.layers[0].keys.shape[2]
+        starts = context.lengths.unsqueeze(1)
+        return self._outputs(last.unsqueeze(1), starts, width, stored, length)[:, 0]
+
+    def train_blocks(self, last: Tensor, starts: Tensor, width: int, states: Tensor) -> Tensor:
+        """``forward`` behind A places of each of R texts at once: [R, A, width, H].
+
+        last: int64 [R, A], tokens of the texts. starts: int64 [R, A], where they stand, so that a
+        block sees its text up to there and itself. states: [R, L, len(aux_hidden_layers) * H], the
+        target's. Only for a head without convolutions, which would mix the blocks.
+        """
+        features = self.features(states)
+        places = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
+        rotation = self._rotation(features, places)
+
+        def made(layer: _Layer) -> KeyValues:
+            found = layer.keys_values(features, rotation)
+            return KeyValues(found.keys.transpose(1, 2), found.values.transpose(1, 2))
+
+        return self._outputs(last, starts, width, made, states.shape[1])
+
+    def _outputs(
+        self, last: Tensor, starts: Tensor, width: int, context: Context, length: int
+    ) -> Tensor:
+        count = width + (not self.layout.from_anchor)
+        masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
+        x = self._embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
-        steps = torch.arange(count, device=device)
-        asking = context.lengths.unsqueeze(1) + steps  # [R, T]
-        held = torch.arange(context.layers[0].keys.shape[2], device=device)
-        stored = torch.cat([held.expand(len(last), -1), asking], 1)
-        is_there = torch.cat(
-            [held < context.lengths.unsqueeze(1), torch.ones_like(asking, dtype=torch.bool)], 1
-        )
-        distance = asking.unsqueeze(2) - stored.unsqueeze(1)
-        rotation = self._rotation(x, asking)
+        places = _Places.of(starts, count)
+        rotation = self._rotation(x, places.position)
         layers: list[Any] = list(self.layers)
-        for layer, before in zip(layers, context.layers, strict=True):
-            visible = is_there.unsqueeze(1).expand_as(distance)
-            if layer.is_causal:
-                visible = visible & (distance >= 0)
-            if layer.window is not None:
-                visible = visible & (distance.abs() < layer.window)
-            x = layer(x, rotation, before, visible.unsqueeze(1))
-        output: Tensor = self.norm(x[:, count - width :])
+        for layer in layers:
+            x = layer(x, rotation, context, places.visible(layer, length))
+        blocks = x.unflatten(1, (last.shape[1], count))
+        output: Tensor = self.norm(blocks[:, :, count - width :])
         return output
 
     def logits(self, hidden: Tensor) -> Tensor:
