@@ -70,7 +70,8 @@ _REPEAT = re.compile(r"\{(\d+),(\d+)\}|\*|\+")
 class RegexReader:
     """Adds the states of a regex to ``rules``.
 
-    text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, repeats ``{1,3}``, ``*``, ``+``.
+    text: literals and ranges as ``\\u{41}``, groups ``(?:...)``, alternatives, and the repeats
+        ``{1,3}``, ``*`` and ``+``.
     in_json: inside of a JSON string, where the backend refuses characters that JSON escapes, and
         the backslash, even if the regex holds them.
     """
