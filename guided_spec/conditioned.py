@@ -25,8 +25,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.errors import ConfigError, GrammarStateError, NoTokenLeftError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, accept_tokens
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.masks.constraint import Fork
 from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, noise_key
 from guided_spec.ops.sampling.warp import Sampling, warp
@@ -108,8 +109,7 @@ class _Race:
     ) -> None:
         self.stops = frozenset(vocabulary.stop_token_ids)
         self.num_read = 0
-        self._matcher: GrammarMatcher = grammar.new_matcher()
-        self._text: tuple[int, ...] = ()  # what the matcher has read
+        self._fork = Fork(grammar.new_matcher(), grammar.excluded)
         self._size, self._key, self._most = vocabulary.vocab_size, key, params.max_tokens
         self._bitmask = torch.zeros(1, num_mask_words(vocabulary.vocab_size), dtype=torch.int32)
         self._sampling = Sampling.stack([params], [key], torch.device("cpu"))
@@ -157,17 +157,10 @@ class _Race:
 
     def _legal(self) -> NDArray[np.bool_]:
         """Bool [V]: tokens behind the beginning; the last one of a budget is a stop token."""
-        same = 0
-        while same < min(len(self._text), len(self._path)):
-            if self._text[same] != self._path[same]:
-                break
-            same += 1
-        self._matcher.rollback(len(self._text) - same)
-        rest = self._path[same:]
-        if accept_tokens(self._matcher, rest) < len(rest):
-            raise GrammarStateError(f"the matcher refuses a token that its mask allows: {rest}")
-        self._text = self._path
-        self._matcher.fill_next_token_bitmask(self._bitmask, 0)
+        path = self._path
+        if self._fork.advance(path) < len(path):
+            raise GrammarStateError(f"the matcher refuses a token that its mask allows: {path}")
+        self._fork.matcher.fill_next_token_bitmask(self._bitmask, 0)
         legal: NDArray[np.bool_] = unpack_bitmask(self._bitmask, self._size)[0].numpy().copy()
         if len(self._path) == self._most - 1:
             ends = np.zeros_like(legal)

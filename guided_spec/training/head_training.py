@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.training.algorithm import (
@@ -29,7 +30,7 @@ from guided_spec.training.algorithm import (
     TrainingBatch,
     TrainingOutput,
 )
-from guided_spec.training.algorithms.options import LossOptions
+from guided_spec.training.algorithms.options import LossOptions, ShapeOptions
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
@@ -37,6 +38,7 @@ __all__ = [
     "FrozenTarget",
     "HeadTraining",
     "forward_head",
+    "head_shape",
     "make_trainable",
     "own_tensors",
     "source_of",
@@ -140,6 +142,11 @@ def source_of(target: PreTrainedModel) -> str:
     if not source:
         raise ModelError("target: expected one loaded from a folder or hub id; load it so")
     return source
+
+
+def head_shape(options: ShapeOptions) -> HeadShape:
+    """The sizes that a run asks for."""
+    return HeadShape(**{name: getattr(options, name) for name in HeadShape._fields})
 
 
 def make_trainable(head: Head) -> Head:

@@ -7,11 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy
 
@@ -38,15 +40,12 @@ def steered(llm: LLM, spec: GrammarSpec, budget: int, tokens: Sequence[int]) -> 
     own = compiled.new_matcher()
     within = CompletingGrammar(compiled, llm._endings.of(compiled), budget).new_matcher()
     rows = np.zeros((2, -(-llm.vocabulary.vocab_size // 32)), dtype=np.int32)
-    # Behind the last token the rows may hold anything.
-    tokens_only = np.zeros(32 * rows.shape[1], dtype=bool)
-    tokens_only[: llm.vocabulary.vocab_size] = True
-    real = np.packbits(tokens_only, bitorder="little").view(np.int32)
     found = 0
     for token in tokens:
         own.fill_next_token_bitmask(rows, 0)
         within.fill_next_token_bitmask(rows, 1)
-        found += not np.array_equal(rows[0] & real, rows[1] & real)
+        own_bits, within_bits = unpack_bitmask(torch.from_numpy(rows), llm.vocabulary.vocab_size)
+        found += not torch.equal(own_bits, within_bits)
         assert own.accept_token(token)
         assert within.accept_token(token)
     return found

@@ -20,11 +20,10 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.algorithms.options import DFlashConfig
-from guided_spec.training.head_training import HeadTraining, make_trainable
+from guided_spec.training.head_training import HeadTraining, head_shape, make_trainable
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetRows
@@ -50,16 +49,9 @@ class DFlashTraining(HeadTraining):
             head = BlockHead.from_checkpoint(Checkpoint.open(config.init), target)
             _require_plain(head, config)
             return make_trainable(head)
-        shape = HeadShape(
-            config.num_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.intermediate_size,
-        )
         layout = BlockLayout.fresh(
             target,
-            shape,
+            head_shape(config),
             width=config.ttt_steps,
             aux_hidden_layers=config.aux_layers,
             mask_token_id=config.mask_token_id,

@@ -5,11 +5,10 @@ from __future__ import annotations
 from transformers import PreTrainedModel
 
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Options, eagle3_layout_for
 from guided_spec.training.algorithms.options import Eagle3Config
-from guided_spec.training.head_training import HeadTraining, make_trainable
+from guided_spec.training.head_training import HeadTraining, head_shape, make_trainable
 from guided_spec.training.registry import register
 
 __all__ = ["Eagle3Training"]
@@ -29,15 +28,8 @@ class Eagle3Training(HeadTraining):
         """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
         if config.init is not None:
             return make_trainable(Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target))
-        shape = HeadShape(
-            config.num_layers,
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            config.head_dim,
-            config.intermediate_size,
-        )
         options = Eagle3Options(
-            shape=shape,
+            shape=head_shape(config),
             model_type=config.layer_type,
             aux_hidden_layers=None if config.aux_layers is None else tuple(config.aux_layers),
             draft_vocab_size=None if vocabulary is None else len(vocabulary),

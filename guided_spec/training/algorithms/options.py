@@ -15,6 +15,7 @@ __all__ = [
     "EagleConfig",
     "LossOptions",
     "MtpConfig",
+    "ShapeOptions",
     "option",
 ]
 
@@ -42,7 +43,24 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
-class DFlashConfig(LossOptions):
+class ShapeOptions(LossOptions):
+    """And those about the sizes of a head's layers; see ``head_shape``."""
+
+    num_layers: int = option("Decoder layers of the head.", default=1)
+    intermediate_size: int | None = option(
+        "Width of its MLPs; the target's by default.", default=None
+    )
+    num_attention_heads: int | None = option(
+        "Its attention heads; the target's by default.", default=None
+    )
+    num_key_value_heads: int | None = option("Its KV heads; the target's by default.", default=None)
+    head_dim: int | None = option(
+        "Width of an attention head; the target's by default.", default=None
+    )
+
+
+@dataclass(frozen=True)
+class DFlashConfig(ShapeOptions):
     """What a head looks like, and how it is trained."""
 
     ttt_steps: int = option("Draft tokens of a block; its last token is one more.", default=15)
@@ -59,16 +77,6 @@ class DFlashConfig(LossOptions):
     mask_token_id: int | None = option(
         "Token that stands where one is drafted; the last of the embedding by default.",
         default=None,
-    )
-    intermediate_size: int | None = option(
-        "Width of its MLPs; the target's by default.", default=None
-    )
-    num_attention_heads: int | None = option(
-        "Its attention heads; the target's by default.", default=None
-    )
-    num_key_value_heads: int | None = option("Its KV heads; the target's by default.", default=None)
-    head_dim: int | None = option(
-        "Width of an attention head; the target's by default.", default=None
     )
 
 
@@ -97,24 +105,13 @@ class EagleConfig(LossOptions):
 
 
 @dataclass(frozen=True)
-class Eagle3Config(LossOptions):
+class Eagle3Config(ShapeOptions):
     """What a head looks like, and how it is trained."""
 
     init: str | None = option("An EAGLE-3 head to go on from; a folder or hub id.", default=None)
-    num_layers: int = option("Decoder layers of the head.", default=1)
     layer_type: Literal["llama", "qwen3"] = option("Kind of these layers.", default="llama")
     aux_layers: list[int] | None = option(
         "Layers of the target whose inputs the head reads; three, spread, by default.", default=None
-    )
-    intermediate_size: int | None = option(
-        "Width of its MLPs; the target's by default.", default=None
-    )
-    num_attention_heads: int | None = option(
-        "Its attention heads; the target's by default.", default=None
-    )
-    num_key_value_heads: int | None = option("Its KV heads; the target's by default.", default=None)
-    head_dim: int | None = option(
-        "Width of an attention head; the target's by default.", default=None
     )
     norm_before_fc: bool = option("Norm over all that the first projection reads.", default=False)
     fc_norm: bool = option("A norm for each layer it reads instead.", default=False)

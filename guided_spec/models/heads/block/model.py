@@ -93,6 +93,13 @@ def _mix(x: Tensor, kernel: Tensor) -> Tensor:
     return mixed
 
 
+class _Sight(NamedTuple):
+    """What of a block a query sees: all, or what is before it; and how far to either side."""
+
+    is_causal: bool
+    window: int | None
+
+
 class _Layer(nn.Module):
     """A decoder layer of Qwen3 over a block and its context."""
 
@@ -106,8 +113,10 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = qwen3.Qwen3RMSNorm(size, eps)
         self.index = index
         is_sliding = config.layer_types[index] == "sliding_attention"
-        self.window: int | None = config.sliding_window if is_sliding else None
-        self.is_causal = is_sliding if layout.is_causal is None else layout.is_causal
+        self.sight = _Sight(
+            is_causal=is_sliding if layout.is_causal is None else layout.is_causal,
+            window=config.sliding_window if is_sliding else None,
+        )
         self.attention_conv: _Conv | None = None
         self.mlp_conv: _Conv | None = None
         if layout.conv is not None:
@@ -177,18 +186,18 @@ class _Places(NamedTuple):
         block = torch.arange(starts.shape[1], device=starts.device).repeat_interleave(count)
         return cls(position, starts.repeat_interleave(count, 1), block)
 
-    def visible(self, layer: _Layer, length: int) -> Tensor:
+    def visible(self, sight: _Sight, length: int) -> Tensor:
         """Bool [R, 1, T, length + T]: the text before the block, and the block."""
         asking = self.position.unsqueeze(2)
         held = torch.arange(length, device=asking.device)
         before = held < self.start.unsqueeze(2)
         own = self.block.unsqueeze(1) == self.block
         stored = self.position.unsqueeze(1)
-        if layer.is_causal:
+        if sight.is_causal:
             own = own & (stored <= asking)
-        if layer.window is not None:
-            before = before & (held > asking - layer.window)
-            own = own & (stored > asking - layer.window) & (stored < asking + layer.window)
+        if sight.window is not None:
+            before = before & (held > asking - sight.window)
+            own = own & (stored > asking - sight.window) & (stored < asking + sight.window)
         return torch.cat([before, own.expand(len(before), -1, -1)], 2).unsqueeze(1)
 
 
@@ -330,8 +339,11 @@ class BlockHead(nn.Module):
         places = _Places.of(starts, count)
         rotation = self._rotation(x, places.position)
         layers: list[Any] = list(self.layers)
+        visible: dict[_Sight, Tensor] = {}
         for layer in layers:
-            x = layer(x, rotation, context, places.visible(layer, length))
+            if layer.sight not in visible:
+                visible[layer.sight] = places.visible(layer.sight, length)
+            x = layer(x, rotation, context, visible[layer.sight])
         blocks = x.unflatten(1, (last.shape[1], count))
         output: Tensor = self.norm(blocks[:, :, count - width :])
         return output
