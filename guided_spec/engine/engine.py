@@ -168,17 +168,19 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 # Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
 # less than a forward of their own, which reads the weights again. No text waits long for them.
 ALONG = 512
-# Steps that what waits to be read is spread over, where that is more.
+# Steps that what waits to be read is spread over, where that is more and few texts wait for it.
 STEPS_TO_READ = 16
 
 
-def tokens_along(num_unread: int, most: int) -> int:
+def tokens_along(unread: Sequence[int], num_decoding: int, most: int) -> int:
     """Prompt tokens, of ``most``, that the next verify forward reads besides.
 
-    The more of them wait, the longer may the texts that decode wait for each forward: all end
-    sooner so.
+    unread: of each text that waits for its prompt. num_decoding: texts that wait for the forward.
+    The more tokens wait, and the more texts for each one that decodes, the longer may these wait
+    for a forward: all end sooner so.
     """
-    return min(max(ALONG, num_unread // STEPS_TO_READ), most)
+    share = (len(unread) + num_decoding) / num_decoding
+    return min(max(ALONG, int(sum(unread) * share) // STEPS_TO_READ), most)
 
 
 class Piece(NamedTuple):
@@ -398,12 +400,12 @@ class Engine:
 
     def _read_lines(self, unread: Sequence[Request]) -> list[Piece]:
         """Read the next pieces of prompts now, or return them for the verify forward."""
-        is_decoding = bool(self._scheduler.running(State.DECODE))
+        num_decoding = len(self._scheduler.running(State.DECODE))
         budget = self._config.prefill_tokens
-        if is_decoding:
-            budget = tokens_along(sum(request.num_unread for request in unread), budget)
+        if num_decoding:
+            budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
         pieces = self._next_pieces(unread, budget)
-        if is_decoding:
+        if num_decoding:
             return pieces
         if pieces:
             self._target.read([piece.tokens for piece in pieces])
@@ -430,18 +432,32 @@ class Engine:
     def _take_prefix(self, request: Request, pieces: Sequence[Piece]) -> bool:
         """Where nothing of the prompt is read yet: what other texts left of it.
 
-        False where one of the pieces reads what it goes on with: it looks again in the next step,
-        or prompts that begin alike and come together would be read once each.
+        False where another one is about to leave what it goes on with: it looks again in the next
+        step, or prompts that begin alike and come together would be read once each.
         """
         text = request.text
         if request.num_cached == 0 and self._takes_prefixes:
             found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
-            if any(_reads_on(piece, text, found) for piece in pieces):
+            if self._is_coming(request, found.known + BLOCK, pieces):
                 return False
-            request.num_cached = found
+            request.num_cached = found.taken
             if request.is_new:  # else it finds its own text, which had to go for others
-                request.stats.cached_tokens = max(request.stats.cached_tokens, found)
+                request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)
         return True
+
+    def _is_coming(self, request: Request, length: int, pieces: Sequence[Piece]) -> bool:
+        """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
+
+        A head reads what the target has read once its text decodes, so until then a block may be
+        there that is not given to others yet.
+        """
+        read = {id(one): tokens.start + len(tokens.token_ids) for one, tokens in pieces}
+        return length < len(request.text.tokens) and any(
+            max(other.num_cached, read.get(id(other), 0)) >= length
+            and (other.state is State.PREFILL or (other.is_new and other.state is State.DECODE))
+            and _begin_alike(request.text, other.text, length)
+            for other in self._scheduler.running()
+        )
 
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
@@ -569,13 +585,14 @@ class Engine:
         self._begin_decoding([piece.request for piece in along])
 
 
-def _reads_on(piece: Piece, text: GuidedText, length: int) -> bool:
-    """Whether the piece holds the block behind the text's first ``length`` tokens."""
-    tokens, (other, (_, start, read)) = text.tokens, (piece.request.text, piece.tokens)
-    end = length + BLOCK
-    is_read = start <= end <= start + len(read) and end < len(tokens)
-    is_shared = other.params.cache_salt == text.params.cache_salt
-    return is_read and is_shared and other.tokens[:end] == tokens[:end]
+def _begin_alike(text: GuidedText, other: GuidedText, length: int) -> bool:
+    """Whether texts that may share have the same first tokens."""
+    if other.params.cache_salt != text.params.cache_salt:
+        return False
+    last = slice(length - BLOCK, length)  # where prompts that differ do so most often
+    return other.tokens[last] == text.tokens[last] and (
+        other.tokens[:length] == text.tokens[:length]
+    )
 
 
 def _count(

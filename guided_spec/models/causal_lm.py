@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.blocks import BLOCK, Blocks, WholeSlots
+from guided_spec.models.packed.blocks import BLOCK, Blocks, Prefix, WholeSlots
 from guided_spec.models.packed.decoder import PackedDecoder, refusing_waits
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
@@ -235,13 +235,13 @@ class CausalLM:
         if self._slots is not None:
             self._slots.cache.commit(keep)
 
-    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> int:
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
         """Begin a text in the slot with what is kept of texts that began so.
 
         token_ids: how the text begins, as far as it may be taken from others. salt: texts take from
-        those with the same one. Returns how many tokens the slot holds.
+        those with the same one.
         """
-        return 0 if self.blocks is None else self.blocks.start(slot, token_ids, salt)
+        return Prefix(0, 0) if self.blocks is None else self.blocks.start(slot, token_ids, salt)
 
     def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
         """The slot holds the first ``length`` of these for good: others may take whole blocks."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from guided_spec.engine import engine
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.target import SlotTarget
@@ -55,6 +56,19 @@ def tokens(outputs: Sequence[RequestOutput]) -> list[tuple[list[int], str]]:
 
 def cached(outputs: Sequence[RequestOutput]) -> list[int]:
     return [c.stats.cached_tokens for output in outputs for c in output.completions]
+
+
+def count_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of how many prompts each forward reads, as forwards run."""
+    found: list[int] = []
+    forward = SlotTarget._read_line
+
+    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
+        found.append(len(prompts))
+        return forward(target, tokens, rows, prompts, *answer)
+
+    monkeypatch.setattr(SlotTarget, "_read_line", reading)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +119,33 @@ def test_requests_of_one_batch_share_what_was_there_before(headed: HeadedTarget)
     with make(headed, max_batch_size=1) as llm:
         found = cached(llm.generate(PROMPTS, FREE))
     assert found == [0, 2 * BLOCK, 2 * BLOCK, 2 * BLOCK]
+
+
+@pytest.mark.parametrize("proposer", ["none", "eagle3"])
+def test_what_is_known_keeps_nobody_waiting(
+    headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch, proposer: str
+) -> None:
+    """A head reads the last known block again, though others read it in the same step."""
+    together = count_prompts(monkeypatch)
+    with make(headed, proposer) as llm:
+        llm.generate(SYSTEM, FREE)
+        together.clear()
+        llm.generate([[*SYSTEM, 40 + row, 9] for row in range(4)], FREE)
+    assert [count for count in together if count] == [4]
+
+
+def test_prompts_wait_for_the_head_of_one_that_begins_alike(
+    headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first is read in pieces beside a text that decodes, and its head reads it behind that."""
+    monkeypatch.setattr(engine, "tokens_along", lambda *_: BLOCK + 2)
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    prompts = [[3, 4], *([*SYSTEM, 40 + row, 9] for row in range(3))]
+    with make(headed, "eagle3", prefill_tokens=8) as llm:
+        found = llm.generate(prompts, params)
+    assert cached(found) == [0, 0, BLOCK, BLOCK]
+    with make(headed, prefix_cache=False) as plain:
+        assert tokens(found) == tokens(plain.generate(prompts, params))
 
 
 def test_other_salts_share_nothing(headed: HeadedTarget) -> None:

@@ -24,12 +24,23 @@ from guided_spec.errors import ModelError
 from guided_spec.ops.host import host_integers, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["BLOCK", "Alike", "Blocks", "Tables", "WholeSlots"]
+__all__ = ["BLOCK", "Alike", "Blocks", "Prefix", "Tables", "WholeSlots"]
 
 BLOCK = 64  # positions, as many as attention reads at a time: a tile is never in two
 SINK = 0  # the block that takes what belongs nowhere
 
 Key = tuple[Hashable, tuple[int, ...]]
+
+
+class Prefix(NamedTuple):
+    """How a text begins, as far as blocks hold it; both are multiples of ``BLOCK``.
+
+    taken: positions that the text's slot holds now. known: those that are held for other texts, of
+    which the last may have to be read again, because a memory lags.
+    """
+
+    taken: int
+    known: int
 
 
 class Alike(NamedTuple):
@@ -177,12 +188,10 @@ class Blocks:
             self._changes |= {(slot, at): SINK for at in range(len(blocks))}
             self._slots[slot] = _Slot()
 
-    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> int:
+    def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
         """Empty the slot, and give it the blocks that hold how a text begins.
 
         token_ids: of the text that may be shared. salt: texts share with those of the same one.
-
-        Returns how many positions they hold, a multiple of ``BLOCK``.
         """
         self.release([slot])
         held = self._slots[slot]
@@ -201,7 +210,7 @@ class Blocks:
             held.chain.append(serial)
         held.num_read = len(held.blocks)
         held.num_taken = len(held.blocks) * BLOCK
-        return held.num_taken
+        return Prefix(held.num_taken, len(found) * BLOCK)
 
     def remember(self, slot: int, token_ids: Sequence[int], length: int) -> None:
         """Others may take the slot's whole blocks of its first ``length`` positions.

@@ -126,7 +126,7 @@ class BlocksMachine(RuleBasedStateMachine):
     @rule(slot=slots, word=words, more=st.integers(0, BLOCK - 8), salt=st.sampled_from(SALTS))
     def start(self, slot: int, word: list[int], more: int, salt: str | None) -> None:
         text = Text(salt, spell(word, more)[:LENGTH])
-        found = self.blocks.start(slot, text.token_ids, salt)
+        found = self.blocks.start(slot, text.token_ids, salt).taken
         assert found == self.account.start(slot, text) == self.blocks.num_taken(slot)
 
     @rule(slot=slots, share=st.floats(0, 1.2))
@@ -241,7 +241,7 @@ def filled(num_blocks: int | None = None, lag: int = 0) -> Blocks:
     """Blocks of two slots of four blocks each, the first of which holds and remembers a text."""
     blocks = Blocks(2, 4 * BLOCK, CPU, num_blocks)
     blocks.allocate(1, 2, torch.empty(0), lag=lag)
-    assert blocks.start(0, TEXT) == 0
+    assert blocks.start(0, TEXT).taken == 0
     assert blocks.grow(0, len(TEXT))
     blocks.remember(0, TEXT, len(TEXT))
     return blocks
@@ -269,7 +269,7 @@ def test_a_text_takes_the_longest_prefix_that_is_known(
     text: list[int], salt: str | None, found: int
 ) -> None:
     blocks = filled()
-    assert blocks.start(1, text, salt) == found * BLOCK
+    assert blocks.start(1, text, salt).taken == found * BLOCK
     blocks.upload()
     first, second = blocks.tables.tolist()
     assert second == [*first[:found], *[0] * (5 - found)]
@@ -278,13 +278,13 @@ def test_a_text_takes_the_longest_prefix_that_is_known(
 def test_a_memory_that_lags_has_to_be_filled() -> None:
     """Its last block holds what depends on the text behind it."""
     blocks = filled(lag=1)
-    assert blocks.start(1, TEXT) == 0
+    assert blocks.start(1, TEXT).taken == 0
     blocks.mark_read(0, 3 * BLOCK - 1)
-    assert blocks.start(1, TEXT) == BLOCK
+    assert blocks.start(1, TEXT).taken == BLOCK
     blocks.mark_read(0, 3 * BLOCK)
-    assert blocks.start(1, TEXT) == 2 * BLOCK
+    assert blocks.start(1, TEXT).taken == 2 * BLOCK
     assert blocks.grow(1, 4 * BLOCK)  # and not the block that it was not given
-    assert blocks.start(0, TEXT) == 2 * BLOCK
+    assert blocks.start(0, TEXT).taken == 2 * BLOCK
 
 
 def test_the_least_recently_used_block_goes_first() -> None:
@@ -292,30 +292,30 @@ def test_the_least_recently_used_block_goes_first() -> None:
     blocks = filled(num_blocks=8)
     other = [-token for token in TEXT[: 3 * BLOCK]]
     other[0] = 5
-    assert blocks.start(1, other) == 0
+    assert blocks.start(1, other).taken == 0
     assert blocks.grow(1, 3 * BLOCK)
     blocks.remember(1, other, 3 * BLOCK)
     blocks.release([1])
     blocks.release([0])  # 3 of each are known, 2 hold nothing
-    assert blocks.start(0, other[:BLOCK]) == BLOCK
+    assert blocks.start(0, other[:BLOCK]).taken == BLOCK
     blocks.release([0])  # now its first block is the newest
     assert blocks.grow(1, 4 * BLOCK)  # takes the 2 that hold nothing, and 2 of the others
-    assert blocks.start(0, other) == BLOCK
-    assert blocks.start(0, TEXT) == 3 * BLOCK
+    assert blocks.start(0, other).taken == BLOCK
+    assert blocks.start(0, TEXT).taken == 3 * BLOCK
     assert not blocks.grow(1, 4 * BLOCK + 1) or blocks.length(1) == 4 * BLOCK
 
 
 def test_blocks_in_use_are_never_taken() -> None:
     blocks = filled(num_blocks=5)
-    assert blocks.start(1, TEXT) == 3 * BLOCK
+    assert blocks.start(1, TEXT).taken == 3 * BLOCK
     assert blocks.grow(1, 4 * BLOCK)
     assert blocks.num_free == 0
     blocks.release([0])
     assert blocks.num_free == 1
-    assert blocks.start(0, TEXT) == 3 * BLOCK
+    assert blocks.start(0, TEXT).taken == 3 * BLOCK
     assert blocks.grow(0, 3 * BLOCK + 1)
     assert blocks.num_free == 0
-    assert blocks.start(0, [1]) == 0
+    assert blocks.start(0, [1]).taken == 0
     assert blocks.grow(0, BLOCK)
     assert not blocks.grow(0, BLOCK + 1)
 
@@ -337,7 +337,7 @@ def test_a_copy_is_of_the_blocks_that_differ() -> None:
         for buffer in layer:
             buffer.copy_(torch.randn(buffer.shape))
     before = [buffer.clone() for layer in memory for buffer in layer]
-    assert blocks.start(1, TEXT[: 2 * BLOCK]) == 2 * BLOCK
+    assert blocks.start(1, TEXT[: 2 * BLOCK]).taken == 2 * BLOCK
     assert blocks.grow(1, 4 * BLOCK)
     blocks.copy_own(0, 1, 2 * BLOCK + 1, memory)
     blocks.upload()
