@@ -12,8 +12,8 @@ are, and the masks of a position are made while its forward runs.
 
 In the new model runner the draft loop is made of CUDA graphs, with the sampling in them. It finds
 its masks at one address, where the host writes them between two replays; so there has to be a graph
-for each position. vLLM 0.33.0 may also capture all those behind the first in one graph: here it
-goes by its other way.
+for each position. vLLM from 0.28 on may also capture all those behind the first in one graph: here
+it goes by its other way.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from torch import Tensor
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.plugin import (
     VARIABLE,
-    VERSIONS,
-    Patch,
-    Wrapper,
     around_drafting,
     install,
+    installed_root,
     log,
 )
+from guided_spec.integrations.vllm.probes import OneOf, Patch, probe
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -48,6 +47,7 @@ from guided_spec.ops.bitmask import (
 )
 
 __all__ = [
+    "PARTS",
     "PATCHES",
     "WORKER_PATCHES",
     "Drafting",
@@ -68,6 +68,7 @@ _FEATURE = "drafts"
 _PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
 
 _LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependentARSpeculator")
+_FUSES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
 _OTHER_WAYS = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
 
 
@@ -363,23 +364,6 @@ def _note_states(runner: Any, names: Sequence[str], requests: GrammarRequests) -
             requests.restate(name, output)
 
 
-_V1_PATCHES = (
-    Patch(
-        "vllm.v1.spec_decode.llm_base_proposer",
-        "SpecDecodeBaseProposer.load_model",
-        dict.fromkeys(VERSIONS, ("self", "target_model")),
-        guide_proposer,
-    ),
-    Patch(
-        "vllm.v1.worker.gpu_model_runner",
-        "GPUModelRunner._sample",
-        dict.fromkeys(VERSIONS, ("self", "logits", "spec_decode_metadata")),
-        note_sampled_v1,
-    ),
-    around_drafting(draft_legal),
-)
-
-
 def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around a speculator's ``load_model``: it is looked at from then on."""
 
@@ -409,8 +393,9 @@ def split_graphs(original: Callable[..., Any]) -> Callable[..., Any]:
         if drafting is None:
             return original(self, cudagraph_mode)
         is_full = cudagraph_mode.decode_mode().name == "FULL" and self.num_speculative_steps > 1
-        if is_full and getattr(self, "supports_decode_metadata_update", False):
-            self.supports_decode_metadata_update = False
+        for switch in _FUSES if is_full else ():
+            if getattr(self, switch, False):
+                setattr(self, switch, False)
         result = original(self, cudagraph_mode)
         _follow_graphs(self, drafting)
         return result
@@ -482,51 +467,67 @@ def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
     speculator.capture = captured
 
 
-def _patch(where: str, parameters: str, wrap: Wrapper, *versions: str) -> Patch:
-    module, _, path = where.partition(":")
-    names = ("self", *parameters.split())
-    return Patch(f"vllm.v1.{module}", path, dict.fromkeys(versions or VERSIONS, names), wrap)
+_GRAMMARS = (
+    Patch("vllm.sampling_params", "StructuredOutputsParams",
+          attributes="_backend all_constraints_none"),
+    Patch("vllm.v1.structured_output.request", "get_structured_output_key", "params"),
+    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend.compile_grammar",
+          "self request_type grammar_spec ..."),
+    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", attributes="compiler"),
+)  # fmt: skip
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
+_V1_PATCHES = (
+    *_GRAMMARS,
+    Patch(_PROPOSER, "SpecDecodeBaseProposer.load_model", "self target_model", guide_proposer),
+    Patch(_PROPOSER, "SpecDecodeBaseProposer",
+          attributes="propose num_speculative_tokens input_ids device draft_model_config"),
+    Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
+    Patch(_V1, "GPUModelRunner", attributes="input_batch requests discard_request_mask"),
+    Patch("vllm.v1.core.sched.output", "SchedulerOutput", attributes="num_spec_tokens_to_schedule"),
+    around_drafting(draft_legal),
+)  # fmt: skip
+
+_V2 = "vllm.v1.worker.gpu"
+_SPECULATOR = f"{_V2}.spec_decode.speculator"
 
 
-_OLD, _NEW = VERSIONS
-_SPECULATORS = "worker.gpu.spec_decode"
-_OLD_LOOP = f"{_SPECULATORS}.autoregressive.speculator:AutoRegressiveSpeculator"
-_NEW_LOOP = f"{_SPECULATORS}.target_dependent_ar.speculator:TargetDependentARSpeculator"
-_INPUTS = (
-    "input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled "
-    "num_rejected last_sampled next_prefill_tokens temperature seeds"
-)
-_OPTIONS = "dummy_run skip_attn_for_dummy_run mm_inputs is_profile"
+def _loop(folder: str, name: str, attributes: str) -> tuple[Patch, ...]:
+    """One of the forms that the draft loop of the new model runner has had."""
+    module = f"{_V2}.spec_decode.{folder}.speculator"
+    init = f"{name}.init_cudagraph_manager"
+    graphs = "capture prefill_cudagraph_manager decode_cudagraph_manager"
+    return (
+        Patch(module, init, "self cudagraph_mode", split_graphs),
+        Patch(module, f"{name}.propose", "self input_batch ...", propose_legal),
+        Patch(module, name, attributes=f"{graphs} {attributes}"),
+    )
 
+
+_OLD_LOOP = ("autoregressive", "AutoRegressiveSpeculator")
 _V2_PATCHES = (
-    _patch(
-        f"{_SPECULATORS}.speculator:DraftModelSpeculator.load_model",
-        "target_model",
-        guide_speculator,
-    ),
-    _patch(f"{_OLD_LOOP}.init_cudagraph_manager", "cudagraph_mode", split_graphs, _OLD),
-    _patch(f"{_NEW_LOOP}.init_cudagraph_manager", "cudagraph_mode", split_graphs, _NEW),
-    _patch(
-        f"{_OLD_LOOP}.propose", f"{_INPUTS} num_tokens_across_dp {_OPTIONS}", propose_legal, _OLD
-    ),
-    _patch(
-        f"{_NEW_LOOP}.propose",
-        f"{_INPUTS} dp_sync_state {_OPTIONS} num_speculative_tokens",
-        propose_legal,
-        _NEW,
-    ),
-    _patch(
-        "worker.gpu.model_runner:GPUModelRunner.add_requests", "scheduler_output", note_requests
-    ),
-    _patch(
-        "worker.gpu.model_runner:GPUModelRunner.sample",
-        "hidden_states input_batch grammar_output",
-        note_sampled_v2,
-    ),
-)
+    *_GRAMMARS,
+    Patch(_SPECULATOR, "DraftModelSpeculator.load_model", "self target_model", guide_speculator),
+    Patch(_SPECULATOR, "DraftModelSpeculator",
+          attributes="num_speculative_steps draft_tokens device draft_model_config sample_draft"),
+    # All positions in one graph: by no switch, by one, and by another.
+    OneOf((
+        _loop(*_OLD_LOOP, "!_generate_fused_drafts"),
+        _loop(*_OLD_LOOP, _FUSES[0]),
+        _loop("target_dependent_ar", "TargetDependentARSpeculator", _FUSES[1]),
+    )),
+    Patch(f"{_V2}.cudagraph_utils", "CudaGraphManager.run_fullgraph", "self desc"),
+    Patch(f"{_V2}.states", "RequestState", attributes="req_id_to_index prompt_len"),
+    Patch("vllm.v1.core.sched.output", "NewRequestData",
+          attributes="req_id sampling_params prefill_token_ids"),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner.add_requests", "self scheduler_output",
+          note_requests),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner.sample",
+          "self hidden_states input_batch grammar_output", note_sampled_v2),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner", attributes="speculator req_states"),
+)  # fmt: skip
 
-
-WORKER_PATCHES = (*_V1_PATCHES, *_V2_PATCHES)
+WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
 
 
 def _in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -534,17 +535,19 @@ def _in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def init_device(self: Any) -> Any:
-        install(f"{VARIABLE}={_FEATURE}", WORKER_PATCHES)
+        root = installed_root()
+        for wanted in WORKER_PATCHES:
+            if root is not None and not probe(root, wanted).lack:
+                install(f"{VARIABLE}={_FEATURE}", wanted)
         return original(self)
 
     return init_device
 
 
 PATCHES = (
-    Patch(
-        "vllm.v1.worker.worker_base",
-        "WorkerWrapperBase.init_device",
-        dict.fromkeys(VERSIONS, ("self",)),
-        _in_workers,
-    ),
+    Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self", _in_workers),
 )
+PARTS = {
+    "drafts (old runner)": (*PATCHES, *_V1_PATCHES),
+    "drafts (new runner)": (*PATCHES, *_V2_PATCHES),
+}

@@ -19,9 +19,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from guided_spec.integrations.vllm.plugin import Patch
+from guided_spec.integrations.vllm.probes import OneOf, Patch
 
-__all__ = ["PATCHES", "keep_refused_draft", "keep_refused_in_step", "mark_refused"]
+__all__ = ["PARTS", "PATCHES", "keep_refused_draft", "keep_refused_in_step", "mark_refused"]
 
 _PADDING = -1  # vLLM's placeholder for a draft token that is not there
 
@@ -103,28 +103,32 @@ def _is_cut(request: Any, token_ids: Sequence[int]) -> bool:
 
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
-_RUNNER = "vllm.v1.worker.gpu.model_runner"
-_UPDATE = ("self", "draft_token_ids")
-_BITMASK = ("self", "scheduler_output")
+_WORKER = "vllm.v1.worker.gpu"
 
 PATCHES = (
-    Patch(
-        "vllm.v1.worker.gpu.structured_outputs",
-        "grammar_invalid_drafts",
-        {"0.33.0": ("input_batch", "grammar_req_ids", "num_acceptable_drafts")},
-        keep_refused_draft,
-        importers=(_RUNNER,),
-    ),
-    Patch(
-        _SCHEDULER,
-        "Scheduler.update_draft_token_ids",
-        {"0.25.1": _UPDATE, "0.33.0": _UPDATE},
-        keep_refused_in_step,
-    ),
-    Patch(
-        _SCHEDULER,
-        "Scheduler.get_grammar_bitmask",
-        {"0.25.1": _BITMASK, "0.33.0": _BITMASK},
-        mark_refused,
-    ),
-)
+    Patch(_SCHEDULER, "Scheduler.update_draft_token_ids", "self draft_token_ids",
+          keep_refused_in_step),
+    Patch(_SCHEDULER, "Scheduler.get_grammar_bitmask", "self scheduler_output", mark_refused),
+    Patch("vllm.v1.request", "Request",
+          attributes="spec_token_ids use_structured_output is_finished is_prefill_chunk"),
+    OneOf((
+        (
+            Patch(
+                f"{_WORKER}.structured_outputs",
+                "grammar_invalid_drafts",
+                "input_batch grammar_req_ids num_acceptable_drafts",
+                keep_refused_draft,
+                importers=(f"{_WORKER}.model_runner",),
+            ),
+        ),
+        # A release that drops no token there.
+        (
+            Patch(
+                f"{_WORKER}.spec_decode.rejection_sampler",
+                "RejectionSampler.__call__",
+                "self logits input_batch draft_logits",
+            ),
+        ),
+    )),
+)  # fmt: skip
+PARTS = {"exact": PATCHES}

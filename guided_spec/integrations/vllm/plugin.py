@@ -4,33 +4,33 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 ``vllm.general_plugins``. The proposer needs no plugin: vLLM imports it by its dotted name, see
 ``proposer``.
 
-Functions of vLLM that are wrapped, each only in the versions it was read in.
-
-A wrapper sees the arguments of the function it was written for. Another version, or a function that
-somebody else has changed, is refused before anything is replaced.
+A release of vLLM is judged by what it has, not by its number: each feature says which functions,
+parameters and attributes it uses, and is on where all of them are there, see ``probes``. A function
+that somebody else has changed is refused before anything is replaced.
 """
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
+from guided_spec.integrations.vllm.probes import OneOf, Patch, Wrapper, fits, probe
 
 __all__ = [
     "FEATURES",
     "RAY_VARIABLE",
     "VARIABLE",
-    "VERSIONS",
-    "Patch",
-    "Wrapper",
     "around_drafting",
     "install",
+    "installed_root",
     "installed_version",
     "log",
     "register",
@@ -61,17 +61,24 @@ def requested() -> list[str]:
 def register() -> None:
     """Install the requested features, here and in processes on Ray; again changes nothing.
 
-    Raises ConfigError as ``requested`` does, for a version of vLLM that the features were not
-    written for, and when a function they wrap is not the one of that version.
+    A feature that this release of vLLM does not fit is left out, whole: vLLM's log says why.
+
+    Raises ConfigError as ``requested`` does, and when something else has changed a function that a
+    feature wraps.
     """
-    names = requested()
-    if names:
-        _carry_to_ray()
-        patches = importlib.import_module("guided_spec.integrations.vllm.plugin")
-        for name in names:
-            feature = importlib.import_module(FEATURES[name])
+    names, patches = requested(), importlib.import_module("guided_spec.integrations.vllm.plugin")
+    root = patches.installed_root() if names else None
+    if root is None:
+        return
+    _carry_to_ray()
+    said = []
+    for name in names:
+        feature = importlib.import_module(FEATURES[name])
+        lacks = {part: probe(root, wanted).lack for part, wanted in feature.PARTS.items()}
+        if "" in lacks.values():
             patches.install(f"{VARIABLE}={name}", feature.PATCHES)
-        patches.log(f"{', '.join(names)} for vLLM {patches.installed_version()}")
+        said += [f"{part} {f'off, {lack}' if lack else 'on'}" for part, lack in lacks.items()]
+    patches.log(f"vLLM {patches.installed_version()}: {'; '.join(said)}")
 
 
 def _carry_to_ray() -> None:
@@ -81,39 +88,20 @@ def _carry_to_ray() -> None:
         os.environ[RAY_VARIABLE] = ",".join([*copied, VARIABLE])
 
 
-VERSIONS = ("0.25.1", "0.33.0")
 _MARK = "__guided_spec_wrappers__"  # those that a function has around it
-
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-class Patch(NamedTuple):
-    """One function and what is put around it.
-
-    module, path: where it is defined: ``"vllm.v1.core.sched.scheduler"``, ``"Scheduler.schedule"``.
-    parameters: its parameters' names for each version that has it; others are left alone.
-    wrap: takes the function, returns its replacement.
-    importers: modules that import the function by name. Those that did so already get the
-        replacement too.
-    """
-
-    module: str
-    path: str
-    parameters: Mapping[str, tuple[str, ...]]
-    wrap: Wrapper
-    importers: tuple[str, ...] = ()
 
 
 def around_drafting(wrap: Wrapper) -> Patch:
     """Around the function of the older model runner that asks its drafter for a draft."""
-    names = (
-        *("self", "scheduler_output", "sampled_token_ids", "sampling_metadata", "hidden_states"),
-        *("sample_hidden_states", "aux_hidden_states", "spec_decode_metadata"),
-        *("common_attn_metadata", "slot_mappings"),
-    )
     path = "GPUModelRunner.propose_draft_token_ids"
-    parameters = dict.fromkeys(VERSIONS, names)
+    parameters = "self scheduler_output sampled_token_ids ..."
     return Patch("vllm.v1.worker.gpu_model_runner", path, parameters, wrap)
+
+
+def installed_root() -> Path | None:
+    """The folder in which this environment has the package of vLLM; None where there is none."""
+    found = importlib.util.find_spec("vllm")
+    return None if found is None or found.origin is None else Path(found.origin).parent.parent
 
 
 def installed_version() -> str | None:
@@ -124,23 +112,25 @@ def installed_version() -> str | None:
         return None
 
 
-def install(feature: str, patches: Sequence[Patch]) -> None:
+def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
     """Put the wrappers around their functions; doing so again changes nothing.
 
     feature: what the user asked for, named in errors.
 
-    Raises ConfigError, with nothing replaced, when vLLM is absent, of a version that is not among
-    ``VERSIONS``, or when one of the functions is not the one that this version ships.
+    Raises ConfigError, with nothing replaced, when vLLM is absent, lacks something that the feature
+    uses, or has one of the functions changed in this process.
     """
-    found = installed_version()
-    if found not in VERSIONS:
-        fix = f"{feature} is written for vLLM {' and '.join(VERSIONS)}; install one of them"
-        raise ConfigError("vllm", found, f"{fix}, or do not ask for {feature}")
-    wanted = [patch for patch in patches if found in patch.parameters]
-    targets = [_find(patch, feature, found) for patch in wanted]
-    for patch, target in zip(wanted, targets, strict=True):
-        if patch.wrap not in getattr(target.function, _MARK, ()):
-            _replace(patch, target)
+    root = installed_root()
+    if root is None:
+        raise ConfigError("vllm", None, f"install vLLM, or do not ask for {feature}")
+    probed = probe(root, wanted)
+    if probed.lack:
+        fix = f"{feature} does not fit this release: {probed.lack}; install another"
+        raise ConfigError("vllm", installed_version(), f"{fix}, or do not ask for {feature}")
+    targets = [_find(patch, feature) for patch in probed.patches if patch.wrap is not None]
+    for target in targets:
+        if target.wrap not in getattr(target.function, _MARK, ()):
+            _replace(target)
 
 
 def log(text: str) -> None:
@@ -150,14 +140,17 @@ def log(text: str) -> None:
 
 
 class _Target(NamedTuple):
-    """Where a function hangs: in a module or in a class."""
+    """Where a function hangs, in a module or in a class, and what is put around it."""
 
     owner: Any
     name: str
     function: Callable[..., Any]
+    wrap: Wrapper
+    importers: tuple[str, ...]
 
 
-def _find(patch: Patch, feature: str, found: str) -> _Target:
+def _find(patch: Patch, feature: str) -> _Target:
+    assert patch.wrap is not None
     *classes, name = patch.path.split(".")
     where = f"{patch.module}.{patch.path}"
     try:
@@ -167,20 +160,20 @@ def _find(patch: Patch, feature: str, found: str) -> _Target:
         function = getattr(owner, name)
         parameters = tuple(inspect.signature(function).parameters)
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        fix = f"{feature} needs it, and vLLM {found} has it; is it another build? ({error})"
+        fix = f"{feature} needs it, and vLLM's files have it; is it another build? ({error})"
         raise ConfigError(where, None, fix) from error
-    if parameters != patch.parameters[found]:
-        fix = f"{feature} expects the parameters of vLLM {found}; has another plugin changed it?"
+    if not fits(parameters, patch.parameters):
+        fix = f"{feature} expects {patch.parameters!r}; has another plugin changed it?"
         raise ConfigError(where, parameters, fix)
-    return _Target(owner, name, function)
+    return _Target(owner, name, function, patch.wrap, patch.importers)
 
 
-def _replace(patch: Patch, target: _Target) -> None:
-    wrapped = patch.wrap(target.function)
+def _replace(target: _Target) -> None:
+    wrapped = target.wrap(target.function)
     around = getattr(target.function, _MARK, ())
-    setattr(wrapped, _MARK, (*around, patch.wrap))
+    setattr(wrapped, _MARK, (*around, target.wrap))
     setattr(target.owner, target.name, wrapped)
-    for importer in patch.importers:
+    for importer in target.importers:
         module = sys.modules.get(importer)
         if module is not None and getattr(module, target.name, None) is target.function:
             setattr(module, target.name, wrapped)

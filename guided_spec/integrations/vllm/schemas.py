@@ -15,9 +15,9 @@ from typing import Any
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.tag import prepare_tag
 from guided_spec.grammar.schema.prepare import prepare_schema
-from guided_spec.integrations.vllm.plugin import Patch
+from guided_spec.integrations.vllm.probes import Patch
 
-__all__ = ["PATCHES", "check_schemas", "refuse_schemas"]
+__all__ = ["PARTS", "PATCHES", "check_schemas", "refuse_schemas"]
 
 
 def check_schemas(params: Any) -> None:
@@ -64,13 +64,15 @@ def _parse(source: Any) -> Any:
         return None
 
 
-_ARGUMENTS = ("self", "model_config", "structured_outputs_config", "tokenizer")
-
 PATCHES = (
     Patch(
         "vllm.sampling_params",
         "SamplingParams._validate_structured_outputs",
-        {"0.25.1": _ARGUMENTS, "0.33.0": _ARGUMENTS},
+        "self ...",
         refuse_schemas,
     ),
+    Patch("vllm.sampling_params", "SamplingParams", attributes="structured_outputs"),
+    Patch("vllm.sampling_params", "StructuredOutputsParams", attributes="json structural_tag"),
+    Patch("vllm.exceptions", "VLLMValidationError"),
 )
+PARTS = {"schemas": PATCHES}

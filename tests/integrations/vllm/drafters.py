@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from guided_spec.integrations.vllm import drafts as vllm_drafts
 from guided_spec.integrations.vllm.drafts import Drafting, drafting_of
-from tests.integrations.vllm.graphs import SLOTS, make_graphs
+from tests.integrations.vllm.graphs import SLOTS, SWITCHES, make_graphs
 from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, use_cpu
 
 __all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
@@ -254,7 +254,8 @@ class V2(Drafter):
             input_block_tables=[],
             cp_size=1,
         )
-        own.supports_decode_metadata_update = graphs == "fused"
+        for switch in SWITCHES:
+            setattr(own, switch, graphs == "fused")
         mode = _vllm("config.compilation").CUDAGraphMode
         start: Any = functools.partial(make_graphs, graphs)
         if guided:

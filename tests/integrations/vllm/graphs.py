@@ -10,9 +10,10 @@ from typing import Any
 from guided_spec.integrations.vllm.drafts import drafting_of
 from tests.integrations.vllm.parts import NUM_DRAFT
 
-__all__ = ["SLOTS", "make_graphs"]
+__all__ = ["SLOTS", "SWITCHES", "make_graphs"]
 
 SLOTS = 8
+SWITCHES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")  # of two forms
 
 
 def _vllm(module: str) -> Any:
@@ -84,6 +85,6 @@ def make_graphs(graphs: str, speculator: Any, cudagraph_mode: Any) -> None:
     manager: Any = functools.partial(_Graphs, speculator)
     if graphs == "none":
         manager = _NoGraphs
-    is_fused = speculator.supports_decode_metadata_update
+    is_fused = any(getattr(speculator, switch, False) for switch in SWITCHES)
     speculator.prefill_cudagraph_manager = manager(decodes=False, is_fused=False)
     speculator.decode_cudagraph_manager = manager(decodes=True, is_fused=is_fused)

@@ -19,9 +19,11 @@ import torch
 from torch import Tensor
 
 import guided_spec
+from guided_spec.integrations.vllm.plugin import installed_version
 
 __all__ = [
     "NUM_DRAFT",
+    "RELEASE",
     "Step",
     "add_request",
     "first_step",
@@ -36,6 +38,7 @@ __all__ = [
 ]
 
 NUM_DRAFT = 4
+RELEASE = tuple(map(int, (installed_version() or "0.0").split(".")[:2]))
 MODEL = Path(guided_spec.__file__).parent / "assets" / "target"
 KERNELS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
 

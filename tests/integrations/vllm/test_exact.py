@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from guided_spec.integrations.vllm import exact as vllm_exact
-from guided_spec.integrations.vllm.plugin import install, installed_version
+from guided_spec.integrations.vllm.plugin import install
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from tests.integrations.vllm.parts import (  # noqa: E402
+    RELEASE,
     Step,
     add_request,
     first_step,
@@ -143,7 +144,7 @@ def test_the_law_of_a_step_without_asynchronous_scheduling(monkeypatch: pytest.M
 
 @interpreted
 @pytest.mark.usefixtures("original")
-@pytest.mark.skipif(installed_version() != "0.33.0", reason="0.25.1 does not drop tokens there")
+@pytest.mark.skipif(RELEASE < (0, 32), reason="older releases drop no tokens there")
 def test_the_law_of_a_step_with_asynchronous_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     use_cpu(monkeypatch)
     b, c, illegal = ids("b", "c", "z")

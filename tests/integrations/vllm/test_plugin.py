@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import sys
-from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -14,20 +15,31 @@ import pytest
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm import plugin as vllm
-from guided_spec.integrations.vllm import plugin as vllm_patches
 from guided_spec.integrations.vllm.exact import (
     keep_refused_draft,
     keep_refused_in_step,
     mark_refused,
 )
-from guided_spec.integrations.vllm.plugin import Patch, install
+from guided_spec.integrations.vllm.plugin import install
+from guided_spec.integrations.vllm.probes import OneOf, Patch
 
 ENGINE = "a_made_up_engine"
 
 
-class Owner:
-    def double(self, value: int) -> int:
+SOURCE = """
+class Base:
+    declared: int
+
+class Owner(Base):
+    def __init__(self):
+        self.made = 1
+
+    def double(self, value):
         return 2 * value
+
+def half(value):
+    return value // 2
+"""
 
 
 def one_more(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,39 +51,28 @@ def one_more(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module in the place of vLLM, in a version that is supported."""
-    module: Any = ModuleType(ENGINE)
-    module.half = lambda value: value // 2
-    module.Owner = Owner
-    importer = ModuleType("its_importer")
-    importer.__dict__["half"] = module.half
-    monkeypatch.setitem(sys.modules, ENGINE, module)
-    monkeypatch.setitem(sys.modules, "its_importer", importer)
-    monkeypatch.setattr(Owner, "double", Owner.double)
-    use_version(monkeypatch, "0.33.0+cu130")
-    return importer
+def engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A module in the place of vLLM, with one that imports from it."""
+    (tmp_path / f"{ENGINE}.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "its_importer.py").write_text(f"from {ENGINE} import half", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm, "installed_root", lambda: tmp_path)
+    monkeypatch.setattr(vllm, "installed_version", lambda: "1.2.3")
+    importlib.import_module("its_importer")
+    yield sys.modules[ENGINE]
+    del sys.modules[ENGINE], sys.modules["its_importer"]
 
 
-def use_version(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    def found(name: str) -> str:
-        if version is None:
-            raise PackageNotFoundError(name)
-        return version
-
-    monkeypatch.setattr(vllm_patches, "version", found)
+HALF = Patch(ENGINE, "half", "value", one_more, importers=("its_importer", "none"))
+DOUBLE = Patch(ENGINE, "Owner.double", "self ...", one_more)
 
 
-HALF = Patch(ENGINE, "half", {"0.33.0": ("value",)}, one_more, importers=("its_importer", "none"))
-DOUBLE = Patch(ENGINE, "Owner.double", {"0.33.0": ("self", "value")}, one_more)
-
-
-def test_functions_are_wrapped_once(engine: ModuleType) -> None:
+def test_functions_are_wrapped_once(engine: Any) -> None:
     for _ in range(2):
         install("it", [HALF, DOUBLE])
-    assert Owner().double(4) == 9
-    assert engine.half(4) == 3  # imported by name before that
-    assert sys.modules[ENGINE].half is engine.half
+    assert engine.Owner().double(4) == 9
+    assert sys.modules["its_importer"].half(4) == 3  # imported by name before that
+    assert engine.half is sys.modules["its_importer"].half
 
 
 def twice(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -82,47 +83,75 @@ def twice(original: Callable[..., Any]) -> Callable[..., Any]:
     return wrapped
 
 
-@pytest.mark.usefixtures("engine")
-def test_two_features_may_wrap_one_function() -> None:
+def test_two_features_may_wrap_one_function(engine: Any) -> None:
     for _ in range(2):
         install("it", [DOUBLE])
         install("another", [DOUBLE._replace(wrap=twice)])
-    assert Owner().double(4) == 18
+    assert engine.Owner().double(4) == 18
 
 
-@pytest.mark.usefixtures("engine")
-def test_a_version_without_the_function_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_version(monkeypatch, "0.25.1")
-    install("it", [HALF, DOUBLE])
-    assert Owner().double(4) == 8
+OWNER = Patch(ENGINE, "Owner", attributes="declared made double !gone")
 
 
-@pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize("version", ["0.26.0", "0.33.1", None])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:
-    use_version(monkeypatch, version)
-    with pytest.raises(ConfigError, match=r"0\.25\.1 and 0\.33\.0"):
-        install("it", [DOUBLE])
-    assert Owner().double(4) == 8
-
-
-@pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(
-    ("patch", "reason"),
+    ("patch", "lack"),
     [
-        (DOUBLE._replace(parameters={"0.33.0": ("self",)}), "another plugin"),
-        (DOUBLE._replace(path="Owner.triple"), "another build"),
-        (DOUBLE._replace(module="a_module_that_is_not_there"), "another build"),
+        (DOUBLE._replace(parameters="self"), "Owner.double takes other parameters"),
+        (DOUBLE._replace(parameters="self other ..."), "Owner.double takes other parameters"),
+        (DOUBLE._replace(path="Owner.triple"), "there is no a_made_up_engine.Owner.triple"),
+        (DOUBLE._replace(module="not_there"), "there is no not_there.Owner.double"),
+        (OWNER._replace(attributes="made gone"), "Owner has no gone"),
+        (OWNER._replace(attributes="!made"), "Owner has made"),
+        (
+            OneOf(((OWNER._replace(path="A"),), (OWNER._replace(path="B"),))),
+            r"engine.A and there is no .*\.B",
+        ),
     ],
 )
-def test_changed_functions_are_refused_before_any_is_wrapped(patch: Patch, reason: str) -> None:
-    with pytest.raises(ConfigError, match=reason):
+def test_what_a_release_lacks_is_said_before_anything_is_wrapped(
+    engine: Any, patch: Patch | OneOf, lack: str
+) -> None:
+    install("it", [OWNER])
+    with pytest.raises(ConfigError, match=lack):
         install("it", [HALF, patch])
-    assert sys.modules[ENGINE].half(4) == 2
+    assert engine.half(4) == 2
+
+
+def test_the_first_way_that_fits_is_taken(engine: Any) -> None:
+    other = DOUBLE._replace(wrap=twice)
+    install("it", [OneOf(((OWNER._replace(attributes="gone"), DOUBLE), (OWNER, other), (DOUBLE,)))])
+    assert engine.Owner().double(4) == 16
+
+
+def test_a_function_that_something_else_has_changed_is_refused(engine: Any) -> None:
+    engine.Owner.double = print
+    with pytest.raises(ConfigError, match="another plugin"):
+        install("it", [HALF, DOUBLE])
+    assert engine.half(4) == 2
+
+
+def test_a_feature_that_does_not_fit_is_off_and_said_so(
+    engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines: list[str] = []
+    module: Any = ModuleType("guided_spec.integrations.vllm.drafts")
+    module.PATCHES = [HALF]
+    module.PARTS = {"one": [HALF], "other": [OWNER._replace(attributes="gone")]}
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv(vllm.VARIABLE, "drafts")
+    monkeypatch.setenv(vllm.RAY_VARIABLE, "")
+    monkeypatch.setattr(vllm, "log", lines.append)
+    del module.PARTS["one"]
+    vllm.register()
+    assert engine.half(4) == 2
+    module.PARTS["one"] = [HALF]
+    vllm.register()
+    assert engine.half(4) == 3
+    off = "other off, a_made_up_engine.Owner has no gone"
+    assert lines == [f"vLLM 1.2.3: {off}", f"vLLM 1.2.3: {off}; one on"]
 
 
 def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    use_version(monkeypatch, "1.0.0")
     for value in (None, "", " , "):
         if value is None:
             monkeypatch.delenv(vllm.VARIABLE, raising=False)
@@ -130,7 +159,6 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv(vllm.VARIABLE, value)
         vllm.register()
     for value, message in (
-        ("exact", r"0\.33\.0"),
         ("schemas,exat", "exact,schemas"),
         ("drafts:topk_walk", "drafts,exact,schemas"),
     ):
@@ -215,14 +243,12 @@ def test_drafts_that_are_not_drawn_are_left_alone() -> None:
         assert scheduler.requests["a"].spec_token_ids == [1]
 
 
-def test_processes_on_ray_get_the_variable(
-    engine: ModuleType, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_on_ray_get_the_variable(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del engine
     module: Any = ModuleType("guided_spec.integrations.vllm.drafts")
-    module.PATCHES = ()
+    module.PATCHES, module.PARTS = (), {"drafts": ()}
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setattr(vllm_patches, "log", len)
+    monkeypatch.setattr(vllm, "log", len)
     for before, after in (("", "GUIDED_SPEC_VLLM"), ("A, B", "A,B,GUIDED_SPEC_VLLM")):
         monkeypatch.setenv(vllm.RAY_VARIABLE, before)
         monkeypatch.delenv(vllm.VARIABLE, raising=False)

@@ -1,0 +1,153 @@
+"""What a release of vLLM offers, read from its source files: nothing of it is imported."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["OneOf", "Patch", "Probed", "Wrapper", "fits", "probe"]
+
+Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class Patch(NamedTuple):
+    """One function or class that a feature uses, and what is put around it.
+
+    module, path: where it is defined: ``"vllm.v1.core.sched.scheduler"``, ``"Scheduler.schedule"``.
+    parameters: names that the function must have, in this order; ``...`` at the end stands for any
+        others. Empty for a class.
+    wrap: takes the function, returns its replacement; None where it is only used.
+    importers: modules that import the function by name. Those that did so already get the
+        replacement too.
+    attributes: names that the class must have, ``!name`` for one that it must not have.
+    """
+
+    module: str
+    path: str
+    parameters: str = ""
+    wrap: Wrapper | None = None
+    importers: tuple[str, ...] = ()
+    attributes: str = ""
+
+
+class OneOf(NamedTuple):
+    """Ways that releases differ in: the first that fits is taken."""
+
+    ways: tuple[tuple[Patch, ...], ...]
+
+
+class Probed(NamedTuple):
+    """patches: those that a release takes; lack: why it takes none, or empty."""
+
+    patches: tuple[Patch, ...]
+    lack: str
+
+
+def probe(root: Path, wanted: Sequence[Patch | OneOf]) -> Probed:
+    """Look for everything that a feature uses.
+
+    root: the folder with vLLM's package in it.
+    """
+    chosen: list[Patch] = []
+    for one in wanted:
+        ways = one.ways if isinstance(one, OneOf) else ((one,),)
+        lacks = [next(filter(None, (_lack(root, patch) for patch in way)), "") for way in ways]
+        if "" not in lacks:
+            return Probed((), " and ".join(lacks))
+        chosen += ways[lacks.index("")]
+    return Probed(tuple(chosen), "")
+
+
+def fits(found: Sequence[str], wanted: str) -> bool:
+    """Whether parameters are those of ``Patch.parameters``."""
+    names = wanted.split()
+    if names[-1:] == ["..."]:
+        return list(found[: len(names) - 1]) == names[:-1]
+    return list(found) == names
+
+
+def _lack(root: Path, patch: Patch) -> str:
+    """What of it a release does not have; empty for nothing."""
+    where = f"{patch.module.removeprefix('vllm.')}.{patch.path}"
+    found = _find(root, patch.module, patch.path)
+    if found is None:
+        return f"there is no {where}"
+    if patch.parameters:
+        has = _parameters(found)
+        if has is None or not fits(has, patch.parameters):
+            return f"{where} takes other parameters"
+    if patch.attributes:
+        has_names = {
+            name for cls in _family(root, patch.module, patch.path) for name in _names(cls)
+        }
+        for name in patch.attributes.split():
+            if name.startswith("!") and name[1:] in has_names:
+                return f"{where} has {name[1:]}"
+            if not name.startswith("!") and name not in has_names:
+                return f"{where} has no {name}"
+    return ""
+
+
+@cache
+def _tree(root: Path, module: str) -> ast.Module:
+    """Empty where there is no such module."""
+    path = root.joinpath(*module.split("."))
+    for file in (path.with_suffix(".py"), path / "__init__.py"):
+        if file.is_file():
+            return ast.parse(file.read_text(encoding="utf-8"))
+    return ast.Module(body=[], type_ignores=[])
+
+
+def _find(root: Path, module: str, path: str) -> ast.AST | None:
+    found: ast.AST = _tree(root, module)
+    for step in path.split("."):
+        body: list[ast.stmt] = getattr(found, "body", [])
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        named = [node for node in body if isinstance(node, kinds) and node.name == step]
+        if not named:
+            return None
+        found = named[-1]
+    return found
+
+
+def _parameters(node: ast.AST) -> list[str] | None:
+    if not isinstance(node, ast.FunctionDef):
+        return None
+    arguments = node.args
+    every = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs]
+    return [one.arg for one in [*every, arguments.kwarg] if one is not None]
+
+
+def _family(root: Path, module: str, name: str) -> Iterator[ast.ClassDef]:
+    """A class and those that it inherits from, as far as they are vLLM's."""
+    node = _find(root, module, name)
+    if isinstance(node, ast.ClassDef):
+        yield node
+        for base in node.bases:
+            if isinstance(base, ast.Name):
+                yield from _family(root, _origin(root, module, base.id), base.id)
+
+
+def _origin(root: Path, module: str, name: str) -> str:
+    """The module from which ``module`` has this name."""
+    for node in _tree(root, module).body:
+        if isinstance(node, ast.ImportFrom) and any(one.name == name for one in node.names):
+            return node.module or module
+    return module
+
+
+def _names(cls: ast.ClassDef) -> Iterator[str]:
+    """What a class declares, and what its methods set on ``self``."""
+    for statement in cls.body:
+        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+            yield statement.name
+        elif isinstance(statement, ast.AnnAssign | ast.Assign):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            yield from (target.id for target in targets if isinstance(target, ast.Name))
+    for node in ast.walk(cls):
+        is_set = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        if is_set and isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            yield node.attr
