@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from contextlib import nullcontext
 from typing import Any
 
@@ -51,11 +52,10 @@ class _Graphs:
         with nullcontext() if drafting is None else drafting.capturing():
             if not self._decodes:
                 own._prefill(*args)
-            elif self._is_fused:
-                own._generate_fused_drafts(*args, none, NUM_DRAFT)
             else:
-                steps = (NUM_DRAFT,) if hasattr(own, "_generate_fused_drafts") else ()
-                own._generate_draft(*args, none, *steps)
+                draft = own._generate_fused_drafts if self._is_fused else own._generate_draft
+                has_length = "num_speculative_tokens" in inspect.signature(draft).parameters
+                draft(*args, none, *((NUM_DRAFT,) if has_length else ()))
 
 
 class _NoGraphs:
