@@ -33,6 +33,7 @@ from guided_spec.integrations.vllm.plugin import (
     install,
     installed_root,
     log,
+    warn,
 )
 from guided_spec.integrations.vllm.probes import OneOf, Patch, probe
 from guided_spec.integrations.vllm.requests import GrammarRequests
@@ -189,7 +190,7 @@ def is_covered(drafter: Any) -> bool:
     if loops and not ways:
         return True
     why = ", ".join(ways) or "it has a loop of its own"
-    log(f"{type(drafter).__name__} drafts as without this package: {why}")
+    warn(f"{type(drafter).__name__} drafts as without this package: {why}")
     return False
 
 

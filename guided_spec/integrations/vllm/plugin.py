@@ -5,8 +5,9 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 ``proposer``.
 
 A release of vLLM is judged by what it has, not by its number: each feature says which functions,
-parameters and attributes it uses, and is on where all of them are there, see ``probes``. A function
-that somebody else has changed is refused before anything is replaced.
+parameters and attributes it uses, and is on where all of them are there, see ``probes``. What was
+asked for and is not on is a warning or an error, and a function that somebody else has changed is
+refused before anything is replaced.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from guided_spec.integrations.vllm.probes import OneOf, Patch, Wrapper, fits, pr
 
 __all__ = [
     "FEATURES",
+    "PROMISES",
     "RAY_VARIABLE",
     "VARIABLE",
     "around_drafting",
@@ -35,6 +37,7 @@ __all__ = [
     "log",
     "register",
     "requested",
+    "warn",
 ]
 
 VARIABLE = "GUIDED_SPEC_VLLM"
@@ -44,6 +47,7 @@ FEATURES = {
     "exact": "guided_spec.integrations.vllm.exact",
     "schemas": "guided_spec.integrations.vllm.schemas",
 }
+PROMISES = ("exact", "schemas")  # they change what is written; the others how fast it is written
 
 
 def requested() -> list[str]:
@@ -61,24 +65,34 @@ def requested() -> list[str]:
 def register() -> None:
     """Install the requested features, here and in processes on Ray; again changes nothing.
 
-    A feature that this release of vLLM does not fit is left out, whole: vLLM's log says why.
+    A part of a feature that this release of vLLM does not fit is left out, whole, and vLLM's log
+    warns of it. A feature that texts depend on is not left out: without it vLLM does not start.
 
-    Raises ConfigError as ``requested`` does, and when something else has changed a function that a
-    feature wraps.
+    Raises ConfigError as ``requested`` does, for such a feature, and when something else has
+    changed a function that a feature wraps.
     """
     names, patches = requested(), importlib.import_module("guided_spec.integrations.vllm.plugin")
     root = patches.installed_root() if names else None
     if root is None:
         return
     _carry_to_ray()
-    said = []
+    release = f"vLLM {patches.installed_version()}"
+    parts = {}
     for name in names:
-        feature = importlib.import_module(FEATURES[name])
-        lacks = {part: probe(root, wanted).lack for part, wanted in feature.PARTS.items()}
+        wanted = importlib.import_module(FEATURES[name]).PARTS
+        parts[name] = {part: probe(root, patch).lack for part, patch in wanted.items()}
+        lack = "; ".join(filter(None, parts[name].values()))
+        if lack and name in PROMISES:
+            fix = f"{release} does not fit it: {lack}; install another release, or leave it out"
+            raise ConfigError(VARIABLE, name, fix)
+    for name, lacks in parts.items():
         if "" in lacks.values():
-            patches.install(f"{VARIABLE}={name}", feature.PATCHES)
-        said += [f"{part} {f'off, {lack}' if lack else 'on'}" for part, lack in lacks.items()]
-    patches.log(f"vLLM {patches.installed_version()}: {'; '.join(said)}")
+            patches.install(f"{VARIABLE}={name}", importlib.import_module(FEATURES[name]).PATCHES)
+        for part, lack in lacks.items():
+            if lack:
+                patches.warn(f"{part} is off, {release} does not fit it: {lack}")
+    on = [part for lacks in parts.values() for part, lack in lacks.items() if not lack]
+    patches.log(f"{', '.join(on) or 'nothing'} on for {release}")
 
 
 def _carry_to_ray() -> None:
@@ -135,8 +149,16 @@ def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
 
 def log(text: str) -> None:
     """One line in vLLM's own log."""
-    logger: Any = importlib.import_module("vllm.logger").init_logger("vllm.guided_spec")
-    logger.info("guided_spec: %s", text)
+    _logger().info("guided_spec: %s", text)
+
+
+def warn(text: str) -> None:
+    """As ``log``, of something that was asked for and is not done."""
+    _logger().warning("guided_spec: %s", text)
+
+
+def _logger() -> Any:
+    return importlib.import_module("vllm.logger").init_logger("vllm.guided_spec")
 
 
 class _Target(NamedTuple):

@@ -54,7 +54,7 @@ class _Graphs:
                 own._prefill(*args)
             else:
                 draft = own._generate_fused_drafts if self._is_fused else own._generate_draft
-                has_length = "num_speculative_tokens" in inspect.signature(draft).parameters
+                has_length = "num_speculative_steps" in inspect.signature(draft).parameters
                 draft(*args, none, *((NUM_DRAFT,) if has_length else ()))
 
 

@@ -167,7 +167,9 @@ def next_step(
 
 def use_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels' one function of CUDA's library in the interpreter's words; no pinned memory."""
-    monkeypatch.setattr(_vllm("utils.torch_utils"), "PIN_MEMORY", False, raising=False)
+    tensors = _vllm("utils.torch_utils")
+    monkeypatch.setattr(tensors, "PIN_MEMORY", False, raising=False)
+    monkeypatch.setattr(tensors, "is_pin_memory_available", lambda: False, raising=False)
     tl = importlib.import_module("triton.language")
     plain = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
     for name in (KERNELS, "vllm.v1.worker.gpu.sample.gumbel"):

@@ -130,25 +130,46 @@ def test_a_function_that_something_else_has_changed_is_refused(engine: Any) -> N
     assert engine.half(4) == 2
 
 
-def test_a_feature_that_does_not_fit_is_off_and_said_so(
+def made_up(monkeypatch: pytest.MonkeyPatch, name: str, **parts: list[Patch]) -> None:
+    """The feature ``name`` is of these parts, and asked for."""
+    module: Any = ModuleType(f"guided_spec.integrations.vllm.{name}")
+    module.PATCHES, module.PARTS = [HALF], parts
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setenv(vllm.VARIABLE, name)
+    monkeypatch.setenv(vllm.RAY_VARIABLE, "")
+
+
+GONE = [OWNER._replace(attributes="gone")]
+
+
+def test_a_part_that_does_not_fit_is_off_and_warned_of(
     engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines: list[str] = []
-    module: Any = ModuleType("guided_spec.integrations.vllm.drafts")
-    module.PATCHES = [HALF]
-    module.PARTS = {"one": [HALF], "other": [OWNER._replace(attributes="gone")]}
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    monkeypatch.setenv(vllm.VARIABLE, "drafts")
-    monkeypatch.setenv(vllm.RAY_VARIABLE, "")
-    monkeypatch.setattr(vllm, "log", lines.append)
-    del module.PARTS["one"]
+    said: list[str] = []
+    warned: list[str] = []
+    monkeypatch.setattr(vllm, "log", said.append)
+    monkeypatch.setattr(vllm, "warn", warned.append)
+    made_up(monkeypatch, "drafts", other=GONE)
     vllm.register()
     assert engine.half(4) == 2
-    module.PARTS["one"] = [HALF]
+    made_up(monkeypatch, "drafts", one=[HALF], other=GONE)
     vllm.register()
     assert engine.half(4) == 3
-    off = "other off, a_made_up_engine.Owner has no gone"
-    assert lines == [f"vLLM 1.2.3: {off}", f"vLLM 1.2.3: {off}; one on"]
+    off = "vLLM 1.2.3 does not fit it: a_made_up_engine.Owner has no gone"
+    assert warned == [f"other is off, {off}"] * 2
+    assert said == ["nothing on for vLLM 1.2.3", "one on for vLLM 1.2.3"]
+
+
+@pytest.mark.parametrize("name", vllm.PROMISES)
+def test_without_what_texts_depend_on_nothing_starts(
+    engine: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made_up(monkeypatch, name, it=GONE)
+    made_up(monkeypatch, "drafts", one=[HALF])
+    monkeypatch.setenv(vllm.VARIABLE, f"drafts,{name}")
+    with pytest.raises(ConfigError, match=rf"'{name}': vLLM 1\.2\.3 .*Owner has no gone; install"):
+        vllm.register()
+    assert engine.half(4) == 2
 
 
 def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,9 +266,7 @@ def test_drafts_that_are_not_drawn_are_left_alone() -> None:
 
 def test_processes_on_ray_get_the_variable(engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     del engine
-    module: Any = ModuleType("guided_spec.integrations.vllm.drafts")
-    module.PATCHES, module.PARTS = (), {"drafts": ()}
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    made_up(monkeypatch, "drafts", drafts=[])
     monkeypatch.setattr(vllm, "log", len)
     for before, after in (("", "GUIDED_SPEC_VLLM"), ("A, B", "A,B,GUIDED_SPEC_VLLM")):
         monkeypatch.setenv(vllm.RAY_VARIABLE, before)
