@@ -354,14 +354,19 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note_states(runner: Any, names: Sequence[str], requests: GrammarRequests) -> None:
-    """The requests of a step whose tokens are not among their outputs yet."""
+    """The requests of a step whose tokens are not among their outputs yet.
+
+    With asynchronous scheduling the runner has placeholders in its lists, and forgets some of them
+    where a penalty asks for tokens: only what was noted tells the text. A request that comes back
+    gets a new list, with all its tokens.
+    """
     requests.keep(runner.requests)
     for name in names:
         state = runner.requests[name]
         output = state.output_token_ids
         if not requests.knows(name, state.sampling_params):
             requests.add(name, state.sampling_params, output)
-        elif not output or output[-1] >= 0:  # else vLLM itself does not know them yet
+        elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
             requests.restate(name, output)
 
 
@@ -484,7 +489,8 @@ _V1_PATCHES = (
     Patch(_PROPOSER, "SpecDecodeBaseProposer",
           attributes="propose num_speculative_tokens input_ids device draft_model_config"),
     Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
-    Patch(_V1, "GPUModelRunner", attributes="input_batch requests discard_request_mask"),
+    Patch(_V1, "GPUModelRunner",
+          attributes="input_batch requests discard_request_mask use_async_scheduling"),
     Patch("vllm.v1.core.sched.output", "SchedulerOutput", attributes="num_spec_tokens_to_schedule"),
     around_drafting(draft_legal),
 )  # fmt: skip

@@ -219,7 +219,7 @@ class GrammarRequests:
         """A request begins, or goes on after it was preempted, behind its ``output`` tokens."""
         self._forget(name)
         spec = self._grammars.spec_of(sampling_params)
-        self._asked[name] = _Asked(sampling_params, spec, list(output))
+        self._asked[name] = _Asked(sampling_params, spec, output, list(output))
         if spec is not None:
             self._shadows.prepare(name, spec)
 
@@ -229,6 +229,7 @@ class GrammarRequests:
         Only what is new is read, where the output still ends as it did.
         """
         self._drop_noted(name)
+        self._asked[name] = self._asked[name]._replace(stated=output)
         known = self._asked[name].output
         if len(known) > len(output) or (known and known[-1] != output[len(known) - 1]):
             self._shadows.forget(name)
@@ -239,6 +240,10 @@ class GrammarRequests:
         """Whether this very request was added."""
         asked = self._asked.get(name)
         return asked is not None and asked.sampling_params is sampling_params
+
+    def is_stated(self, name: str, output: Iterable[int]) -> bool:
+        """Whether this very list was the last to be added or stated for a request."""
+        return self._asked[name].stated is output
 
     def any_grammar(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar."""
@@ -313,8 +318,10 @@ class _Noted(NamedTuple):
 
 
 class _Asked(NamedTuple):
-    """sampling_params: vLLM's, whose identity tells a request from a later one of its name."""
+    """sampling_params, stated: vLLM's own. The identity of the first tells a request from a later
+    one of its name, that of the second a text that goes on from one that was set anew."""
 
     sampling_params: Any
     spec: GrammarSpec | None
+    stated: Iterable[int]
     output: list[int]

@@ -187,6 +187,7 @@ class V1(Drafter):
     def sample(self, sampled: Mapping[str, Sequence[int]]) -> Any:
         """A step up to its draft; returns the tokens [B, width] of its requests."""
         names, count = list(sampled), len(sampled)
+        self.runner.use_async_scheduling = self.is_asynchronous
         width = max(1, *map(len, sampled.values()))
         rows = [[*tokens, *[-1] * (width - len(tokens))] for tokens in sampled.values()]
         token_ids = torch.tensor(rows, dtype=torch.int32)

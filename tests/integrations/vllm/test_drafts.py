@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -256,6 +257,45 @@ def test_asynchronous_scheduling_hides_tokens_from_the_older_runner() -> None:
     for _ in range(2):
         drafter.sample({"request": [b]})
         drafter.write({"request": [b]})
+    assert drafter.step({"request": [b]})["request"] == [d] * NUM_DRAFT
+
+
+def test_a_penalty_makes_the_older_runner_forget_placeholders() -> None:
+    """A request with a penalty came into the batch: vLLM fills in what it has of all the others."""
+    config = config_of()
+    b, c, d = map(letter, "bcd")
+    drafter = started(V1(config, Table(21)), request=sampling_params(config, regex="a[bc]{4}d{9}"))
+    drafter.is_asynchronous = True
+    drafter.step({"request": [letter("a")]})
+    for token in (b, c):
+        drafter.step({"request": [token]})
+    output = drafter.runner.requests["request"].output_token_ids
+    assert output == [-1, -1, -1]
+    batch = SimpleNamespace(
+        req_ids=["request"],
+        prev_req_id_to_index={"request": 0},
+        sampled_token_ids_cpu=torch.tensor([[c]]),
+        async_copy_ready_event=SimpleNamespace(synchronize=tuple),
+        sampling_metadata=SimpleNamespace(output_token_ids=[output]),
+    )
+    module: Any = importlib.import_module("vllm.v1.worker.gpu_input_batch")
+    module.InputBatch.update_async_output_token_ids(batch)
+    assert output == [c]
+    drafter.step({"request": [b]})
+    assert drafter.step({"request": [c]})["request"] == [d] * NUM_DRAFT
+
+
+def test_a_preempted_request_goes_on_in_the_older_runner() -> None:
+    """The scheduler dropped what was sampled last, and the runner gets its text from there."""
+    config = config_of()
+    b, c, d = map(letter, "bcd")
+    drafter = started(V1(config, Table(22)), request=sampling_params(config, regex="a[bc]{3}d{9}"))
+    drafter.is_asynchronous = True
+    drafter.step({"request": [letter("a")]})
+    drafter.step({"request": [b, c]})
+    drafter.step({"request": [c]})
+    drafter.runner.requests["request"].output_token_ids = [letter("a"), b, c]
+    drafter.step({"request": []})  # its text is read again, in chunks
     assert drafter.step({"request": [b]})["request"] == [d] * NUM_DRAFT
 
 
