@@ -174,23 +174,30 @@ class XGrammarGrammar:
     """A grammar compiled by xgrammar; immutable, shared by requests.
 
     notes: under ``key_order="any"``, the objects whose keys stay in the schema's order.
+    stops: the tokens that end a text; empty for those of the vocabulary.
     """
 
     compiled: Any
     style: Any | None = None
     excluded: frozenset[int] = frozenset()
     notes: tuple[Unenforced, ...] = ()
+    stops: tuple[int, ...] = ()
     backend: ClassVar[str] = "xgrammar"
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
-        return cast(GrammarMatcher, xgrammar.GrammarMatcher(self.compiled))
+        return self._matcher(self.compiled)
 
     def new_style_matcher(self) -> GrammarMatcher | None:
         """A matcher that fixes the whitespace to ``", "`` and ``": "``; None if it is fixed."""
         if self.style is None:
             return None
-        return cast(GrammarMatcher, xgrammar.GrammarMatcher(self.style))
+        return self._matcher(self.style)
+
+    def _matcher(self, compiled: Any) -> GrammarMatcher:
+        stops = [*self.stops] or None
+        matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stops)
+        return cast(GrammarMatcher, matcher)
 
 
 @contextmanager

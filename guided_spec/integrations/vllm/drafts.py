@@ -4,7 +4,7 @@ vLLM drafts without a grammar, and cuts what its grammar then refuses. Here the 
 legal from the start. Before each position the host looks at what was drafted, leads the forks on,
 and sends up the next masks: one download and one upload a position. What is masked are the logits
 that the drafter samples from, so that sampled drafts are verified with the distribution they were
-drawn from. The functions are wrapped where vLLM makes its workers: no other process needs them.
+drawn from. The functions are wrapped where vLLM makes its workers.
 
 In the older model runner the draft loop is Python. Only the drafter's forward is captured in CUDA
 graphs there, piece by piece, and what is drawn from its logits is not. So the graphs stay as they
@@ -27,16 +27,9 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.vllm.plugin import (
-    VARIABLE,
-    around_drafting,
-    install,
-    installed_root,
-    log,
-    warn,
-)
-from guided_spec.integrations.vllm.probes import OneOf, Patch, probe
-from guided_spec.integrations.vllm.requests import GrammarRequests
+from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, warn
+from guided_spec.integrations.vllm.probes import OneOf, Patch
+from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
@@ -57,14 +50,9 @@ __all__ = [
     "guide_proposer",
     "guide_speculator",
     "is_covered",
-    "note_requests",
-    "note_sampled_v1",
-    "note_sampled_v2",
     "propose_legal",
     "split_graphs",
 ]
-
-_FEATURE = "drafts"
 
 _PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
 
@@ -86,7 +74,7 @@ class Drafting:
 
     def __init__(self, drafter: Any, num_draft: int, drafted: Callable[[int, int], Tensor]) -> None:
         config = drafter.vllm_config
-        self.requests = GrammarRequests(config)
+        self.requests = follow_requests(drafter, config)
         self.num_draft = num_draft
         self.is_capturing = False
         size = config.scheduler_config.max_num_seqs
@@ -314,28 +302,6 @@ def guide_proposer(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_model
 
 
-def note_sampled_v1(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the runner's ``_sample``: who asked for what, and the tokens that they got.
-
-    The runner calls it in every step, and a drafter only where the texts fit it.
-    """
-
-    @functools.wraps(original)
-    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
-        result = original(self, logits, spec_decode_metadata)
-        drafting = drafting_of(getattr(self, "drafter", None))
-        if drafting is not None:
-            names = self.input_batch.req_ids
-            _note_states(self, names, drafting.requests)
-            token_ids = result.sampled_token_ids
-            is_dropped = self.discard_request_mask.gpu[: len(names)]
-            counts = torch.where(is_dropped, 0, token_ids.shape[1])
-            drafting.requests.note(names, token_ids[: len(names)], counts)
-        return result
-
-    return _sample
-
-
 def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     """Around the runner's ``propose_draft_token_ids``: one step."""
 
@@ -351,23 +317,6 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
 
     return propose_draft_token_ids
-
-
-def _note_states(runner: Any, names: Sequence[str], requests: GrammarRequests) -> None:
-    """The requests of a step whose tokens are not among their outputs yet.
-
-    With asynchronous scheduling the runner has placeholders in its lists, and forgets some of them
-    where a penalty asks for tokens: only what was noted tells the text. A request that comes back
-    gets a new list, with all its tokens.
-    """
-    requests.keep(runner.requests)
-    for name in names:
-        state = runner.requests[name]
-        output = state.output_token_ids
-        if not requests.knows(name, state.sampling_params):
-            requests.add(name, state.sampling_params, output)
-        elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
-            requests.restate(name, output)
 
 
 def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,40 +374,6 @@ def propose_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
-def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the runner's ``add_requests``: who asked for which grammar."""
-
-    @functools.wraps(original)
-    def add_requests(self: Any, scheduler_output: Any) -> Any:
-        result = original(self, scheduler_output)
-        drafting = drafting_of(self.speculator)
-        if drafting is not None:
-            states = self.req_states
-            drafting.requests.keep(states.req_id_to_index)
-            for new in scheduler_output.scheduled_new_reqs:
-                prompt_len = int(states.prompt_len.np[states.req_id_to_index[new.req_id]])
-                output = new.prefill_token_ids[prompt_len:]
-                drafting.requests.add(new.req_id, new.sampling_params, output)
-        return result
-
-    return add_requests
-
-
-def note_sampled_v2(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around the runner's ``sample``: the tokens that the target committed."""
-
-    @functools.wraps(original)
-    def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
-        result = original(self, hidden_states, input_batch, grammar_output)
-        drafting = drafting_of(self.speculator)
-        if drafting is not None:
-            token_ids, num_tokens = result[0].sampled_token_ids, result[1]
-            drafting.requests.note(input_batch.req_ids, token_ids, num_tokens)
-        return result
-
-    return sample
-
-
 def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
     """The graphs of this speculator are captured with the policy in them, and give it its turns."""
     for manager in (speculator.prefill_cudagraph_manager, speculator.decode_cudagraph_manager):
@@ -473,24 +388,12 @@ def _follow_graphs(speculator: Any, drafting: Drafting) -> None:
     speculator.capture = captured
 
 
-_GRAMMARS = (
-    Patch("vllm.sampling_params", "StructuredOutputsParams",
-          attributes="_backend all_constraints_none"),
-    Patch("vllm.v1.structured_output.request", "get_structured_output_key", "params"),
-    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend.compile_grammar",
-          "self request_type grammar_spec ..."),
-    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", attributes="compiler"),
-)  # fmt: skip
-_V1 = "vllm.v1.worker.gpu_model_runner"
 _PROPOSER = "vllm.v1.spec_decode.llm_base_proposer"
 _V1_PATCHES = (
-    *_GRAMMARS,
+    *NOTES_V1,
     Patch(_PROPOSER, "SpecDecodeBaseProposer.load_model", "self target_model", guide_proposer),
     Patch(_PROPOSER, "SpecDecodeBaseProposer",
           attributes="propose num_speculative_tokens input_ids device draft_model_config"),
-    Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
-    Patch(_V1, "GPUModelRunner",
-          attributes="input_batch requests discard_request_mask use_async_scheduling"),
     Patch("vllm.v1.core.sched.output", "SchedulerOutput", attributes="num_spec_tokens_to_schedule"),
     around_drafting(draft_legal),
 )  # fmt: skip
@@ -513,7 +416,7 @@ def _loop(folder: str, name: str, attributes: str) -> tuple[Patch, ...]:
 
 _OLD_LOOP = ("autoregressive", "AutoRegressiveSpeculator")
 _V2_PATCHES = (
-    *_GRAMMARS,
+    *NOTES_V2,
     Patch(_SPECULATOR, "DraftModelSpeculator.load_model", "self target_model", guide_speculator),
     Patch(_SPECULATOR, "DraftModelSpeculator",
           attributes="num_speculative_steps draft_tokens device draft_model_config sample_draft"),
@@ -524,36 +427,10 @@ _V2_PATCHES = (
         _loop("target_dependent_ar", "TargetDependentARSpeculator", _FUSES[1]),
     )),
     Patch(f"{_V2}.cudagraph_utils", "CudaGraphManager.run_fullgraph", "self desc"),
-    Patch(f"{_V2}.states", "RequestState", attributes="req_id_to_index prompt_len"),
-    Patch("vllm.v1.core.sched.output", "NewRequestData",
-          attributes="req_id sampling_params prefill_token_ids"),
-    Patch(f"{_V2}.model_runner", "GPUModelRunner.add_requests", "self scheduler_output",
-          note_requests),
-    Patch(f"{_V2}.model_runner", "GPUModelRunner.sample",
-          "self hidden_states input_batch grammar_output", note_sampled_v2),
-    Patch(f"{_V2}.model_runner", "GPUModelRunner", attributes="speculator req_states"),
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-
-
-def _in_workers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``WorkerWrapperBase.init_device``: the drafters' own patches come first."""
-
-    @functools.wraps(original)
-    def init_device(self: Any) -> Any:
-        root = installed_root()
-        for wanted in WORKER_PATCHES:
-            if root is not None and not probe(root, wanted).lack:
-                install(f"{VARIABLE}={_FEATURE}", wanted)
-        return original(self)
-
-    return init_device
-
-
-PATCHES = (
-    Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self", _in_workers),
-)
+PATCHES = (in_workers("drafts", WORKER_PATCHES),)
 PARTS = {
     "drafts (old runner)": (*PATCHES, *_V1_PATCHES),
     "drafts (new runner)": (*PATCHES, *_V2_PATCHES),

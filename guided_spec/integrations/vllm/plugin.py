@@ -12,6 +12,7 @@ refused before anything is replaced.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import inspect
@@ -31,6 +32,7 @@ __all__ = [
     "RAY_VARIABLE",
     "VARIABLE",
     "around_drafting",
+    "in_workers",
     "install",
     "installed_root",
     "installed_version",
@@ -45,9 +47,14 @@ RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names t
 FEATURES = {
     "drafts": "guided_spec.integrations.vllm.drafts",
     "exact": "guided_spec.integrations.vllm.exact",
+    "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
 }
-PROMISES = ("exact", "schemas")  # they change what is written; the others how fast it is written
+PROMISES = (
+    "exact",
+    "guard",
+    "schemas",
+)  # they change what is written; the others how fast it is written
 
 
 def requested() -> list[str]:
@@ -81,8 +88,8 @@ def register() -> None:
     for name in names:
         wanted = importlib.import_module(FEATURES[name]).PARTS
         parts[name] = {part: probe(root, patch).lack for part, patch in wanted.items()}
-        lack = "; ".join(filter(None, parts[name].values()))
-        if lack and name in PROMISES:
+        if name in PROMISES and "" not in parts[name].values():
+            lack = "; ".join(parts[name].values())
             fix = f"{release} does not fit it: {lack}; install another release, or leave it out"
             raise ConfigError(VARIABLE, name, fix)
     for name, lacks in parts.items():
@@ -110,6 +117,26 @@ def around_drafting(wrap: Wrapper) -> Patch:
     path = "GPUModelRunner.propose_draft_token_ids"
     parameters = "self scheduler_output sampled_token_ids ..."
     return Patch("vllm.v1.worker.gpu_model_runner", path, parameters, wrap)
+
+
+def in_workers(feature: str, parts: Sequence[Sequence[Patch | OneOf]]) -> Patch:
+    """Around ``WorkerWrapperBase.init_device``: a worker gets those of ``parts`` that fit first.
+
+    So no other process imports what workers run.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def init_device(self: Any) -> Any:
+            root = installed_root()
+            for wanted in parts:
+                if root is not None and not probe(root, wanted).lack:
+                    install(f"{VARIABLE}={feature}", wanted)
+            return original(self)
+
+        return init_device
+
+    return Patch("vllm.v1.worker.worker_base", "WorkerWrapperBase.init_device", "self", wrap)
 
 
 def installed_root() -> Path | None:

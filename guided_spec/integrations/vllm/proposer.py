@@ -102,11 +102,15 @@ class GuidedProposer:
         asked = self._asked.get(name)
         if asked is None or asked.params is not params:
             self._forget([name])  # of another request under the same name
-            asked = self._asked[name] = _Asked(params, self._grammars.spec_of(params))
+            spec = self._grammars.spec_of(params)
+            stops = frozenset() if spec is None else self._grammars.stops_of(params)
+            asked = self._asked[name] = _Asked(params, spec, stops)
         slot, text = self._texts.follow(name, length, lambda start, end: row[start:end].tolist())
         constraint, prompt_length = None, request.num_prompt_tokens
         if asked.spec is not None:
-            constraint = self._shadows.follow(slot, asked.spec, text, prompt_length)
+            constraint = self._shadows.follow(
+                slot, asked.spec, text, prompt_length, stops=asked.stops
+            )
         return HostRequest(slot, text, prompt_length, self._max_len - length, constraint)
 
     def _forget(self, names: Iterable[str]) -> None:
@@ -127,6 +131,7 @@ class _Asked(NamedTuple):
 
     params: Any
     spec: GrammarSpec | None
+    stops: frozenset[int]
 
 
 def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:

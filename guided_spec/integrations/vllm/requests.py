@@ -1,11 +1,11 @@
 """The requests of one vLLM worker that asked for a grammar, and the tokens they have committed.
 
 The grammars that are enforced live in the scheduler's process. What is kept here follows the tokens
-that this worker sampled, in steps that draft and in those that do not; it draws up drafts only, and
-is given up where it stops to fit.
+that this worker sampled, in steps that draft and in those that do not; it is given up where it
+stops to fit.
 
 A shadow constraint follows a request's grammar where only its committed tokens are known. It may
-lag behind, or be lost: the request is then drafted without it, and vLLM's log says why.
+lag behind, or be lost: the request then goes on without it, and vLLM's log says why.
 
 A worker never sees the scheduler's grammars, but what each request asked for. That is compiled here
 by vLLM's own xgrammar backend with the same settings, so what is forced here is forced there.
@@ -13,10 +13,13 @@ by vLLM's own xgrammar backend with the same settings, so what is forced here is
 
 from __future__ import annotations
 
+import functools
 import importlib
+import inspect
 import logging
-from collections.abc import Container, Hashable, Iterable, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +31,21 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.vllm.probes import Patch
 from guided_spec.masks.constraint import Constraint
 
 __all__ = [
+    "NOTES_V1",
+    "NOTES_V2",
     "GrammarRequests",
     "ShadowConstraints",
     "VllmGrammars",
+    "follow_requests",
+    "note_requests",
+    "note_sampled_v1",
+    "note_sampled_v2",
+    "note_states",
+    "requests_of",
 ]
 
 _logger = logging.getLogger("vllm.guided_spec")
@@ -52,24 +64,34 @@ class ShadowConstraints:
         self._shadows: dict[Hashable, _Shadow] = {}
 
     def follow(
-        self, name: Hashable, spec: GrammarSpec, text: Sequence[int], start: int = 0
+        self,
+        name: Hashable,
+        spec: GrammarSpec,
+        text: Sequence[int],
+        start: int = 0,
+        *,
+        stops: frozenset[int] = frozenset(),
+        waits: bool = False,
     ) -> Constraint | None:
         """The constraint of a request at the end of its committed tokens.
 
-        text: all of these from ``start`` on; of them only what is new is read.
+        text: all of these from ``start`` on; of them only what is new is read. stops: as of
+        ``VllmGrammars.stops_of``. waits: whether to wait for the grammar here in any case.
 
         None while its grammar compiles, once its text is complete, and after it was lost: when the
         grammar does not compile or refuses a token. Text that does not go on from what came before
         is followed from its beginning.
         """
-        self.prepare(name, spec)
-        return self._shadows[name].follow(text, start, waits=self._waits)
+        self.prepare(name, spec, stops)
+        return self._shadows[name].follow(text, start, waits=waits or self._waits)
 
-    def prepare(self, name: Hashable, spec: GrammarSpec) -> None:
+    def prepare(
+        self, name: Hashable, spec: GrammarSpec, stops: frozenset[int] = frozenset()
+    ) -> None:
         """Begin to compile a request's grammar, which is followed later."""
         shadow = self._shadows.get(name)
-        if shadow is None or shadow.spec != spec:
-            self._shadows[name] = _Shadow(spec, self._queue.submit(spec))
+        if shadow is None or shadow.spec != spec or shadow.stops != stops:
+            self._shadows[name] = _Shadow(spec, stops, self._queue.submit(spec))
 
     def forget(self, name: Hashable) -> None:
         """Forget a request; one that is not known is no error."""
@@ -82,8 +104,11 @@ class ShadowConstraints:
 
 
 class _Shadow:
-    def __init__(self, spec: GrammarSpec, future: Future[CompiledGrammar]) -> None:
+    def __init__(
+        self, spec: GrammarSpec, stops: frozenset[int], future: Future[CompiledGrammar]
+    ) -> None:
         self.spec = spec
+        self.stops = stops
         self._future = future
         self._constraint: Constraint | None = None
         self._is_lost = False
@@ -96,7 +121,11 @@ class _Shadow:
             return None
         constraint = self._constraint
         if constraint is None or not _continues(constraint.committed, text, start):
-            constraint = self._constraint = Constraint(self._future.result())
+            grammar = self._future.result()
+            if self.stops and isinstance(grammar, XGrammarGrammar):
+                excluded = grammar.excluded - self.stops
+                grammar = replace(grammar, stops=tuple(self.stops), excluded=excluded)
+            constraint = self._constraint = Constraint(grammar)
         try:
             constraint.commit(text[start + len(constraint.committed) :])
         except GrammarStateError as error:
@@ -106,7 +135,7 @@ class _Shadow:
 
     def _lose(self, error: BaseException) -> None:
         self._is_lost = True
-        _logger.warning("guided_spec: a request is drafted without its grammar: %s", error)
+        _logger.warning("guided_spec: a request's grammar is not followed any more: %s", error)
 
 
 def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:
@@ -145,6 +174,8 @@ class VllmGrammars:
         self._backend = backend.XgrammarBackend(
             config, tokenizer=self.tokenizer, vocab_size=vocab_size
         )
+        takes = inspect.signature(self._backend.compile_grammar).parameters
+        self._ends_by_request = "stop_token_ids" in takes
         any_grammar = self._compile_own(GrammarSpec.json_object())
         self.vocabulary = Vocabulary.from_tokenizer(
             self.tokenizer, vocab_size, any_grammar.tokenizer_info.stop_token_ids
@@ -172,6 +203,16 @@ class VllmGrammars:
         kind = _KINDS[option.name]
         is_json = kind in ("json_schema", "json_object")
         return GrammarSpec(kind, source, any_whitespace=is_json and self._any_whitespace)
+
+    def stops_of(self, sampling_params: Any) -> frozenset[int]:
+        """The tokens that end a request's text, where those are not the vocabulary's.
+
+        From 0.28 on vLLM's grammars end with the stop tokens of the request.
+        """
+        if not self._ends_by_request:
+            return frozenset()
+        stops = frozenset(sampling_params.all_stop_token_ids)
+        return frozenset() if stops == {*self.vocabulary.stop_token_ids} else stops
 
     def compile(self, spec: GrammarSpec) -> XGrammarGrammar:
         """``spec`` as vLLM compiles it. Raises whatever vLLM's backend raises."""
@@ -219,9 +260,10 @@ class GrammarRequests:
         """A request begins, or goes on after it was preempted, behind its ``output`` tokens."""
         self._forget(name)
         spec = self._grammars.spec_of(sampling_params)
-        self._asked[name] = _Asked(sampling_params, spec, output, list(output))
+        stops = frozenset() if spec is None else self._grammars.stops_of(sampling_params)
+        self._asked[name] = _Asked(sampling_params, spec, stops, output, list(output))
         if spec is not None:
-            self._shadows.prepare(name, spec)
+            self._shadows.prepare(name, spec, stops)
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -273,6 +315,18 @@ class GrammarRequests:
         written = self._record()
         return [self._follow(name) if name in written else None for name in names]
 
+    def stand(self, names: Iterable[str]) -> list[Constraint | None]:
+        """[B] where each request's grammar stands behind all that was noted; waits for both.
+
+        None for a free request, and one whose grammar is complete or does not fit its tokens.
+        """
+        self._record()
+        return [self._follow(name, waits=True) for name in names]
+
+    def at_hand(self, name: str) -> Constraint | None:
+        """As ``stand``; None also where that would wait for the device, or for a grammar."""
+        return None if self._noted else self._follow(name)
+
     def keep(self, names: Container[str]) -> None:
         """Forget every request that is not among ``names``."""
         for name in [name for name in self._asked if name not in names]:
@@ -294,9 +348,11 @@ class GrammarRequests:
                     written.add(name)
         return written
 
-    def _follow(self, name: str) -> Constraint | None:
+    def _follow(self, name: str, *, waits: bool = False) -> Constraint | None:
         asked = self._asked[name]
-        return None if asked.spec is None else self._shadows.follow(name, asked.spec, asked.output)
+        if asked.spec is None:
+            return None
+        return self._shadows.follow(name, asked.spec, asked.output, stops=asked.stops, waits=waits)
 
     def _forget(self, name: str) -> None:
         self._shadows.forget(name)
@@ -305,6 +361,7 @@ class GrammarRequests:
     def _drop_noted(self, name: str) -> None:
         for noted in self._noted:
             noted.names[:] = [None if other == name else other for other in noted.names]
+        self._noted = [noted for noted in self._noted if any(noted.names)]
 
 
 class _Noted(NamedTuple):
@@ -323,5 +380,130 @@ class _Asked(NamedTuple):
 
     sampling_params: Any
     spec: GrammarSpec | None
+    stops: frozenset[int]
     stated: Iterable[int]
     output: list[int]
+
+
+_PLACE = "guided_spec_requests"  # on what they belong to, so that the two go together
+
+
+def follow_requests(owner: Any, config: Any) -> GrammarRequests:
+    """The requests of a worker, noted from now on; hang on a drafter or a model runner.
+
+    Raises ModelError as ``GrammarRequests`` does.
+    """
+    requests = GrammarRequests(config)
+    setattr(owner, _PLACE, requests)
+    return requests
+
+
+def requests_of(*owners: Any) -> GrammarRequests | None:
+    """What hangs on the first of these that has any; None where none has."""
+    found = (getattr(owner, _PLACE, None) for owner in owners)
+    return next((one for one in found if one is not None), None)
+
+
+def note_sampled_v1(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the older runner's ``_sample``: who asked for what, and the tokens that they got.
+
+    The runner calls it in every step, and a drafter only where the texts fit it.
+    """
+
+    @functools.wraps(original)
+    def _sample(self: Any, logits: Any, spec_decode_metadata: Any) -> Any:
+        result = original(self, logits, spec_decode_metadata)
+        requests = requests_of(getattr(self, "drafter", None), self)
+        if requests is not None:
+            names = self.input_batch.req_ids
+            note_states(self, requests)
+            token_ids = result.sampled_token_ids
+            is_dropped = self.discard_request_mask.gpu[: len(names)]
+            counts = torch.where(is_dropped, 0, token_ids.shape[1])
+            requests.note(names, token_ids[: len(names)], counts)
+        return result
+
+    return _sample
+
+
+def note_states(runner: Any, requests: GrammarRequests) -> None:
+    """The requests of the older runner's step whose tokens are not among their outputs yet.
+
+    With asynchronous scheduling the runner has placeholders in its lists, and forgets some of them
+    where a penalty asks for tokens: only what was noted tells the text. A request that comes back
+    gets a new list, with all its tokens.
+    """
+    requests.keep(runner.requests)
+    for name in runner.input_batch.req_ids:
+        state = runner.requests[name]
+        output = state.output_token_ids
+        if not requests.knows(name, state.sampling_params):
+            requests.add(name, state.sampling_params, output)
+        elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
+            requests.restate(name, output)
+
+
+def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the new runner's ``add_requests``: who asked for which grammar."""
+
+    @functools.wraps(original)
+    def add_requests(self: Any, scheduler_output: Any) -> Any:
+        result = original(self, scheduler_output)
+        requests = requests_of(self.speculator, self)
+        if requests is not None:
+            states = self.req_states
+            requests.keep(states.req_id_to_index)
+            for new in scheduler_output.scheduled_new_reqs:
+                prompt_len = int(states.prompt_len.np[states.req_id_to_index[new.req_id]])
+                output = new.prefill_token_ids[prompt_len:]
+                requests.add(new.req_id, new.sampling_params, output)
+        return result
+
+    return add_requests
+
+
+def note_sampled_v2(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the new runner's ``sample``: the tokens that the target committed."""
+
+    @functools.wraps(original)
+    def sample(self: Any, hidden_states: Any, input_batch: Any, grammar_output: Any) -> Any:
+        result = original(self, hidden_states, input_batch, grammar_output)
+        requests = requests_of(self.speculator, self)
+        if requests is not None:
+            token_ids, num_tokens = result[0].sampled_token_ids, result[1]
+            requests.note(input_batch.req_ids, token_ids, num_tokens)
+        return result
+
+    return sample
+
+
+_GRAMMARS = (
+    Patch("vllm.sampling_params", "StructuredOutputsParams",
+          attributes="_backend all_constraints_none"),
+    Patch("vllm.sampling_params", "SamplingParams", attributes="all_stop_token_ids"),
+    Patch("vllm.v1.structured_output.request", "get_structured_output_key", "params"),
+    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend.compile_grammar",
+          "self request_type grammar_spec ..."),
+    Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", attributes="compiler"),
+)  # fmt: skip
+_V1 = "vllm.v1.worker.gpu_model_runner"
+_V2 = "vllm.v1.worker.gpu"
+
+# What the requests of each runner are followed by.
+NOTES_V1 = (
+    *_GRAMMARS,
+    Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
+    Patch(_V1, "GPUModelRunner",
+          attributes="input_batch requests discard_request_mask use_async_scheduling"),
+)  # fmt: skip
+NOTES_V2 = (
+    *_GRAMMARS,
+    Patch(f"{_V2}.states", "RequestState", attributes="req_id_to_index prompt_len"),
+    Patch("vllm.v1.core.sched.output", "NewRequestData",
+          attributes="req_id sampling_params prefill_token_ids"),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner.add_requests", "self scheduler_output",
+          note_requests),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner.sample",
+          "self hidden_states input_batch grammar_output", note_sampled_v2),
+    Patch(f"{_V2}.model_runner", "GPUModelRunner", attributes="speculator req_states"),
+)  # fmt: skip

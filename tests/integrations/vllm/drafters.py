@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from guided_spec.integrations.vllm import drafts as vllm_drafts
+from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.drafts import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, SWITCHES, make_graphs
 from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, use_cpu
@@ -201,7 +202,7 @@ class V1(Drafter):
         )
         if self.is_guided:
             output = SimpleNamespace(sampled_token_ids=token_ids)
-            vllm_drafts.note_sampled_v1(lambda *_: output)(self.runner, None, None)
+            vllm_requests.note_sampled_v1(lambda *_: output)(self.runner, None, None)
         return token_ids
 
     def step(
@@ -290,7 +291,7 @@ class V2(Drafter):
             req_id_to_index=self._slots, prompt_len=SimpleNamespace(np=np.full(SLOTS, 3))
         )
         runner = SimpleNamespace(speculator=self.drafter, req_states=states)
-        vllm_drafts.note_requests(_load_nothing)(runner, scheduled)
+        vllm_requests.note_requests(_load_nothing)(runner, scheduled)
 
     def sample(self, sampled: Mapping[str, Sequence[int]]) -> Any:
         """A step up to its draft; returns how many tokens each of its requests was given."""
@@ -300,7 +301,7 @@ class V2(Drafter):
         batch = SimpleNamespace(req_ids=list(sampled))
         runner = SimpleNamespace(speculator=self.drafter)
         output = (SimpleNamespace(sampled_token_ids=torch.tensor(rows)), lengths, None)
-        vllm_drafts.note_sampled_v2(lambda *_: output)(runner, None, batch, None)
+        vllm_requests.note_sampled_v2(lambda *_: output)(runner, None, batch, None)
         return lengths
 
     def write(self, sampled: Mapping[str, Sequence[int]]) -> None:

@@ -128,9 +128,13 @@ def sampling_params(config: Any, **grammar: Any) -> Any:
     return sampling
 
 
-def add_request(scheduler: Any, name: str, **grammar: Any) -> Any:
-    """A request of three prompt tokens under ``grammar``: what StructuredOutputsParams takes."""
+def add_request(scheduler: Any, name: str, stops: Sequence[int] = (), **grammar: Any) -> Any:
+    """A request of three prompt tokens under ``grammar``: what StructuredOutputsParams takes.
+
+    stops: its own stop tokens.
+    """
     sampling = sampling_params(scheduler.vllm_config, **grammar)
+    sampling._all_stop_token_ids.update(stops)
     request = _vllm("v1.request").Request(name, [5, 6, 7], sampling, None)
     scheduler.structured_output_manager.grammar_init(request)
     scheduler.add_request(request)

@@ -180,8 +180,8 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv(vllm.VARIABLE, value)
         vllm.register()
     for value, message in (
-        ("schemas,exat", "exact,schemas"),
-        ("drafts:topk_walk", "drafts,exact,schemas"),
+        ("schemas,exat", "exact,guard,schemas"),
+        ("drafts:topk_walk", "drafts,exact,guard"),
     ):
         monkeypatch.setenv(vllm.VARIABLE, value)
         with pytest.raises(ConfigError, match=message):

@@ -35,6 +35,10 @@ class Grammars:
     def spec_of(self, params: Any) -> GrammarSpec | None:
         return None if params is None else params
 
+    def stops_of(self, params: Any) -> frozenset[int]:
+        del params
+        return frozenset()
+
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         return self._backend.compile(spec)
 

@@ -17,6 +17,7 @@ from guided_spec.integrations.vllm.probes import probe
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import drafts as vllm_drafts  # noqa: E402
+from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
 from tests.integrations.vllm.drafters import V1, V2, Table, config_of, use_loops  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
@@ -154,11 +155,12 @@ def test_other_drafters_are_left_alone(caplog: pytest.LogCaptureFixture) -> None
     assert "a loop of its own" in caplog.text
 
 
-def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("feature", [vllm_drafts, vllm_guard])
+def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch, feature: Any) -> None:
     targets = []
     root = installed_root()
     assert root is not None
-    for wanted in (vllm_drafts.PATCHES, *vllm_drafts.WORKER_PATCHES):
+    for wanted in (feature.PATCHES, *feature.WORKER_PATCHES):
         for patch in probe(root, wanted).patches:
             if patch.wrap is None:
                 continue
@@ -168,7 +170,7 @@ def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch) -> None:
                 owner = getattr(owner, step)
             monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
             targets.append((owner, name, getattr(owner, name)))
-    monkeypatch.setenv(VARIABLE, "drafts")
+    monkeypatch.setenv(VARIABLE, feature.__name__.rpartition(".")[2])
     importlib.import_module("guided_spec.integrations.vllm.plugin").register()
     wrapper: Any = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
     (_, _, before), *workers = targets

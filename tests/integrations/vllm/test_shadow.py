@@ -59,9 +59,7 @@ def test_it_ends_and_is_lost(queue: GrammarCompileQueue, caplog: pytest.LogCaptu
     assert shadows.follow("refused", LETTERS, [0]) is None
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2  # once each
-    assert (
-        "drafted without its grammar: the grammar refuses token 4 at output position 1" in said[0]
-    )
+    assert "not followed any more: the grammar refuses token 4 at output position 1" in said[0]
     shadows.keep(())
     assert position(shadows.follow("refused", LETTERS, [0])) == [0]
 
