@@ -109,7 +109,8 @@ class Guard:
         for name, constraint in zip(suspects, self.requests.stand(suspects), strict=True):
             if constraint is None:
                 continue
-            rows = legal_rows(constraint, drafts[suspects[name]], self._words)
+            draft = drafts[suspects[name]][: step.num_drafts(name)]
+            rows = legal_rows(constraint, draft, self._words)
             start = places.get(name)
             if start is None:
                 self._unnamed[name] = len(rows)
