@@ -13,8 +13,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from guided_spec.integrations.patches import probe
 from guided_spec.integrations.vllm.plugin import FEATURES
-from guided_spec.integrations.vllm.probes import probe
 from guided_spec.integrations.vllm.proposer import PATCHES
 
 __all__ = ["lacks", "main", "table"]

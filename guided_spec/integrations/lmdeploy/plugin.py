@@ -7,16 +7,13 @@ already keep what they were built with. See docs/lmdeploy.md.
 
 from __future__ import annotations
 
-import importlib
 import importlib.metadata
-import inspect
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.lmdeploy import agent
 from guided_spec.integrations.lmdeploy.helper import translate_for_draft
 from guided_spec.integrations.lmdeploy.manager import GuidedManager
+from guided_spec.integrations.patches import Patch, Target, find, replace
 
 __all__ = ["SUPPORTED_VERSION", "install", "is_installed", "uninstall"]
 
@@ -26,158 +23,120 @@ _ENGINE = "lmdeploy.pytorch.engine"
 _SPEC = "lmdeploy.pytorch.spec_decode"
 
 
-class _Patch(NamedTuple):
-    """One name to replace: where it is, the parameters it must have, what takes its place.
-
-    owner: a class of the module, "" for the module itself. make: from the original to the new one.
-    """
-
-    module: str
-    owner: str
-    name: str
-    parameters: str
-    make: Callable[[Any], Any]
-
-    @property
-    def place(self) -> Any:
-        module = importlib.import_module(self.module)
-        return getattr(module, self.owner, None) if self.owner else module
-
-
-class _Replaced(NamedTuple):
-    place: Any
-    name: str
-    original: Any
-
-
 _PATCHES = (
-    _Patch(
+    Patch(
         f"{_ENGINE}.engine",
-        "Engine",
-        "from_pretrained",
+        "Engine.from_pretrained",
         "pretrained_model_name_or_path engine_config speculative_config trust_remote_code kwargs",
         agent.with_own_engine,
     ),
-    _Patch(
+    Patch(
         f"{_ENGINE}.engine",
-        "",
         "build_executor",
         "model_path cache_config backend_config dist_config misc_config adapters device_type "
         "distributed_executor_backend dtype specdecode_config trust_remote_code",
         agent.with_own_workers,
     ),
-    _Patch(
+    Patch(
         f"{_ENGINE}.model_agent.agent",
-        "",
         "GuidedDecodingManager",
         "tokenizer vocab_size",
         lambda _: GuidedManager,
     ),
-    _Patch(
+    Patch(
         f"{_ENGINE}.model_agent.agent",
-        "BaseModelAgent",
-        "_step_postprocess_with_output",
+        "BaseModelAgent._step_postprocess_with_output",
         "self last_logits logits inputs sampling_inputs stopping_criteria model_metas "
         "need_broadcast_next return_logits return_ce_loss seq_length all_routed_experts "
         "extra_inputs",
         agent.with_ended_rows,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.spec_agent",
-        "SpecModelAgent",
-        "__init__",
+        "SpecModelAgent.__init__",
         "self specdecode_config backend_config inputs_strategy agent_strategy misc_config dist_ctx "
         "device guided_decoding_manager",
         agent.with_guided_helper,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.spec_agent",
-        "SpecModelAgent",
-        "_rejection_sampling",
+        "SpecModelAgent._rejection_sampling",
         "self model_inputs extra_inputs sampling_inputs",
         agent.with_positions,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.spec_agent",
-        "SpecModelAgent",
-        "_guided_spec_logits_process",
+        "SpecModelAgent._guided_spec_logits_process",
         "self target_logits expanded_sampling_inputs guided_helper guided_processors batch_size "
         "num_expand draft_token_ids",
         lambda _: agent.guided_logits,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.spec_agent",
-        "SpecModelAgent",
-        "build_graph_runner",
+        "SpecModelAgent.build_graph_runner",
         "self",
         agent.with_no_draft_graph,
     ),
-    _Patch(
+    Patch(
         "lmdeploy.pytorch.config",
-        "ModelConfig",
-        "from_hf_config",
+        "ModelConfig.from_hf_config",
         "hf_config model_path dtype dist_config is_draft_model spec_method device_type "
         "num_spec_tokens",
         agent.with_no_draft_config,
     ),
-    _Patch(
+    Patch(
         "lmdeploy.pytorch.config",
-        "SpecDecodeConfig",
-        "from_config",
+        "SpecDecodeConfig.from_config",
         "method num_speculative_tokens model target_cache_cfg target_model dtype trust_remote_code "
         "model_format hf_overrides dist_config",
         agent.with_no_draft_cache,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.proposers.eagle3",
-        "Eagle3",
-        "_translate_bitmask",
+        "Eagle3._translate_bitmask",
         "self target_bitmask",
         lambda _: translate_for_draft,
     ),
-    _Patch(
+    Patch(
         f"{_SPEC}.proposers.dflash",
-        "DFlash",
-        "propose",
+        "DFlash.propose",
         "self model_inputs extra_inputs sampling_inputs proposal_ctx",
         agent.with_guided_blocks,
     ),
-    _Patch(
+    Patch(
         "lmdeploy.pytorch.strategies.ar.sampling",
-        "ARSamplingStrategy",
-        "make_sampling_inputs",
+        "ARSamplingStrategy.make_sampling_inputs",
         "self seqs",
         agent.with_turns,
     ),
-    _Patch(
+    Patch(
         "lmdeploy.serve.core.async_engine",
-        "AsyncEngine",
-        "preprocess",
+        "AsyncEngine.preprocess",
         "self messages session_id gen_config tools reasoning_effort do_preprocess adapter_name "
         "input_ids enable_thinking chat_template_kwargs media_io_kwargs mm_processor_kwargs kwargs",
         agent.with_grammar_compiled,
     ),
 )
 
-# Called by the parts above, and not replaced: module, owner, name, parameters.
+# Called by the parts above, and not replaced.
 _CALLED = (
-    (f"{_SPEC}.reject_sampler", "RejectionSampler", "forward",
-     "self target_logits draft_token_ids expanded_sampling_inputs draft_probs"),
-    (f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper", "apply_serial_bitmask",
-     "self scores_3d processors draft_token_ids num_spec_tokens"),
-    (f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper", "accept_rejection_sampled_tokens",
-     "self processors num_rejected output_token_ids next_token_ids num_spec_tokens"),
-    (f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper", "prepare_bitmask",
-     "self logits processors"),
-    (f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper", "accept_draft_tokens",
-     "self draft_token_ids processors"),
-    (f"{_ENGINE}.logits_process", "FusedLogitsProcessor", "__init__",
-     "self sampling_inputs logprobs_mode guided_decoding_manager"),
-    (f"{_ENGINE}.executor", "", "get_distributed_executor_backend",
-     "world_size dp device_type logger"),
+    Patch(f"{_SPEC}.reject_sampler", "RejectionSampler.forward",
+          "self target_logits draft_token_ids expanded_sampling_inputs draft_probs"),
+    Patch(f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper.apply_serial_bitmask",
+          "self scores_3d processors draft_token_ids num_spec_tokens"),
+    Patch(f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper.accept_rejection_sampled_tokens",
+          "self processors num_rejected output_token_ids next_token_ids num_spec_tokens"),
+    Patch(f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper.prepare_bitmask",
+          "self logits processors"),
+    Patch(f"{_SPEC}.guided_spec_helper", "GuidedSpecHelper.accept_draft_tokens",
+          "self draft_token_ids processors"),
+    Patch(f"{_ENGINE}.logits_process", "FusedLogitsProcessor.__init__",
+          "self sampling_inputs logprobs_mode guided_decoding_manager"),
+    Patch(f"{_ENGINE}.executor", "get_distributed_executor_backend",
+          "world_size dp device_type logger"),
 )  # fmt: skip
 
-_replaced: list[_Replaced] = []
+_replaced: list[Target] = []
 
 
 def install() -> None:
@@ -189,15 +148,14 @@ def install() -> None:
     if _replaced:
         return
     _check_version()
-    for module, owner, name, parameters in _CALLED:
-        _check_parameters(_Patch(module, owner, name, parameters, lambda found: found))
-    for patch in _PATCHES:
-        _check_parameters(patch)
+    feature = f"guided_spec for lmdeploy {SUPPORTED_VERSION}"
+    for patch in _CALLED:
+        find(patch, feature)
+    targets = [find(patch, feature) for patch in _PATCHES]
     agent.register_proposers()
-    for patch in _PATCHES:
-        original = patch.place.__dict__[patch.name]
-        _replaced.append(_Replaced(patch.place, patch.name, original))
-        setattr(patch.place, patch.name, patch.make(original))
+    for target in targets:
+        _replaced.append(target)
+        replace(target)
 
 
 def uninstall() -> None:
@@ -205,8 +163,8 @@ def uninstall() -> None:
     if _replaced:
         agent.unregister_proposers()
     while _replaced:
-        place, name, original = _replaced.pop()
-        setattr(place, name, original)
+        target = _replaced.pop()
+        setattr(target.owner, target.name, target.function)
 
 
 def is_installed() -> bool:
@@ -225,16 +183,3 @@ def _check_version() -> None:
             f"guided_spec changes LMDeploy's inside and knows {SUPPORTED_VERSION} only; install it"
         )
         raise ConfigError("lmdeploy", version, fix)
-
-
-def _check_parameters(patch: _Patch) -> None:
-    where = ".".join(filter(None, (patch.module, patch.owner, patch.name)))
-    found = getattr(patch.place, patch.name, None)
-    names = None if found is None else list(inspect.signature(found).parameters)
-    if found is not None and inspect.isclass(found):
-        names = list(inspect.signature(found.__init__).parameters)[1:]
-    if names != patch.parameters.split():
-        fix = (
-            f"this LMDeploy was changed; install lmdeploy=={SUPPORTED_VERSION} as it was published"
-        )
-        raise ConfigError(where, names, fix)

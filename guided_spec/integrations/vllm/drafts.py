@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
+from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, warn
-from guided_spec.integrations.vllm.probes import OneOf, Patch
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead

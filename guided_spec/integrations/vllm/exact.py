@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from guided_spec.integrations.vllm.probes import OneOf, Patch
+from guided_spec.integrations.patches import OneOf, Patch
 
 __all__ = ["PARTS", "PATCHES", "keep_refused_draft", "keep_refused_in_step", "mark_refused"]
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import in_workers, log, warn
-from guided_spec.integrations.vllm.probes import Patch
 from guided_spec.integrations.vllm.requests import (
     NOTES_V1,
     NOTES_V2,

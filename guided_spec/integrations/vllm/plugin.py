@@ -5,7 +5,7 @@ vLLM calls ``register`` in each of its processes, through the entry point group
 ``proposer``.
 
 A release of vLLM is judged by what it has, not by its number: each feature says which functions,
-parameters and attributes it uses, and is on where all of them are there, see ``probes``. What was
+parameters and attributes it uses, and is on where all of them are there, see ``patches``. What was
 asked for and is not on is a warning or an error, and a function that somebody else has changed is
 refused before anything is replaced.
 """
@@ -15,16 +15,14 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.vllm.probes import OneOf, Patch, Wrapper, fits, probe
+from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
 __all__ = [
     "FEATURES",
@@ -109,9 +107,6 @@ def _carry_to_ray() -> None:
         os.environ[RAY_VARIABLE] = ",".join([*copied, VARIABLE])
 
 
-_MARK = "__guided_spec_wrappers__"  # those that a function has around it
-
-
 def around_drafting(wrap: Wrapper) -> Patch:
     """Around the function of the older model runner that asks its drafter for a draft."""
     path = "GPUModelRunner.propose_draft_token_ids"
@@ -168,10 +163,10 @@ def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
     if probed.lack:
         fix = f"{feature} does not fit this release: {probed.lack}; install another"
         raise ConfigError("vllm", installed_version(), f"{fix}, or do not ask for {feature}")
-    targets = [_find(patch, feature) for patch in probed.patches if patch.wrap is not None]
+    targets = [find(patch, feature) for patch in probed.patches if patch.wrap is not None]
     for target in targets:
-        if target.wrap not in getattr(target.function, _MARK, ()):
-            _replace(target)
+        if not target.is_replaced:
+            replace(target)
 
 
 def log(text: str) -> None:
@@ -186,43 +181,3 @@ def warn(text: str) -> None:
 
 def _logger() -> Any:
     return importlib.import_module("vllm.logger").init_logger("vllm.guided_spec")
-
-
-class _Target(NamedTuple):
-    """Where a function hangs, in a module or in a class, and what is put around it."""
-
-    owner: Any
-    name: str
-    function: Callable[..., Any]
-    wrap: Wrapper
-    importers: tuple[str, ...]
-
-
-def _find(patch: Patch, feature: str) -> _Target:
-    assert patch.wrap is not None
-    *classes, name = patch.path.split(".")
-    where = f"{patch.module}.{patch.path}"
-    try:
-        owner: Any = importlib.import_module(patch.module)
-        for step in classes:
-            owner = getattr(owner, step)
-        function = getattr(owner, name)
-        parameters = tuple(inspect.signature(function).parameters)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        fix = f"{feature} needs it, and vLLM's files have it; is it another build? ({error})"
-        raise ConfigError(where, None, fix) from error
-    if not fits(parameters, patch.parameters):
-        fix = f"{feature} expects {patch.parameters!r}; has another plugin changed it?"
-        raise ConfigError(where, parameters, fix)
-    return _Target(owner, name, function, patch.wrap, patch.importers)
-
-
-def _replace(target: _Target) -> None:
-    wrapped = target.wrap(target.function)
-    around = getattr(target.function, _MARK, ())
-    setattr(wrapped, _MARK, (*around, target.wrap))
-    setattr(target.owner, target.name, wrapped)
-    for importer in target.importers:
-        module = sys.modules.get(importer)
-        if module is not None and getattr(module, target.name, None) is target.function:
-            setattr(module, target.name, wrapped)

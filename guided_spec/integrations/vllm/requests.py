@@ -31,7 +31,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.integrations.vllm.probes import Patch
+from guided_spec.integrations.patches import Patch
 from guided_spec.masks.constraint import Constraint
 
 __all__ = [

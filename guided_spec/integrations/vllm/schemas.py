@@ -15,7 +15,7 @@ from typing import Any
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.tag import prepare_tag
 from guided_spec.grammar.schema.prepare import prepare_schema
-from guided_spec.integrations.vllm.probes import Patch
+from guided_spec.integrations.patches import Patch
 
 __all__ = ["PARTS", "PATCHES", "check_schemas", "refuse_schemas"]
 

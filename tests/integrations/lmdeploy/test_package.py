@@ -16,6 +16,7 @@ from guided_spec.integrations.lmdeploy import plugin as integration
 from guided_spec.integrations.lmdeploy.agent import with_grammar_compiled
 from guided_spec.integrations.lmdeploy.manager import TURN, GuidedManager, model_stop_ids
 from guided_spec.integrations.lmdeploy.plugin import install, is_installed, uninstall
+from guided_spec.integrations.patches import find
 from tests.integrations.lmdeploy.world import Requests, toy_tokenizer, world
 from tests.toys import EOS, VOCAB_SIZE
 
@@ -30,10 +31,8 @@ def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def _names() -> dict[str, Any]:
-    return {
-        f"{patch.module}.{patch.owner}.{patch.name}": patch.place.__dict__[patch.name]
-        for patch in integration._PATCHES
-    }
+    targets = [find(patch._replace(parameters="..."), "it") for patch in integration._PATCHES]
+    return {f"{target.patch.module}.{target.patch.path}": target.function for target in targets}
 
 
 def test_uninstall_puts_everything_back(modules: Any) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from guided_spec.errors import ConfigError
+from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm import plugin as vllm
 from guided_spec.integrations.vllm.exact import (
     keep_refused_draft,
@@ -21,7 +22,6 @@ from guided_spec.integrations.vllm.exact import (
     mark_refused,
 )
 from guided_spec.integrations.vllm.plugin import install
-from guided_spec.integrations.vllm.probes import OneOf, Patch
 
 ENGINE = "a_made_up_engine"
 

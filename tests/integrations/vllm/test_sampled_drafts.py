@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from guided_spec.errors import ConfigError
+from guided_spec.integrations.patches import probe
 from guided_spec.integrations.vllm.plugin import installed_root
-from guided_spec.integrations.vllm.probes import probe
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 

@@ -1,16 +1,26 @@
-"""What a release of vLLM offers, read from its source files: nothing of it is imported."""
+"""Functions of another engine that are replaced, and whether a release of it has them.
+
+What a release offers is read from its source files: nothing of it is imported before it is known to
+fit. Before anything is replaced all of it is looked at once more as it is in this process.
+"""
 
 from __future__ import annotations
 
 import ast
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["OneOf", "Patch", "Probed", "Wrapper", "fits", "probe"]
+from guided_spec.errors import ConfigError
 
-Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+__all__ = ["OneOf", "Patch", "Probed", "Target", "Wrapper", "find", "probe", "replace"]
+
+Wrapper = Callable[[Any], Any]
+_MARK = "__guided_spec_wrappers__"  # those that a function has around it
 
 
 class Patch(NamedTuple):
@@ -18,8 +28,9 @@ class Patch(NamedTuple):
 
     module, path: where it is defined: ``"vllm.v1.core.sched.scheduler"``, ``"Scheduler.schedule"``.
     parameters: names that the function must have, in this order; ``...`` at the end stands for any
-        others. Empty for a class.
-    wrap: takes the function, returns its replacement; None where it is only used.
+        others. Empty for a class that is not replaced.
+    wrap: takes the function as its owner has it, returns its replacement; None where it is only
+        used.
     importers: modules that import the function by name. Those that did so already get the
         replacement too.
     attributes: names that the class must have, ``!name`` for one that it must not have.
@@ -49,7 +60,7 @@ class Probed(NamedTuple):
 def probe(root: Path, wanted: Sequence[Patch | OneOf]) -> Probed:
     """Look for everything that a feature uses.
 
-    root: the folder with vLLM's package in it.
+    root: the folder with the engine's package in it.
     """
     chosen: list[Patch] = []
     for one in wanted:
@@ -61,7 +72,58 @@ def probe(root: Path, wanted: Sequence[Patch | OneOf]) -> Probed:
     return Probed(tuple(chosen), "")
 
 
-def fits(found: Sequence[str], wanted: str) -> bool:
+class Target(NamedTuple):
+    """Where a function hangs, in a module or in a class, and what is put around it."""
+
+    owner: Any
+    name: str
+    function: Any
+    patch: Patch
+
+    @property
+    def is_replaced(self) -> bool:
+        """Whether ``replace`` has done its work already."""
+        return self.patch.wrap in getattr(self.function, _MARK, ())
+
+
+def find(patch: Patch, feature: str) -> Target:
+    """The function in this process.
+
+    feature: what the user asked for, named in errors.
+
+    Raises ConfigError where it is not there, or takes other parameters.
+    """
+    *classes, name = patch.path.split(".")
+    where = f"{patch.module}.{patch.path}"
+    try:
+        owner: Any = importlib.import_module(patch.module)
+        for step in classes:
+            owner = getattr(owner, step)
+        function = getattr(owner, name)
+        parameters = tuple(inspect.signature(function).parameters)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        fix = f"{feature} needs it; is it another build? ({error})"
+        raise ConfigError(where, None, fix) from error
+    if not _fits(parameters, patch.parameters):
+        fix = f"{feature} expects {patch.parameters!r}; has another plugin changed it?"
+        raise ConfigError(where, parameters, fix)
+    return Target(owner, name, vars(owner).get(name, function), patch)
+
+
+def replace(target: Target) -> None:
+    """Put the wrapper around the function; whoever imported it by name gets it too."""
+    assert target.patch.wrap is not None
+    wrapped = target.patch.wrap(target.function)
+    around = getattr(target.function, _MARK, ())
+    setattr(wrapped, _MARK, (*around, target.patch.wrap))
+    setattr(target.owner, target.name, wrapped)
+    for importer in target.patch.importers:
+        module = sys.modules.get(importer)
+        if module is not None and getattr(module, target.name, None) is target.function:
+            setattr(module, target.name, wrapped)
+
+
+def _fits(found: Sequence[str], wanted: str) -> bool:
     """Whether parameters are those of ``Patch.parameters``."""
     names = wanted.split()
     if names[-1:] == ["..."]:
@@ -71,13 +133,13 @@ def fits(found: Sequence[str], wanted: str) -> bool:
 
 def _lack(root: Path, patch: Patch) -> str:
     """What of it a release does not have; empty for nothing."""
-    where = f"{patch.module.removeprefix('vllm.')}.{patch.path}"
+    where = f"{patch.module.partition('.')[2] or patch.module}.{patch.path}"
     found = _find(root, patch.module, patch.path)
     if found is None:
         return f"there is no {where}"
     if patch.parameters:
         has = _parameters(found)
-        if has is None or not fits(has, patch.parameters):
+        if has is None or not _fits(has, patch.parameters):
             return f"{where} takes other parameters"
     if patch.attributes:
         has_names = {
@@ -122,7 +184,7 @@ def _parameters(node: ast.AST) -> list[str] | None:
 
 
 def _family(root: Path, module: str, name: str) -> Iterator[ast.ClassDef]:
-    """A class and those that it inherits from, as far as they are vLLM's."""
+    """A class and those that it inherits from, as far as they are the engine's."""
     node = _find(root, module, name)
     if isinstance(node, ast.ClassDef):
         yield node
