@@ -25,7 +25,7 @@ EXTRAS = {
 }
 # Engines with environments of their own: they load this package, or are measured.
 ENGINES = {"lmdeploy", "sglang", "vllm"}
-HOSTS = {"integrations": ENGINES}
+HOSTS = {"integrations": ENGINES | {"prometheus_client"}}  # that is a dependency of vLLM
 
 
 def declared(*extras: str) -> set[str]:

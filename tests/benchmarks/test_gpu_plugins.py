@@ -119,8 +119,8 @@ def test_the_section(folders: Folders, tmp_path: Path) -> None:
     assert eagle3["vllm"]["plugin"]["model_runner"] == 1
     assert eagle3["vllm"]["plugin"]["asynchronous"] is False
     assert "no such thing as ngram" in ngram["problem"]
-    # The stand-in is no version that the plugin knows: what refuses it was loaded, and asked.
-    assert "GUIDED_SPEC_VLLM=exact is written for vLLM" in exact["problem"]
+    # The stand-in has nothing that the feature uses: what refuses it was loaded, and asked.
+    assert "fit it: there is no v1.core.sched.scheduler" in exact["problem"]
     assert "guided_spec: {" in (tmp_path / "logs" / "vllm_none.log").read_text()
     kept = json.loads((tmp_path / "logs" / "vllm_eagle3-sync-v1.json").read_text())
     assert kept["version"] == "stand-in"
