@@ -21,7 +21,8 @@ from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.rewrite import Unenforced, find_unenforced
+from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part, walk_both
 from guided_spec.grammar.unique_keys import NotedGrammar

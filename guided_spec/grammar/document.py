@@ -18,9 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.report import PreparedSchema, Unenforced, describe, escape, unescape
+from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, unescape
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -320,7 +319,7 @@ class SpecDocument:
         return lower_checked(self.value, self.spec.additional_properties)
 
     @cached_property
-    def examined(self) -> PreparedSchema:
+    def examined(self) -> Lowered:
         """The lowered schema rewritten for xgrammar, and what that could not keep."""
         return examine_schema(self.lowered)
 
@@ -341,13 +340,6 @@ def is_large(spec: GrammarSpec) -> bool:
 _ROUNDS = 50
 _SCHEMAS_OF_A_TAG = ("json_schema", "schema")
 Compiled = TypeVar("Compiled")
-
-
-class Loosened(NamedTuple):
-    """A schema that is enforced in full, and what of the original it lacks."""
-
-    schema: Any
-    dropped: tuple[Unenforced, ...]
 
 
 def compile_as_asked(
@@ -375,7 +367,7 @@ def compile_as_asked(
         if spec.unsupported == "rewrite":
             return narrow(schema)
         loosened = loosen(schema)
-        dropped.extend(loosened.dropped)
+        dropped.extend(loosened.entries)
         return loosened.schema
 
     is_schema = spec.kind == "json_schema"
@@ -402,8 +394,8 @@ def narrow(schema: Any) -> Any:
     return lowered.schema
 
 
-def loosen(schema: Any) -> Loosened:
-    """A schema without the keywords that xgrammar cannot enforce: it admits more."""
+def loosen(schema: Any) -> Lowered:
+    """A schema without the keywords that xgrammar cannot enforce, and these: it admits more."""
     lowered = lower(schema)
     dropped = [entry for entry in lowered.entries if entry.level == "error"]
     loose = copy.deepcopy(lowered.schema)
@@ -414,7 +406,7 @@ def loosen(schema: Any) -> Loosened:
         for entry in errors:
             loose = _without(loose, entry)
             dropped.append(entry)
-    return Loosened(loose, tuple(dict.fromkeys(dropped)))
+    return Lowered(loose, tuple(dict.fromkeys(dropped)))
 
 
 def _without(schema: Any, entry: Unenforced) -> Any:

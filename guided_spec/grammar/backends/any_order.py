@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+from guided_spec.grammar.schema.parts import all_parts
 from guided_spec.grammar.schema.report import Report, Unenforced, escape, unescape
 from guided_spec.grammar.schema.values import constant, keep_valid, merge
 
@@ -167,18 +168,8 @@ def _has_keys(value: Any) -> bool:
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all below it."""
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node
-        stack += [node[keyword] for keyword in ("items", "additionalProperties") if keyword in node]
-        for keyword in ("allOf", "anyOf", "prefixItems"):
-            stack += node.get(keyword, ())
-        for keyword in ("properties", "patternProperties"):
-            stack += node.get(keyword, {}).values()
+    """Those of a schema and all below it that may say something."""
+    return (node for node in all_parts(schema) if isinstance(node, dict))
 
 
 def _holds_values(node: dict[str, Any]) -> bool:

@@ -98,7 +98,7 @@ class AutoBackend:
             return False
         prepared = document.examined
         # One that is large once it is written out is large too.
-        if is_narrowed(prepared.unenforced) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
+        if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
             return False
         return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
@@ -110,7 +110,7 @@ class AutoBackend:
 
 def _is_xgrammars_alone(document: SpecDocument) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    entries = document.examined.unenforced
+    entries = document.examined.entries
     return all(entry.by_backend for entry in entries if entry.level == "error")
 
 

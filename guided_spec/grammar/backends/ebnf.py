@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import xgrammar
 
 from guided_spec.grammar.backends.any_order import AnyOrder
+from guided_spec.grammar.schema.parts import change_parts
 from guided_spec.grammar.schema.report import Report, Unenforced, escape
 
 __all__ = [
@@ -158,21 +159,7 @@ class _Plan:
                 self._numbers[key] = len(self.objects)
                 self.objects.append(written)
             return {"const": f"{self.mark}{self._numbers[key]}"}
-        replaced = dict(node)
-        for keyword in ("items", "additionalProperties"):
-            if keyword in node:
-                replaced[keyword] = self.replace(node[keyword], f"{pointer}/{keyword}")
-        for keyword in ("anyOf", "prefixItems"):
-            if keyword in node:
-                parts = enumerate(node[keyword])
-                replaced[keyword] = [self.replace(p, f"{pointer}/{keyword}/{i}") for i, p in parts]
-        for keyword in ("properties", "patternProperties"):
-            if keyword in node:
-                replaced[keyword] = {
-                    name: self.replace(part, f"{pointer}/{keyword}/{escape(name)}")
-                    for name, part in node[keyword].items()
-                }
-        return replaced
+        return change_parts(node, lambda part, path: self.replace(part, f"{pointer}/{path}"))
 
     def _is_free(self, node: dict[str, Any], pointer: str) -> bool:
         num_keys = len(node.get("properties", ()))

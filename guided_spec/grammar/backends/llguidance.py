@@ -39,8 +39,8 @@ from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, L
 from guided_spec.grammar.document import SpecDocument, compile_as_asked
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
+from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
+from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
 from guided_spec.grammar.schema.values import keep_valid, merge
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
@@ -53,16 +53,11 @@ __all__ = [
 ]
 
 _parser: Any = importlib.import_module("re._parser")
-_ONE = frozenset({"additionalProperties", "items"})
-_LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
-_MAPS = frozenset({"properties", "$defs"})
-_KEPT = frozenset(
-    {"type", "enum", "const", "$ref", "patternProperties", "required", "minProperties"}
+_PARTS = HOLDS_PARTS - {"patternProperties"}
+_KEPT = _PARTS | frozenset(
+    {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    | _ONE
-    | _LISTS
-    | _MAPS
 )
 _REFUSED = frozenset({"uniqueItems"})
 # Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
@@ -86,6 +81,11 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
     if isinstance(lowered.schema, bool):
         return {} if lowered.schema else {"enum": []}
     prepared: dict[str, Any] = _rewrite(lowered.schema, "", 0)
+    if "$defs" in lowered.schema:
+        prepared["$defs"] = {
+            name: _rewrite(part, f"/$defs/{escape(name)}", 1)
+            for name, part in lowered.schema["$defs"].items()
+        }
     return prepared
 
 
@@ -96,11 +96,10 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         return schema
     _check(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
-    result = {
-        keyword: _rewrite_value(keyword, value, f"{pointer}/{keyword}", depth + 1)
-        for keyword, value in schema.items()
-        if keyword in _KEPT
-    }
+    result = change_parts(
+        {keyword: value for keyword, value in schema.items() if keyword in _KEPT},
+        lambda part, path: _rewrite(part, f"{pointer}/{path}", depth + 1),
+    )
     if schema.get("patternProperties"):
         _rewrite_patterns(schema, result, pointer, depth + 1)
     if schema.get("minProperties", 0) <= len(schema.get("required", ())):
@@ -109,19 +108,9 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
     texts += [FORMATS[schema["format"]]] if schema.get("format") in FORMATS else []
     if len(texts) > 1:  # both
         result["allOf"] = [*result.get("allOf", []), {"pattern": _search(texts[1])}]
-    elif texts:
+    if texts:
         result["pattern"] = _search(texts[0])
     return result
-
-
-def _rewrite_value(keyword: str, value: Any, path: str, depth: int) -> Any:
-    if keyword in _MAPS:
-        return {name: _rewrite(part, f"{path}/{name}", depth) for name, part in value.items()}
-    if keyword in _LISTS:
-        return [_rewrite(part, f"{path}/{index}", depth) for index, part in enumerate(value)]
-    if keyword in _ONE:
-        return _rewrite(value, path, depth)
-    return _search(value) if keyword == "pattern" else value
 
 
 def _with_few_branches(schema: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +223,7 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
     for keyword in sorted(_REFUSED.intersection(schema)):
         raise _refusal(pointer, keyword, "llguidance does not enforce it")
     first = str(schema.get("$ref", "#")).split("/")
-    if first[0] != "#" or (len(first) > 1 and first[1] not in _MAPS | _LISTS | _ONE):
+    if first[0] != "#" or (len(first) > 1 and first[1] not in _PARTS | {"$defs"}):
         raise _refusal(pointer, "$ref", "its target is not a subschema of this schema")
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")

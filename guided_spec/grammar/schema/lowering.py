@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.schema.dialect import Document, Target, spell
 from guided_spec.grammar.schema.disjoint import Disjointness
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.report import Report, Unenforced, escape
+from guided_spec.grammar.schema.parts import change_parts
+from guided_spec.grammar.schema.report import Lowered, Report, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
     Disjuncts,
@@ -20,7 +21,7 @@ from guided_spec.grammar.schema.values import (
     others,
 )
 
-__all__ = ["Applicator", "At", "Lowered", "Lowering"]
+__all__ = ["Applicator", "At", "Lowering"]
 
 _MAX_DEPTH = 64
 _LARGEST = 1_000_000  # characters
@@ -29,7 +30,7 @@ _PLAIN = frozenset(
     | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
 )
 _STRUCTURE = frozenset(
-    {"properties", "patternProperties", "additionalProperties", "items", "prefixItems", "format"}
+    {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
 )
 _MAX_NEGATED = 24
 # What a value beyond the bound fulfils instead; a length's bound moves by one.
@@ -57,13 +58,6 @@ _INEXACT = {
     **{"unevaluatedProperties": "object", "multipleOf": "number", "format": "string"},
     **dict.fromkeys(("$dynamicRef", "$recursiveRef")),
 }
-
-
-class Lowered(NamedTuple):
-    """A schema in fewer keywords, and what could not be kept as it is."""
-
-    schema: Any
-    entries: tuple[Unenforced, ...]
 
 
 class At(NamedTuple):
@@ -98,7 +92,7 @@ class Lowering:
     ) -> None:
         self.harder = harder
         self._applicators = applicators
-        self._asserting = _PLAIN | _STRUCTURE | applicators.keys()
+        self._asserting = _PLAIN | _STRUCTURE | {"format"} | applicators.keys()
         self.document = Document(root)
         self.disjoint = Disjointness(self.document)
         self.report = Report()
@@ -200,21 +194,11 @@ class Lowering:
         yield self._names[key]
 
     def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
-        plain = {name: words[name] for name in words if name in _PLAIN}
-        for name in ("properties", "patternProperties"):
-            if name in words:
-                plain[name] = {
-                    key: self.positive(part, at.inside(name, key))
-                    for key, part in words[name].items()
-                }
-        for name in ("items", "additionalProperties"):
-            if name in words:
-                plain[name] = self.positive(words[name], at.inside(name))
-        if "prefixItems" in words:
-            plain["prefixItems"] = [
-                self.positive(part, at.inside("prefixItems", index))
-                for index, part in enumerate(words["prefixItems"])
-            ]
+        kept = {name: words[name] for name in words if name in _PLAIN | _STRUCTURE}
+        plain = change_parts(
+            kept,
+            lambda part, path: self.positive(part, At(f"{at.pointer}/{path}", depth=at.depth + 1)),
+        )
         if words.get("format") in FORMATS:
             plain["format"] = words["format"]
         elif "format" in words and "string" in at.types:

@@ -23,8 +23,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import PreparedSchema, describe, narrowing
+from guided_spec.grammar.schema.report import Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
 
 __all__ = [
@@ -219,7 +218,7 @@ def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> L
         return lower(schema, additional=additional)
 
 
-def examine_schema(lowered: Lowered) -> PreparedSchema:
+def examine_schema(lowered: Lowered) -> Lowered:
     """The schema rewritten for xgrammar, and what could not be kept; not to be changed.
 
     Raises GrammarCompileError where it is broken.
@@ -228,13 +227,13 @@ def examine_schema(lowered: Lowered) -> PreparedSchema:
         return normalize(lowered)
 
 
-def require_enforced(prepared: PreparedSchema) -> Any:
+def require_enforced(prepared: Lowered) -> Any:
     """What xgrammar is given; raises as ``prepare_schema`` does."""
-    errors = [entry for entry in prepared.unenforced if entry.level == "error"]
+    errors = [entry for entry in prepared.entries if entry.level == "error"]
     if errors:
         raise UnsupportedSchemaError(describe(errors))
     if prepared.schema is False:
-        lost = narrowing(entry for entry in prepared.unenforced if not entry.by_backend)
+        lost = narrowing(entry for entry in prepared.entries if not entry.by_backend)
         if lost:  # there may be values, but none that is left
             raise UnsupportedSchemaError(describe(lost))
         raise UnsatisfiableGrammarError("no value is valid under the JSON schema")

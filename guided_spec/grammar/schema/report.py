@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "PreparedSchema",
+    "Lowered",
     "Report",
     "Unenforced",
     "describe",
@@ -38,11 +38,11 @@ class Unenforced(NamedTuple):
     by_backend: bool = True
 
 
-class PreparedSchema(NamedTuple):
-    """A schema rewritten for the backend, and what could not be kept."""
+class Lowered(NamedTuple):
+    """A schema in fewer keywords, and what could not be kept as it is."""
 
     schema: Any
-    unenforced: tuple[Unenforced, ...]
+    entries: tuple[Unenforced, ...]
 
 
 class Report:

@@ -31,13 +31,10 @@ from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_within
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import PreparedSchema, Report, Unenforced, escape, find, join
+from guided_spec.grammar.schema.report import Lowered, Report, Unenforced, escape, find, join
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge
 
 __all__ = [
-    "PreparedSchema",
-    "Unenforced",
     "find_unenforced",
     "is_anchored",
     "normalize",
@@ -379,10 +376,10 @@ def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") ->
     Does not change ``schema``, which must be valid under its metaschema. Entries of level
     ``"error"`` can be broken by the text; those of level ``"note"`` cannot.
     """
-    return list(normalize(lower(schema, additional=additional)).unenforced)
+    return list(normalize(lower(schema, additional=additional)).entries)
 
 
-def normalize(lowered: Lowered) -> PreparedSchema:
+def normalize(lowered: Lowered) -> Lowered:
     """A schema rewritten for the backend, with what could not be kept. A new value each time."""
     walk = _Walk(lowered.schema)
     walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
@@ -398,7 +395,7 @@ class _Walk:
         self.names: dict[str, str] = {}  # reference -> name under $defs
         self.definitions: dict[str, Any] = {}
 
-    def run(self) -> PreparedSchema:
+    def run(self) -> Lowered:
         schema = self.rewrite(self.root, "", 0)
         if not has_finite_value(schema, self.definitions):
             schema = False
@@ -407,7 +404,7 @@ class _Walk:
             # root rule that refers to itself.
             used = {name: part for name, part in self.definitions.items() if part is not False}
             schema = {**schema, "$defs": used} if isinstance(schema, dict) else schema
-        return PreparedSchema(schema, tuple(self.report.entries))
+        return Lowered(schema, tuple(self.report.entries))
 
     def rewrite(self, schema: Any, pointer: str, depth: int) -> Any:
         """The subset's spelling of one subschema."""
