@@ -11,10 +11,11 @@ import json
 import math
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.schema.lower import lower
@@ -26,10 +27,10 @@ from guided_spec.grammar.spec import GrammarSpec
 __all__ = [
     "ENDLESS",
     "LARGE_SOURCE",
+    "DocumentBackend",
     "Extent",
     "GrammarSize",
     "SpecDocument",
-    "compile_as_asked",
     "is_large",
     "loosen",
     "measure_json",
@@ -339,10 +340,30 @@ def is_large(spec: GrammarSpec) -> bool:
 
 _ROUNDS = 50
 _SCHEMAS_OF_A_TAG = ("json_schema", "schema")
-Compiled = TypeVar("Compiled")
+Compiled = TypeVar("Compiled", covariant=True)
 
 
-def compile_as_asked(
+class DocumentBackend(ABC, Generic[Compiled]):
+    """A backend of this package: it goes on with what has been read already."""
+
+    def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile ``spec``; may take seconds and cannot be interrupted.
+
+        Raises GrammarCompileError (broken, or a kind that others compile), UnsupportedSchemaError
+        (valid, but not enforceable in full) or UnsatisfiableGrammarError (nothing matches).
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> Compiled:
+        """As ``compile``."""
+        return _compile_as_asked(document, self.enforce)
+
+    @abstractmethod
+    def enforce(self, document: SpecDocument) -> Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+
+
+def _compile_as_asked(
     document: SpecDocument, compile_: Callable[[SpecDocument], Compiled]
 ) -> Compiled:
     """A document by ``compile_``, which raises UnsupportedSchemaError for what it cannot enforce.

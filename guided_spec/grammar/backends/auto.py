@@ -17,11 +17,11 @@ from guided_spec.grammar.backends.registry import (
     find_grammar_backend,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import LARGE_SOURCE, SpecDocument, compile_as_asked
+from guided_spec.grammar.document import LARGE_SOURCE, DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.report import is_narrowed
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import MaybeUnique
+from guided_spec.grammar.unique_keys import MaybeUnique, NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["AutoBackend", "BackendChoice", "build_backend"]
@@ -39,7 +39,7 @@ _MOST_REPEATS = 32
 _Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
 
 
-class AutoBackend:
+class AutoBackend(DocumentBackend[_Compiled]):
     """Per JSON schema the backend that enforces all of it and rejects the least.
 
     That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
@@ -59,19 +59,11 @@ class AutoBackend:
         self.vocabulary = vocabulary
         self._first = XGrammarBackend(vocabulary)
 
-    def compile(self, spec: GrammarSpec) -> _Compiled:
-        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+    def enforce(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused.
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> _Compiled:
-        """As ``compile``."""
-        return compile_as_asked(document, self.enforce)
-
-    def enforce(self, document: SpecDocument) -> _Compiled:
-        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         spec = document.spec
         if spec.kind == "regex" and document.size.repetitions.value > _MOST_REPEATS:
             with suppress(GrammarCompileError):
@@ -153,8 +145,7 @@ class BackendChoice:
         entry = GRAMMAR_BACKENDS.get(name)
         factory = find_grammar_backend(argument, name)
         if factory in (AutoBackend, LLGuidanceBackend, XGrammarBackend):
-            own: AutoBackend | LLGuidanceBackend | XGrammarBackend = factory(self.vocabulary)
-            return _Made(entry, own)
+            return _Made(entry, factory(self.vocabulary))
         return _Made(entry, GuardedBackend(name, factory, self.vocabulary))
 
 
@@ -162,7 +153,7 @@ class _Made(NamedTuple):
     """A backend, and what the registry held when it was made: None for an entry point's."""
 
     entry: str | BackendFactory | None
-    backend: AutoBackend | LLGuidanceBackend | XGrammarBackend | GuardedBackend
+    backend: DocumentBackend[NotedGrammar] | GuardedBackend
 
 
 def build_backend(name: str, vocabulary: Vocabulary) -> BackendChoice:

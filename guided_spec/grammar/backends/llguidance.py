@@ -27,8 +27,6 @@ from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
-
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
@@ -36,7 +34,8 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
-from guided_spec.grammar.document import SpecDocument, compile_as_asked
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.protocol import require_first_token
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
@@ -294,7 +293,7 @@ _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
 
 
-class LLGuidanceBackend:
+class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
     """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
 
     Every finished text satisfies its grammar. The masks admit every way to split a text into
@@ -313,19 +312,6 @@ class LLGuidanceBackend:
             n_vocab=vocabulary.vocab_size,
             eos_token=list(vocabulary.stop_token_ids),
         )
-
-    def compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
-        """Compile ``spec``; milliseconds for most.
-
-        Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
-        UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
-        (nothing matches).
-        """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
-        """As ``compile``."""
-        return compile_as_asked(document, self.enforce)
 
     def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
@@ -448,10 +434,7 @@ def _require_compiled(
         if spec.kind == "json_schema":
             raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
         raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
-    bitmask = np.zeros((1, -(-source.vocabulary.vocab_size // 32)), dtype=np.int32)
-    grammar.new_matcher().fill_next_token_bitmask(bitmask)
-    if not bitmask.any():
-        raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+    require_first_token(grammar, source.vocabulary.vocab_size, spec.kind)
 
 
 def _reason(message: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import ConfigError, GrammarStateError
 from guided_spec.grammar.protocol import Matcher
+from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["LLGuidanceMatcher", "LLGuidanceSource"]
@@ -92,7 +92,7 @@ class LLGuidanceMatcher(Matcher):
             if self._matcher.is_error():
                 self._replay()
                 row[:] = 0  # llguidance would allow a stop token in the middle of the text
-        return not np.array_equal(row, _all_ones(self._source.vocabulary.vocab_size))
+        return not np.array_equal(row, full_row(self._source.vocabulary.vocab_size))
 
     def fork(self) -> LLGuidanceMatcher:
         """An independent copy at the same position."""
@@ -124,10 +124,3 @@ class LLGuidanceMatcher(Matcher):
     def _replay(self) -> None:
         self._matcher = self._source.new()
         self._matcher.consume_tokens(self._token_ids)
-
-
-@lru_cache(maxsize=4)
-def _all_ones(vocab_size: int) -> NDArray[np.int32]:
-    bits = np.zeros(-(-vocab_size // 32) * 32, dtype=np.uint8)
-    bits[:vocab_size] = 1
-    return np.packbits(bits, bitorder="little").view(np.int32)

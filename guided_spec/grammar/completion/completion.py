@@ -35,7 +35,6 @@ from guided_spec.grammar.completion.endings import (
     Endings,
     EndLostError,
     UnreadableGrammarError,
-    pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
 from guided_spec.grammar.completion.rules import rules_of
@@ -48,7 +47,9 @@ from guided_spec.grammar.protocol import (
     GrammarMatcher,
     Matcher,
     WrappedMatcher,
+    legal_row,
 )
+from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -245,10 +246,7 @@ class EndingsCache:
             row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
-        mask = np.zeros((1, len(row)), dtype=np.int32)
-        compiled.new_matcher().fill_next_token_bitmask(mask)
-        # Behind the last token a row may hold anything.
-        own = mask[0] & pack_row(np.ones(self.vocabulary.vocab_size, dtype=np.bool_))
+        own = legal_row(compiled.new_matcher(), self.vocabulary.vocab_size)
         return endings if np.array_equal(row, own) else None
 
 
@@ -357,8 +355,7 @@ class CompletingMatcher(WrappedMatcher):
         lost = (row & ~fitting).view(np.uint32)
         row &= fitting
         # Behind the last token the grammar's row may hold anything.
-        lost[-1] &= np.uint32(2 ** ((self._endings.vocab_size - 1) % 32 + 1) - 1)
-        if lost.any():
+        if (lost & full_row(self._endings.vocab_size).view(np.uint32)).any():
             self._steered.add(len(self._token_ids))
         return True
 

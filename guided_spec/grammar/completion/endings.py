@@ -20,7 +20,6 @@ __all__ = [
     "Rules",
     "UnreadableGrammarError",
     "byte_sequences",
-    "pack_row",
 ]
 
 NEVER = int(np.iinfo(np.int32).max)
@@ -101,14 +100,6 @@ class Endings(Protocol):
     def admits(self, state: Any, token_id: int, remaining: int, matcher: Matcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         ...
-
-
-def pack_row(is_legal: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """bool [V] to int32 [W]: one row of a token bitmask."""
-    bits = np.zeros(-(-len(is_legal) // 32) * 32, dtype=np.uint8)
-    bits[: len(is_legal)] = is_legal
-    row: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
-    return row
 
 
 LAST = 0x10FFFF

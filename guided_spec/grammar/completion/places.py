@@ -20,7 +20,6 @@ from guided_spec.grammar.completion.endings import (
     Rules,
     UnreadableGrammarError,
     byte_sequences,
-    pack_row,
 )
 from guided_spec.grammar.completion.rules import (
     longest_rest,
@@ -30,6 +29,7 @@ from guided_spec.grammar.completion.rules import (
 )
 from guided_spec.grammar.completion.spelling import Characters, Spelling
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.rows import pack_row
 
 __all__ = [
     "NOWHERE",

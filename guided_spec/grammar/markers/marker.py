@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.rows import row_of
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -92,25 +93,19 @@ class Marker:
             while border > 0:
                 refused.update(self._overshooting[border])
                 border = self._borders[border]
-            row = self._rows.setdefault(state, self._pack(sorted(refused), forbidden=True))
+            row = ~row_of(sorted(refused), self._vocabulary.vocab_size)
+            row.flags.writeable = False
+            row = self._rows.setdefault(state, row)
         return row
 
     def only(self, token_id: int) -> NDArray[np.int32]:
         """int32 [W]: a row that admits one token."""
-        return self._pack([token_id], forbidden=False)
+        return row_of([token_id], self._vocabulary.vocab_size)
 
     def _advance(self, state: int, symbol: int) -> int:
         while state > 0 and self.symbols[state] != symbol:
             state = self._borders[state]
         return state + (self.symbols[state] == symbol)
-
-    def _pack(self, token_ids: list[int], *, forbidden: bool) -> NDArray[np.int32]:
-        words = np.zeros(-(-self._vocabulary.vocab_size // 32), dtype=np.uint32)
-        ids = np.array(token_ids, dtype=np.int64)
-        np.bitwise_or.at(words, ids >> 5, np.uint32(1) << (ids & 31).astype(np.uint32))
-        row: NDArray[np.int32] = (~words if forbidden else words).view(np.int32)
-        row.flags.writeable = False
-        return row
 
     def _find_overshooting(self) -> list[list[int]]:
         """Entry n > 0: tokens that begin with what follows the first n symbols, and go on.

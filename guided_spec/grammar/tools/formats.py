@@ -120,7 +120,9 @@ class DelimitedFormat:
         self, text: str, at: int | None, tools: Sequence[Tool], marks: MarkedText
     ) -> list[BegunCall]:
         """A call whose arguments have begun; none where they are not JSON: they come as a whole."""
-        for tool in tools if self.argument is None and at is not None else ():
+        if at is None or self.argument is not None:
+            return []
+        for tool in tools:
             header = self._header(tool, text, at, marks)
             arguments = None if header is None else begun_object(text, header.end)
             if header is not None and arguments is not None:
