@@ -17,13 +17,12 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.isolation import Workers
 from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
-from guided_spec.grammar.markers.after import AfterGrammar
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.maker import TableMaker, table_bytes
 from guided_spec.grammar.tables.proof import proven_table
 from guided_spec.grammar.tables.table import TokenTable
+from guided_spec.grammar.tables.tabled import TableMaker, table_bytes
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["GrammarPipeline", "RequestGrammars"]

@@ -27,7 +27,7 @@ from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_gra
 from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec

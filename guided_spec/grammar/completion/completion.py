@@ -40,8 +40,7 @@ from guided_spec.grammar.completion.places import Places, RuleEndings
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
-from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "Arguments",
     "BegunCall",
     "BegunText",
+    "MarkedReader",
+    "MarkedText",
     "ReadText",
     "Tool",
     "ToolCall",
@@ -22,6 +25,7 @@ __all__ = [
     "ToolFormat",
     "ToolRules",
     "arguments_content",
+    "begun_length",
     "begun_object",
     "read_arguments",
     "read_choice",
@@ -154,6 +158,109 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
         fix = f"of the tool {name!r}: must be a JSON schema, a dict"
         raise ConfigError(f"{place}.parameters", parameters, fix)
     return Tool(name, parameters or {"type": "object"})
+
+
+def begun_length(text: str, literal: str) -> int:
+    """How many characters at the end of a text may be the beginning of a literal."""
+    for length in range(min(len(literal) - 1, len(text)), 0, -1):
+        if text.endswith(literal[:length]):
+            return length
+    return 0
+
+
+_FIRST = 0xD800  # surrogates: no decoded text holds one, and no JSON string but as an escape
+_MOST = 2048
+
+
+class MarkedText:
+    """Reads tokens as text, each added token that some literals name as one character.
+
+    literals: what a format writes. Where ``<tool_call>`` is a token, the grammar takes that token
+        as the beginning of a call and the letters as text, and so does who reads the text.
+
+    Immutable; shared by requests.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, literals: Iterable[str]) -> None:
+        self._vocabulary = vocabulary
+        self._ids = {name: token for name, token in vocabulary.added_tokens if name}
+        for token_id in vocabulary.stop_token_ids:  # they end the text and are no part of it
+            self._ids = {name: token for name, token in self._ids.items() if token != token_id}
+        names = sorted(self._ids, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        found = {name for text in literals for name in self._find(text)}
+        self._marks = {name: chr(_FIRST + at) for at, name in enumerate(sorted(found)[:_MOST])}
+        self._by_id = {self._ids[name]: mark for name, mark in self._marks.items()}
+        self._shown = {mark: name for name, mark in self._marks.items()}
+
+    def mark(self, literal: str) -> str:
+        """A literal as it stands in a text that is read: with a character for each token."""
+        if self._names is None:
+            return literal
+        return self._names.sub(lambda found: self._marks.get(found[0], found[0]), literal)
+
+    def read(self, token_ids: Sequence[int], visible: int | None = None) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD.
+
+        visible: characters to read at most, of those that ``Vocabulary.decode`` shows.
+        """
+        pieces: list[str] = []
+        data = bytearray()
+        for token_id in token_ids:
+            mark = self._by_id.get(token_id)
+            if mark is None:
+                data += self._vocabulary.text_bytes[token_id]
+                continue
+            pieces += [data.decode("utf-8", errors="replace"), mark]
+            data.clear()
+        text = "".join([*pieces, data.decode("utf-8", errors="replace")])
+        return text if visible is None else self._cut(text, visible)
+
+    def reader(self) -> MarkedReader:
+        """Reads one text as its tokens come."""
+        return MarkedReader(self._vocabulary.text_bytes, self._by_id)
+
+    def show(self, text: str) -> str:
+        """A text that was read, with the tokens' names."""
+        return "".join(self._shown.get(character, character) for character in text)
+
+    def _find(self, literal: str) -> list[str]:
+        return [] if self._names is None else self._names.findall(literal)
+
+    def _cut(self, text: str, visible: int) -> str:
+        for at, character in enumerate(text):
+            name = self._shown.get(character)
+            width = 1
+            if name is not None:
+                width = len(self._vocabulary.text_bytes[self._ids[name]].decode())
+            if width > visible:
+                return text[:at]
+            visible -= width
+        return text
+
+
+class MarkedReader:
+    """``MarkedText.read`` of tokens that come one after another.
+
+    A character is held back until all its bytes are in. text_bytes: of each token. marks: the
+    characters of the tokens that are marks.
+    """
+
+    def __init__(self, text_bytes: Sequence[bytes], marks: Mapping[int, str]) -> None:
+        self._text_bytes = text_bytes
+        self._marks = marks
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int]) -> str:
+        """Append tokens, and return the text that they complete."""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            mark = self._marks.get(token_id)
+            if mark is None:
+                pieces.append(self._decoder.decode(self._text_bytes[token_id]))
+            else:
+                pieces += [self._decoder.decode(b"", final=True), mark]
+        return "".join(pieces)
 
 
 _PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers.marker import MarkedText, begun_length
 from guided_spec.grammar.tools.format import (
     BegunCall,
     BegunText,
+    MarkedText,
     ReadText,
     Tool,
     ToolCall,
     ToolFormat,
     ToolRules,
     arguments_content,
+    begun_length,
     begun_object,
     read_arguments,
     read_json,

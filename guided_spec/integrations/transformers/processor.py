@@ -22,7 +22,7 @@ from transformers import LogitsProcessor, PreTrainedModel
 from guided_spec.errors import ConfigError, GrammarDeadEndError
 from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.backends.registry import GrammarBackendName
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec

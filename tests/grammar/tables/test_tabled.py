@@ -23,10 +23,14 @@ from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.maker import TableMaker, table_bytes
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.table import TokenTable
-from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher, finished
+from guided_spec.grammar.tables.tabled import (
+    TabledGrammar,
+    TabledMatcher,
+    TableMaker,
+    table_bytes,
+)
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
@@ -48,6 +52,12 @@ def parts(name: str) -> tuple[NotedGrammar, TokenTable]:
     return compiled, proven_table(
         compiled, Spelling(SMALL), TableLimits(states=60 if name == "part" else 2000)
     )
+
+
+def finished(table: TokenTable) -> Future[TokenTable]:
+    made: Future[TokenTable] = Future()
+    made.set_result(table)
+    return made
 
 
 def row_of(matcher: GrammarMatcher) -> list[int]:
