@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import xgrammar
 
-from guided_spec.grammar.backends.any_order import AnyOrder
+from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
 from guided_spec.grammar.schema.parts import change_parts
 from guided_spec.grammar.schema.report import Report, Unenforced, escape
 
@@ -201,7 +201,7 @@ def _object_rules(
     colon = '": "' if whitespace is None else f'{space} ":" {space}'
     close = f'{space} "}}"'
     pairs = [
-        f"{_literal(name)} {colon} {pieces[value]}"
+        f"{key_literal(name)} {colon} {pieces[value]}"
         for name, value in zip(written.names, written.values, strict=True)
     ]
     more = [f"{pieces[key]} {colon} {pieces[value]}" for key, value in written.others]
@@ -223,7 +223,3 @@ def _object_rules(
     begin = f'"{{" {space} {rule}_next_0'
     rules.append(f"{rule} ::= {begin}" + ("" if needed else f' | "{{" {close}'))
     return rules
-
-
-def _literal(name: str) -> str:
-    return json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)

@@ -40,7 +40,7 @@ from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
 from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
-from guided_spec.grammar.schema.values import keep_valid, merge
+from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -232,30 +232,14 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
 def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
     values = [schema[name] for name in _NUMBERS if name in schema]
     values += [schema.get("const"), schema.get("enum")]
-    if any(map(_is_inexact, values)):
+    if any(isinstance(v, int | float) and abs(v) > _LARGEST for v in values_within(values)):
         raise _refusal(pointer, "", "a number beyond 2**53 is rounded; write it as a string")
-    if any(map(_has_controls, values[-2:])):
+    if any(isinstance(v, str) and _CONTROL.search(v) for v in values_within(values[-2:])):
         raise _refusal(pointer, "enum", "a control character in a string; leave the value out")
     divisor = Fraction(str(schema.get("multipleOf", 1))).denominator
     if divisor & (divisor - 1):
         reason = "a step that no float holds exactly; count in whole steps"
         raise _refusal(pointer, "multipleOf", reason)
-
-
-def _has_controls(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_controls, [*value, *value.values()]))
-    if isinstance(value, list):
-        return any(map(_has_controls, value))
-    return isinstance(value, str) and bool(_CONTROL.search(value))
-
-
-def _is_inexact(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_inexact, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_inexact, value))
-    return isinstance(value, int | float) and abs(value) > _LARGEST
 
 
 @lru_cache(maxsize=1024)

@@ -17,6 +17,7 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
+from guided_spec.grammar.schema.values import values_within
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -75,20 +76,15 @@ def _check_options(content: dict[str, Any]) -> None:
     reason = None
     if content.get("any_order"):
         reason = "any_order: xgrammar then checks neither required keys nor repeated ones"
-    elif content.get("excludes") and _bounds_a_length(content):
+    elif content.get("excludes") and any(
+        isinstance(part, dict) and ("minLength" in part or "maxLength" in part)
+        for part in values_within(content)
+    ):
         reason = "excludes: xgrammar then drops minLength and maxLength"
     if reason is not None:
         raise UnsupportedSchemaError(
             f"the structural_tag cannot be enforced in full: {reason}; leave it out"
         )
-
-
-def _bounds_a_length(node: Any) -> bool:
-    if isinstance(node, list):
-        return any(map(_bounds_a_length, node))
-    if not isinstance(node, dict):
-        return False
-    return not {"minLength", "maxLength"}.isdisjoint(node) or _bounds_a_length([*node.values()])
 
 
 _REGIONS = ("dispatch", "triggered_tags")

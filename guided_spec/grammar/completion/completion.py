@@ -67,7 +67,7 @@ class _Free(NamedTuple):
     marker: int
 
 
-class AfterEndings:
+class AfterEndings(Endings):
     """``Endings`` of an ``AfterGrammar``: the shortest way spells the marker, and then ends.
 
     inner: of the grammar behind the marker. vocab_size: V.
@@ -76,15 +76,10 @@ class AfterEndings:
     def __init__(self, marker: Marker, inner: Endings, vocab_size: int) -> None:
         self._marker = marker
         self._inner = inner
-        self.vocab_size = vocab_size
+        self.vocab_size, self.is_exact = vocab_size, inner.is_exact
         self._missing = [self._spelled(state) for state in range(len(marker) + 1)]
         self._behind = inner.cost(inner.start)
         self._next: dict[int, NDArray[np.int32]] = {}
-
-    @property
-    def is_exact(self) -> bool:
-        """As the inner grammar's are."""
-        return self._inner.is_exact
 
     @property
     def is_filling_up(self) -> bool:

@@ -37,22 +37,18 @@ class Endings(Protocol):
     is a number of tokens within which the text can be ended, the stop token among them, and some
     legal token leads from each state to one whose cost is smaller by one or more. All but ``start``
     and ``cost`` may raise EndLostError.
+
+    vocab_size: V. is_exact: whether costs are the least there are, and every token is judged by
+    them.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether costs are the least there are, and every token is judged by them."""
-        ...
+    vocab_size: int
+    is_exact: bool
 
     @property
     def is_filling_up(self) -> bool:
         """Whether new texts should get endings made anew: there is little room for more states."""
-        ...
+        return False
 
     @property
     def memory_size_bytes(self) -> int:
@@ -73,7 +69,8 @@ class Endings(Protocol):
 
         ``remaining``, here and below: the tokens that the text may still get.
         """
-        ...
+        del state, remaining
+        return 1
 
     def after(self, state: Any, token_ids: Sequence[int], matcher: Matcher) -> Any:
         """The state behind some tokens, no stop token among them; None where no way is known.

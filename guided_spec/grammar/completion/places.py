@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from guided_spec.grammar.completion.endings import (
     LAST,
     Call,
+    Endings,
     EndLostError,
     Rules,
     UnreadableGrammarError,
@@ -346,7 +347,7 @@ _RUN = 16  # characters of them
 _NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-class RuleEndings:
+class RuleEndings(Endings):
     """``Endings`` by a grammar's rules: a state is a ``Place``, and nothing is searched.
 
     A place costs the tokens that write the shortest way from it to the end of the document, and the
@@ -356,21 +357,14 @@ class RuleEndings:
     Every byte of a shortest way has to be a token of the vocabulary.
     """
 
+    is_exact = True
+
     def __init__(self, places: Places, spelling: Spelling) -> None:
+        self.vocab_size = spelling.vocab_size
         self._places = places
         self._spelling = spelling
         self._tables: OrderedDict[int, NDArray[np.int16]] = OrderedDict()
         self._most: dict[int, int] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._spelling.vocab_size
-
-    @property
-    def is_exact(self) -> bool:
-        """Always."""
-        return True
 
     @property
     def is_filling_up(self) -> bool:
@@ -390,11 +384,6 @@ class RuleEndings:
     def cost(self, state: Place) -> int:
         """Tokens within which the text can be ended: at least 1."""
         return self._spelling.num_tokens(state.text) + 1
-
-    def stride(self, state: Place, remaining: int) -> int:
-        """One: each token is followed."""
-        del state, remaining
-        return 1
 
     def after(
         self, state: Place, token_ids: Sequence[int], matcher: GrammarMatcher

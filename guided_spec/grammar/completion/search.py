@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import NEVER
+from guided_spec.grammar.completion.endings import NEVER, Endings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
@@ -60,7 +60,7 @@ class Way:
         self.rows: dict[int, NDArray[np.int32]] = {}
 
 
-class SearchEndings:
+class SearchEndings(Endings):
     """``Endings`` of any grammar: a state is a known ``Way`` to the end, its bytes.
 
     The way behind some tokens is, in this order: the rest of the way before, if they began it; the
@@ -77,6 +77,8 @@ class SearchEndings:
     others of their kind that the grammar allows are taken to.
     """
 
+    is_exact = False  # another way may be shorter
+
     def __init__(
         self,
         compiled: CompiledGrammar,
@@ -84,26 +86,12 @@ class SearchEndings:
         spelling: Spelling | None = None,
         tokens: SearchTokens | None = None,
     ) -> None:
+        self.vocab_size = vocabulary.vocab_size
         self.spelling = spelling or Spelling(vocabulary)
         self.tokens = tokens or SearchTokens(vocabulary)
         self._stop = int(self.tokens.stops[0])
         matcher = as_matcher(compiled.new_matcher())
         self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.spelling.vocab_size
-
-    @property
-    def is_exact(self) -> bool:
-        """Never: another way may be shorter."""
-        return False
-
-    @property
-    def is_filling_up(self) -> bool:
-        """Nothing is kept between texts."""
-        return False
 
     @property
     def memory_size_bytes(self) -> int:

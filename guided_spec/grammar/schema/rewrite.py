@@ -32,7 +32,7 @@ from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_with
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.report import Lowered, Report, Unenforced, escape, find, join
-from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge
+from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
 
 __all__ = [
     "find_unenforced",
@@ -475,7 +475,7 @@ class _Walk:
             reason = f"the backend ignores {', '.join(rest)} beside it"
             self.report.error(pointer, keyword, reason, "list only the values that fit")
             return {}
-        if any(_is_inexact(value) for value in kept):
+        if any(isinstance(v, int) and abs(v) > 2**53 for v in values_within(kept)):
             reason = "an integer beyond 2**53 is written as a rounded number"
             self.report.error(pointer, keyword, reason, "write it as a string")
         # xgrammar writes arrays and objects of an enum without any space.
@@ -523,11 +523,3 @@ class _Walk:
             return find(self.root, reference)
         except LookupError:
             return None
-
-
-def _is_inexact(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_inexact, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_inexact, value))
-    return isinstance(value, int) and abs(value) > 2**53

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ __all__ = [
     "others",
     "type_of",
     "unique_arrays",
+    "values_within",
 ]
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
@@ -47,6 +48,18 @@ def type_of(value: Any) -> str:
         if isinstance(value, python):
             return kind
     return "null" if value is None else "array" if isinstance(value, list) else "object"
+
+
+def values_within(value: Any) -> Iterator[Any]:
+    """A JSON value, and all values and keys within it."""
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        yield part
+        if isinstance(part, dict):
+            stack += [*part, *part.values()]
+        elif isinstance(part, list):
+            stack += part
 
 
 def others(values: Sequence[Any], types: frozenset[str]) -> Disjuncts:

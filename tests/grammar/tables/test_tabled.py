@@ -29,6 +29,7 @@ from guided_spec.grammar.tables.tabled import (
     TabledGrammar,
     TabledMatcher,
     TableMaker,
+    finished,
     table_bytes,
 )
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
@@ -52,12 +53,6 @@ def parts(name: str) -> tuple[NotedGrammar, TokenTable]:
     return compiled, proven_table(
         compiled, Spelling(SMALL), TableLimits(states=60 if name == "part" else 2000)
     )
-
-
-def finished(table: TokenTable) -> Future[TokenTable]:
-    made: Future[TokenTable] = Future()
-    made.set_result(table)
-    return made
 
 
 def row_of(matcher: GrammarMatcher) -> list[int]:
