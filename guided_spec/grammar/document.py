@@ -20,8 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, unescape
-from guided_spec.grammar.schema.rewrite import find_unenforced
+from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, find, unescape
+from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = [
@@ -409,45 +409,39 @@ def narrow(schema: Any) -> Any:
     away. Raises UnsupportedSchemaError where nothing of the kind helps.
     """
     lowered = lower(schema, harder=True)
-    errors = [entry for entry in lowered.entries if entry.level == "error"]
-    if errors:
-        raise UnsupportedSchemaError(describe(errors))
+    if lowered.errors:
+        raise UnsupportedSchemaError(describe(lowered.errors))
     return lowered.schema
 
 
 def loosen(schema: Any) -> Lowered:
     """A schema without the keywords that xgrammar cannot enforce, and these: it admits more."""
     lowered = lower(schema)
-    dropped = [entry for entry in lowered.entries if entry.level == "error"]
+    dropped = lowered.errors
     loose = copy.deepcopy(lowered.schema)
     for _ in range(_ROUNDS):
-        errors = [entry for entry in find_unenforced(loose, "schema") if entry.level == "error"]
+        errors = normalize(lower(loose)).errors
         if not errors:
             break
         for entry in errors:
             loose = _without(loose, entry)
-            dropped.append(entry)
+        dropped += errors
     return Lowered(loose, tuple(dict.fromkeys(dropped)))
 
 
 def _without(schema: Any, entry: Unenforced) -> Any:
     """``schema`` changed in place: the keyword is gone, or all of the subschema that holds it."""
-    node, parent, key = schema, None, ""
-    for token in entry.pointer.split("/")[1:]:
-        token = unescape(token)
-        parent, key = node, token
-        if isinstance(node, list) and token.isdecimal() and int(token) < len(node):
-            node = node[int(token)]
-        elif isinstance(node, dict) and token in node:
-            node = node[token]
-        else:
-            return {}
+    above, _, key = entry.pointer.rpartition("/")
+    try:
+        node, parent = find(schema, entry.pointer), find(schema, above)
+    except LookupError:
+        return {}
     if isinstance(node, dict) and entry.keyword in node:
         del node[entry.keyword]
         return schema
-    if parent is None:
+    if not entry.pointer:
         return {}
-    parent[int(key) if isinstance(parent, list) else key] = {}
+    parent[int(key) if isinstance(parent, list) else unescape(key)] = {}
     return schema
 
 

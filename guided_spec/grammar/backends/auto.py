@@ -102,8 +102,7 @@ class AutoBackend(DocumentBackend[_Compiled]):
 
 def _is_xgrammars_alone(document: SpecDocument) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    entries = document.examined.entries
-    return all(entry.by_backend for entry in entries if entry.level == "error")
+    return all(entry.by_backend for entry in document.examined.errors)
 
 
 class BackendChoice:

@@ -22,21 +22,27 @@ import importlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from guided_spec.errors import (
+    ConfigError,
     GrammarCompileError,
+    GrammarStateError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
-from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
-from guided_spec.grammar.protocol import require_first_token
+from guided_spec.grammar.protocol import Matcher, require_first_token
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
 from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
@@ -48,12 +54,13 @@ from guided_spec.grammar.vocabulary import Vocabulary
 __all__ = [
     "LLGuidanceBackend",
     "LLGuidanceGrammar",
+    "LLGuidanceMatcher",
+    "LLGuidanceSource",
     "prepare_for_llguidance",
 ]
 
 _parser: Any = importlib.import_module("re._parser")
-_PARTS = HOLDS_PARTS - {"patternProperties"}
-_KEPT = _PARTS | frozenset(
+_KEPT = HOLDS_PARTS | frozenset(
     {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
@@ -63,6 +70,7 @@ _REFUSED = frozenset({"uniqueItems"})
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TARGETS = HOLDS_PARTS - {"patternProperties"} | {"$defs"}
 _LARGEST = 2**53
 _MAX_DEPTH = 128
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -74,9 +82,8 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
     Raises UnsupportedSchemaError where some of it would go unenforced. llguidance itself may refuse
     more.
     """
-    for entry in lowered.entries:
-        if entry.level == "error":
-            raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
+    for entry in lowered.errors:
+        raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
     if isinstance(lowered.schema, bool):
         return {} if lowered.schema else {"enum": []}
     prepared: dict[str, Any] = _rewrite(lowered.schema, "", 0)
@@ -95,8 +102,11 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         return schema
     _check(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
+    kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
+    if "patternProperties" in schema:
+        kept["patternProperties"] = {}  # to come, at its place: the order matters to llguidance
     result = change_parts(
-        {keyword: value for keyword, value in schema.items() if keyword in _KEPT},
+        kept,
         lambda part, path: _rewrite(part, f"{pointer}/{path}", depth + 1),
     )
     if schema.get("patternProperties"):
@@ -222,7 +232,7 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
     for keyword in sorted(_REFUSED.intersection(schema)):
         raise _refusal(pointer, keyword, "llguidance does not enforce it")
     first = str(schema.get("$ref", "#")).split("/")
-    if first[0] != "#" or (len(first) > 1 and first[1] not in _PARTS | {"$defs"}):
+    if first[0] != "#" or (len(first) > 1 and first[1] not in _TARGETS):
         raise _refusal(pointer, "$ref", "its target is not a subschema of this schema")
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
@@ -376,6 +386,116 @@ class _Tokens(NamedTuple):
 
     def __call__(self, text: object) -> list[int]:
         raise NotImplementedError
+
+
+class LLGuidanceSource(NamedTuple):
+    """Everything that a matcher is made from.
+
+    library: the module llguidance. tokenizer: its ``LLTokenizer`` of the vocabulary.
+    text: a grammar in its Lark dialect.
+    """
+
+    library: Any
+    tokenizer: Any
+    text: str
+    vocabulary: Vocabulary
+
+    def new(self) -> Any:
+        """llguidance's own matcher, at the start; in its error state if the text is broken."""
+        grammar = self.library.LLMatcher.grammar_from_lark(self.text)
+        return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+
+
+class LLGuidanceMatcher(Matcher):
+    """A ``GrammarMatcher`` over llguidance's.
+
+    llguidance ends in an error, and stays there, after a refused token and where a limit is hit.
+    So a token is checked before it is consumed, stop tokens are kept away from it, and after an
+    error it is made anew from ``token_ids``.
+    """
+
+    def __init__(self, source: LLGuidanceSource, matcher: Any) -> None:
+        self._source = source
+        self._matcher = matcher
+        self._token_ids: list[int] = []
+        self._has_ended = False
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        token_id = int(token_id)
+        vocabulary = self._source.vocabulary
+        if self._has_ended or not 0 <= token_id < vocabulary.vocab_size:
+            return False
+        if token_id in vocabulary.stop_token_ids:
+            self._has_ended = bool(self._matcher.is_accepting())
+            if not self._has_ended:
+                return False
+        elif not vocabulary.token_bytes[token_id] or self._matcher.validate_tokens([token_id]) != 1:
+            return False
+        elif not self._matcher.consume_token(token_id):
+            self._replay()
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """In microseconds, a fraction of accepting a token that completes the text."""
+        count: int = 0 if self._has_ended else self._matcher.validate_tokens(token_ids)
+        return count == len(token_ids)
+
+    def forced_bytes(self) -> bytes:
+        """What must come next in every text, as far as that is known; does not move."""
+        forced: bytes = b"" if self._has_ended else self._matcher.compute_ff_bytes()
+        return forced
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``.
+
+        All zero, a dead end, where llguidance gives up: no token of the vocabulary goes on, or the
+        grammar is too complex here. Raises GrammarStateError on a terminated matcher.
+        """
+        if self._has_ended:
+            raise GrammarStateError("the text is complete: no token can follow")
+        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+        self._fill(row)
+        if self._matcher.is_error():
+            self._replay()  # a new lexer, too: the shared one may be full
+            self._fill(row)
+            if self._matcher.is_error():
+                self._replay()
+                row[:] = 0  # llguidance would allow a stop token in the middle of the text
+        return not np.array_equal(row, full_row(self._source.vocabulary.vocab_size))
+
+    def fork(self) -> LLGuidanceMatcher:
+        """An independent copy at the same position."""
+        copy = LLGuidanceMatcher(self._source, self._matcher.deep_copy())
+        copy._token_ids = self._token_ids.copy()
+        copy._has_ended = self._has_ended
+        return copy
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens. Raises ConfigError if there are fewer."""
+        if not 0 <= num_tokens <= len(self._token_ids):
+            fix = f"must be between 0 and {len(self._token_ids)}, the tokens accepted so far"
+            raise ConfigError("num_tokens", num_tokens, fix)
+        if num_tokens == 0:
+            return
+        del self._token_ids[-num_tokens:]
+        surplus = num_tokens - self._has_ended
+        self._has_ended = False
+        if surplus and not self._matcher.rollback(surplus):
+            self._replay()
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._has_ended
+
+    def _fill(self, row: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _replay(self) -> None:
+        self._matcher = self._source.new()
+        self._matcher.consume_tokens(self._token_ids)
 
 
 @dataclass(frozen=True, eq=False)

@@ -203,9 +203,8 @@ class EndingsCache:
         """
         endings = self.of(compiled)
         least = endings.cost(endings.start)
-        if least > max_tokens:
-            if is_required or (endings.is_exact and least < NEVER):
-                raise BudgetTooSmallError(max_tokens, None if least >= NEVER else least)
+        is_lost = not is_required and (not endings.is_exact or least >= NEVER)
+        if least > max_tokens and is_lost:
             return compiled
         return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 

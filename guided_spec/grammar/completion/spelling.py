@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -87,8 +86,7 @@ class Spelling:
             return [np.zeros(0, dtype=np.int64)] * 256
         first = self.columns[0]
         order = np.argsort(first, kind="stable")
-        ends = np.searchsorted(first[order], np.arange(257))
-        return [order[low:high] for low, high in pairwise(ends.tolist())]
+        return np.split(order, np.searchsorted(first[order], np.arange(1, 256)))
 
     def write(self, text: bytes) -> tuple[int, ...] | None:
         """Tokens that write ``text``, one a byte if there are such; None where none do."""

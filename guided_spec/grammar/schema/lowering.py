@@ -29,9 +29,8 @@ _PLAIN = frozenset(
     {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
     | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
 )
-_STRUCTURE = frozenset(
-    {"properties", "patternProperties", "additionalProperties", "items", "prefixItems"}
-)
+# As they come in the result: to llguidance the order matters.
+_STRUCTURE = ("properties", "patternProperties", "items", "additionalProperties", "prefixItems")
 _MAX_NEGATED = 24
 # What a value beyond the bound fulfils instead; a length's bound moves by one.
 _BOUNDS = {
@@ -92,7 +91,7 @@ class Lowering:
     ) -> None:
         self.harder = harder
         self._applicators = applicators
-        self._asserting = _PLAIN | _STRUCTURE | {"format"} | applicators.keys()
+        self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
         self.document = Document(root)
         self.disjoint = Disjointness(self.document)
         self.report = Report()
@@ -194,7 +193,8 @@ class Lowering:
         yield self._names[key]
 
     def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
-        kept = {name: words[name] for name in words if name in _PLAIN | _STRUCTURE}
+        kept = {name: words[name] for name in words if name in _PLAIN}
+        kept |= {name: words[name] for name in _STRUCTURE if name in words}
         plain = change_parts(
             kept,
             lambda part, path: self.positive(part, At(f"{at.pointer}/{path}", depth=at.depth + 1)),

@@ -216,9 +216,8 @@ def examine_schema(lowered: Lowered) -> Lowered:
 
 def require_enforced(prepared: Lowered) -> Any:
     """What xgrammar is given; raises as ``prepare_schema`` does."""
-    errors = [entry for entry in prepared.entries if entry.level == "error"]
-    if errors:
-        raise UnsupportedSchemaError(describe(errors))
+    if prepared.errors:
+        raise UnsupportedSchemaError(describe(prepared.errors))
     if prepared.schema is False:
         lost = narrowing(entry for entry in prepared.entries if not entry.by_backend)
         if lost:  # there may be values, but none that is left

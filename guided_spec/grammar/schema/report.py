@@ -13,7 +13,6 @@ __all__ = [
     "escape",
     "find",
     "is_narrowed",
-    "join",
     "narrowing",
     "unescape",
 ]
@@ -43,6 +42,11 @@ class Lowered(NamedTuple):
 
     schema: Any
     entries: tuple[Unenforced, ...]
+
+    @property
+    def errors(self) -> list[Unenforced]:
+        """What generated text might break."""
+        return [entry for entry in self.entries if entry.level == "error"]
 
 
 class Report:
@@ -95,11 +99,6 @@ def find(value: Any, pointer: str) -> Any:
         else:
             raise LookupError(pointer)
     return value
-
-
-def join(pointer: str, path: str) -> str:
-    """``pointer`` extended by ``path``, whose tokens are escaped already."""
-    return f"{pointer}/{path}"
 
 
 def describe(errors: Sequence[Unenforced]) -> str:

@@ -31,7 +31,7 @@ from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_within
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.report import Lowered, Report, Unenforced, escape, find, join
+from guided_spec.grammar.schema.report import Lowered, Report, Unenforced, escape, find
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
 
 __all__ = [
@@ -429,7 +429,7 @@ class _Walk:
             own,
             pointer,
             self.report,
-            lambda part, path: self.rewrite(part, join(pointer, path), depth),
+            lambda part, path: self.rewrite(part, f"{pointer}/{path}", depth),
         )
 
     def _all_of(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
@@ -496,7 +496,7 @@ class _Walk:
                 return {}
             branches.append(joined)
         parts = [
-            self.rewrite(branch, join(pointer, f"anyOf/{index}"), depth)
+            self.rewrite(branch, f"{pointer}/anyOf/{index}", depth)
             for index, branch in enumerate(branches)
         ]
         parts = [part for part in parts if part is not False]
