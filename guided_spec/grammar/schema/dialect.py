@@ -111,7 +111,7 @@ class Document:
         self.has_parts = False
         self._resolvers: dict[int, Any] = {}  # of every schema, by its id
         self._anchors = Counter[str]()  # of $dynamicRef by name, those of $recursiveRef as ""
-        resource = Resource(contents=root, specification=_SPECIFICATIONS[self.draft])
+        resource = _SPECIFICATIONS[self.draft].create_resource(root)
         self._resolver: Any = Registry[Any]().with_resource("", resource).crawl().resolver()
         self._resolver = self._resolver.in_subresource(resource)
         self._index(resource)
