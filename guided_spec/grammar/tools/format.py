@@ -27,6 +27,9 @@ __all__ = [
     "arguments_content",
     "begun_length",
     "begun_object",
+    "either",
+    "in_sequence",
+    "literal",
     "read_arguments",
     "read_choice",
     "read_json",
@@ -276,6 +279,21 @@ class Arguments(NamedTuple):
     end: int
 
 
+def literal(text: str) -> dict[str, Any]:
+    """A part of a structural tag: this text."""
+    return {"type": "const_string", "value": text}
+
+
+def in_sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Parts of a structural tag one after another."""
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": [*parts]}
+
+
+def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of some parts of a structural tag."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}
+
+
 def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
     """The format of a tool's arguments in a structural tag.
 
@@ -297,10 +315,9 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
         mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
         one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
         if rest:
-            behind = {"type": "const_string", "value": rest}
-            one = {"type": "sequence", "elements": [one, behind]}
+            one = in_sequence(one, literal(rest))
         elements.append(one if key in required else {"type": "optional", "content": one})
-    return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
+    return {"type": "sequence", "elements": elements or [literal("")]}
 
 
 def read_arguments(
@@ -379,8 +396,7 @@ def _value_content(tool: Tool, schema: Any) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": _with_definitions(tool, schema)}
     options = _options(schema)
     if options is not None:
-        written = [{"type": "const_string", "value": option} for option in options]
-        return written[0] if len(written) == 1 else {"type": "or", "elements": written}
+        return either([literal(option) for option in options])
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least == 0 and most is None:
         return {"type": "any_text"}

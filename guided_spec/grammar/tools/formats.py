@@ -21,6 +21,9 @@ from guided_spec.grammar.tools.format import (
     arguments_content,
     begun_length,
     begun_object,
+    either,
+    in_sequence,
+    literal,
     read_arguments,
     read_json,
 )
@@ -135,11 +138,8 @@ class DelimitedFormat:
         content = arguments_content(tool, self.argument)
         if "{id}" in begin:
             begin, behind = begin.split("{id}")
-            parts = [
-                {"type": "regex", "pattern": self._id_of(tool)},
-                {"type": "const_string", "value": behind},
-            ]
-            content = {"type": "sequence", "elements": [*parts, content]}
+            written = {"type": "regex", "pattern": self._id_of(tool)}
+            content = in_sequence(written, literal(behind), content)
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def _id_of(self, tool: Tool) -> str:
@@ -258,13 +258,13 @@ class HarmonyFormat:
         """The format of a structural tag. Raises ConfigError naming the tool."""
         last = [_call(tool, rules) for tool in rules.tools if rules.choice != "none"]
         if rules.choice in ("auto", "none"):
-            last.append(_sequence(_const(_FINAL), {"type": "any_text"}))
+            last.append(in_sequence(literal(_FINAL), {"type": "any_text"}))
         first = [
             {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
             for begin in (_ANALYSIS, _COMMENTARY)
         ]
-        message = _sequence(_or(first), _const(_NEXT))
-        return _sequence({"type": "star", "content": message}, _or(last))
+        message = in_sequence(either(first), literal(_NEXT))
+        return in_sequence({"type": "star", "content": message}, either(last))
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
         """Take apart what the grammar has written and ``marks`` has read."""
@@ -315,11 +315,11 @@ def _read_messages(text: str, marks: MarkedText) -> _Messages:
 
 
 def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
-    headers = [_const(header.replace("{name}", tool.name)) for header in _HEADERS]
+    headers = [literal(header.replace("{name}", tool.name)) for header in _HEADERS]
     arguments = {"type": "json_schema", "json_schema": tool.parameters}
     # As a rule <|call|> ends the text by itself, and then no tag can hold it.
-    end = [] if _CALL in rules.stop_names else [_const(_CALL)]
-    return _sequence(_or(headers), arguments, *end)
+    end = [] if _CALL in rules.stop_names else [literal(_CALL)]
+    return in_sequence(either(headers), arguments, *end)
 
 
 def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall | None:
@@ -340,18 +340,6 @@ def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCal
             if arguments is not None:
                 return BegunCall("", tool.name, arguments)
     return None
-
-
-def _const(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _or(options: list[dict[str, Any]]) -> dict[str, Any]:
-    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
 
 
 _DEEPSEEK_OPENING, _DEEPSEEK_CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
