@@ -49,6 +49,7 @@ _DIGITS = 19
 ENDLESS = 10**18  # counts are not told apart beyond this
 
 _Path = tuple["_Path", str | int] | None
+_EXTENTS = ("nesting", "repetitions", "alternatives")
 
 _SCHEMA_MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -103,7 +104,7 @@ def measure_json(value: Any, length: int) -> GrammarSize:
 
 def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
     """The size of a regex, or of a grammar that holds some, in linear time."""
-    found = _Scanner().run(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
+    found = _Scan(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
     large = len(source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
     largest, alternatives = Extent(found.largest), Extent(found.alternatives)
@@ -115,9 +116,7 @@ class _Walk:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.nesting: tuple[int, _Path] = (0, None)
-        self.repetitions: tuple[int, _Path] = (0, None)
-        self.alternatives: tuple[int, _Path] = (0, None)
+        self.largest: dict[str, tuple[int, _Path]] = dict.fromkeys(_EXTENTS, (0, None))
         self.characters = 0
         self.lengths = set[int]()
         self.counts: dict[str | int, int] = {}  # of each pattern and each count
@@ -130,10 +129,8 @@ class _Walk:
         stack: list[tuple[Any, int, _Path, bool, bool]] = [(root, 1, None, False, False)]
         while stack:
             node, depth, path, is_data, is_map = stack.pop()
-            if depth > self.nesting[0]:
-                self.nesting = (depth, path)
-            if len(node) > self.alternatives[0]:
-                self.alternatives = (len(node), path)
+            self._more("nesting", depth, path)
+            self._more("alternatives", len(node), path)
             if isinstance(node, list):
                 for index, value in enumerate(node):
                     if isinstance(value, dict | list):
@@ -168,14 +165,14 @@ class _Walk:
                     self.has_joined |= key == "allOf" or bool(rest)
 
     def _pattern(self, pattern: str, path: _Path, *, is_data: bool) -> None:
-        found = _Scanner().run(pattern, _IN_REGEX)
+        found = _Scan(pattern, _IN_REGEX)
         self.counts[pattern] = found.repeated  # equal ones are compiled once
         self.repeated += found.repeated
         self.characters = max(self.characters, found.longest)
         if not is_data:
-            self.repetitions = max(self.repetitions, (found.largest, path), key=_value)
-            self.alternatives = max(self.alternatives, (found.alternatives, path), key=_value)
-            self.nesting = max(self.nesting, (found.nesting, path), key=_value)
+            self._more("repetitions", found.largest, path)
+            self._more("alternatives", found.alternatives, path)
+            self._more("nesting", found.nesting, path)
 
     def _count(self, value: int, path: tuple[_Path, str], *, is_data: bool) -> None:
         value = max(0, min(value, ENDLESS))
@@ -184,35 +181,29 @@ class _Walk:
             self.lengths.add(value)
         self.counts[value] = value
         self.repeated += value
-        if not is_data and value > self.repetitions[0]:
-            self.repetitions = (value, path)
+        if not is_data:
+            self._more("repetitions", value, path)
+
+    def _more(self, extent: str, value: int, path: _Path) -> None:
+        if value > self.largest[extent][0]:
+            self.largest[extent] = (value, path)
 
     def size(self) -> GrammarSize:
+        longest, _ = self.largest["alternatives"]
         large = (
             self.length > LARGE_SOURCE
-            or self.alternatives[0] > LARGE_LIST
+            or longest > LARGE_LIST
             or sum(self.counts.values()) > LARGE_REPEATS
             or self.repeated > LARGE_REPEATS_IN_ALL
-            or (self.has_bounded_object and self.alternatives[0] > LARGE_BOUNDED_OBJECT)
+            or (self.has_bounded_object and longest > LARGE_BOUNDED_OBJECT)
             # Branches are written out together with what stands beside them, again at each level.
             or (self.has_reference and self.has_joined and self.expansion > LARGE_EXPANSION)
         )
-        return GrammarSize(
-            _extent(self.nesting),
-            _extent(self.repetitions),
-            _extent(self.alternatives),
-            self.characters,
-            sum(self.lengths),
-            large=large,
-        )
+        extents = [_extent(*self.largest[extent]) for extent in _EXTENTS]
+        return GrammarSize(*extents, self.characters, sum(self.lengths), large=large)
 
 
-def _value(found: tuple[int, _Path]) -> int:
-    return found[0]
-
-
-def _extent(found: tuple[int, _Path]) -> Extent:
-    value, path = found
+def _extent(value: int, path: _Path) -> Extent:
     tokens: list[str] = []
     while path is not None:
         path, key = path
@@ -220,30 +211,19 @@ def _extent(found: tuple[int, _Path]) -> Extent:
     return Extent(value, "".join(f"/{token}" for token in reversed(tokens)))
 
 
-class _Scan(NamedTuple):
-    """Of one regex or grammar. repeated: its character classes, each as often as it is repeated.
+class _Scan:
+    """One pass over a regex or grammar, right or not; keeps no more than its open groups.
 
-    largest, longest: of the counts, with those inside each other multiplied, and each by itself.
+    repeated: its character classes, each as often as it is repeated. largest, longest: of the
+    counts, with those inside each other multiplied, and each by itself.
     """
 
-    nesting: int
-    largest: int
-    repeated: int
-    alternatives: int
-    longest: int
-
-
-class _Scanner:
-    """One pass over a regex or grammar, right or not; keeps no more than its open groups."""
-
-    def __init__(self) -> None:
+    def __init__(self, text: str, tokens: re.Pattern[str]) -> None:
         self.groups = [0]  # what each open group repeats
         self.closed = -1  # where the last class or group ended
         self.inner = 0  # what that one repeats
         self.nesting = self.largest = self.longest = 0
         self.alternatives = 1
-
-    def run(self, text: str, tokens: re.Pattern[str]) -> _Scan:
         in_class = False
         for match in tokens.finditer(text):
             token = match.group()
@@ -261,8 +241,7 @@ class _Scanner:
                 self._close(match.end(), 1)
             elif token[0] == "{":
                 self._repeat(match)
-        repeated = sum(self.groups)
-        return _Scan(self.nesting, self.largest, repeated, self.alternatives, self.longest)
+        self.repeated = sum(self.groups)
 
     def _close(self, end: int, inner: int) -> None:
         self.closed, self.inner = end, inner
