@@ -61,12 +61,9 @@ class GrammarCompileQueue:
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
             threading.Thread(
-                target=work, args=(source,), name=f"grammar-compile-{name}-{i}", daemon=True
+                target=self._work, args=(source,), name=f"grammar-compile-{name}-{i}", daemon=True
             )
-            for work, source, name in (
-                (self._sort, self._waiting, "small"),
-                (self._work, self._large, "large"),
-            )
+            for source, name in ((self._waiting, "small"), (self._large, "large"))
             for i in range(max_workers)
         ]
         self._closed = False
@@ -146,20 +143,12 @@ class GrammarCompileQueue:
                 sizes[spec] += self._size_of_more(future.result())
         return sizes
 
-    def _sort(self, waiting: _Waiting) -> None:
+    def _work(self, waiting: _Waiting) -> None:
         while (spec := waiting.get()) is not None:
-            try:
-                large = is_large(spec)
-            except Exception:  # whatever is wrong is reported by the compile, to those who wait
-                large = True
-            if large:
+            if waiting is self._waiting and _seems_large(spec):
                 self._large.put(spec)
             else:
                 self._compile(spec)
-
-    def _work(self, waiting: _Waiting) -> None:
-        while (spec := waiting.get()) is not None:
-            self._compile(spec)
 
     def _compile(self, spec: GrammarSpec) -> None:
         with self._lock:
@@ -192,6 +181,13 @@ class GrammarCompileQueue:
         with self._lock:
             if self._futures.get(spec) is future:
                 self._sizes[spec] = size + len(spec.source)
+
+
+def _seems_large(spec: GrammarSpec) -> bool:
+    try:
+        return is_large(spec)
+    except Exception:  # whatever is wrong is reported by the compile, to those who wait
+        return True
 
 
 def _size_of(grammar: Any) -> int:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -243,7 +243,7 @@ class TableMaker:
     ) -> None:
         self._make = make
         self._when = when
-        self._waiting: queue.SimpleQueue[_Order | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -253,9 +253,8 @@ class TableMaker:
         part = tabled_part(compiled)
         if not isinstance(part, NotedGrammar) or not tells_rules(part):
             return compiled
-        begin = self._make_now if self._when == "always" else self._make_later
         texts = 0 if self._when == "always" else _TEXTS
-        tabled = TabledGrammar(part, partial(begin, spec, part), texts)
+        tabled = TabledGrammar(part, partial(self._begin, spec, part), texts)
         if isinstance(compiled, UniqueKeysGrammar):
             return replace(compiled, inner=tabled)
         return tabled
@@ -266,13 +265,12 @@ class TableMaker:
             self._closed = True
         self._waiting.put(None)
 
-    def _make_now(self, spec: GrammarSpec, part: CompiledGrammar) -> Future[TokenTable]:
+    def _begin(self, spec: GrammarSpec, part: CompiledGrammar) -> Future[TokenTable]:
         made: Future[TokenTable] = Future()
-        self._run(_Order(spec, part, made))
-        return made
-
-    def _make_later(self, spec: GrammarSpec, part: CompiledGrammar) -> Future[TokenTable]:
-        made: Future[TokenTable] = Future()
+        make = partial(self._run, spec, part, made)
+        if self._when == "always":
+            make()
+            return made
         with self._lock:
             if self._closed:
                 made.cancel()
@@ -282,39 +280,31 @@ class TableMaker:
                     target=self._work, name="grammar-tables", daemon=True
                 )
                 self._thread.start()
-        self._waiting.put(_Order(spec, part, made))
+        self._waiting.put(make)
         return made
 
     def _work(self) -> None:
-        while (order := self._waiting.get()) is not None:
-            self._run(order)
+        while (make := self._waiting.get()) is not None:
+            make()
 
-    def _run(self, order: _Order) -> None:
+    def _run(self, spec: GrammarSpec, part: CompiledGrammar, made: Future[TokenTable]) -> None:
         began = time.perf_counter()
         try:
-            table = self._make(order.spec, order.part)
-        except (NoTableError, GrammarError) as error:
-            _LOG.info("no table of a %s: %s", order.spec.kind, error)
-            order.made.set_exception(error)
+            table = self._make(spec, part)
         except Exception as error:
-            _LOG.warning("no table of a %s", order.spec.kind, exc_info=error)
-            order.made.set_exception(error)
+            if isinstance(error, NoTableError | GrammarError):
+                _LOG.info("no table of a %s: %s", spec.kind, error)
+            else:
+                _LOG.warning("no table of a %s", spec.kind, exc_info=error)
+            made.set_exception(error)
         else:
             size, seconds = table.memory_size_bytes, time.perf_counter() - began
             share = "all" if table.is_whole else "a part"
             _LOG.info(
                 "made the table of %s of a %s in %.3f s: %d states, %d bytes",
-                *(share, order.spec.kind, seconds, table.num_states, size),
+                *(share, spec.kind, seconds, table.num_states, size),
             )
-            order.made.set_result(table)
-
-
-class _Order(NamedTuple):
-    """part: of the grammar of ``spec``, what the table stands for."""
-
-    spec: GrammarSpec
-    part: CompiledGrammar
-    made: Future[TokenTable]
+            made.set_result(table)
 
 
 def table_bytes(compiled: CompiledGrammar) -> int:
