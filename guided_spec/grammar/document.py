@@ -199,8 +199,11 @@ class _Walk:
             # Branches are written out together with what stands beside them, again at each level.
             or (self.has_reference and self.has_joined and self.expansion > LARGE_EXPANSION)
         )
-        extents = [_extent(*self.largest[extent]) for extent in _EXTENTS]
-        return GrammarSize(*extents, self.characters, sum(self.lengths), large=large)
+        nesting, repetitions, alternatives = (_extent(*self.largest[name]) for name in _EXTENTS)
+        counted = sum(self.lengths)
+        return GrammarSize(
+            nesting, repetitions, alternatives, self.characters, counted, large=large
+        )
 
 
 def _extent(value: int, path: _Path) -> Extent:

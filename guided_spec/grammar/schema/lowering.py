@@ -279,16 +279,14 @@ def _negate_keyword(
     return method(lowering, words, keyword, at)
 
 
-def _of_values(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_values(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     value = words[keyword]
     if keyword == "type":
         return _not_of_type(value, at)
     return others([value] if keyword == "const" else value, at.types)
 
 
-def _of_pattern(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_pattern(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     if "string" not in at.types:
         return Disjuncts([])
     written = other_characters(words[keyword])
@@ -307,8 +305,7 @@ def _of_reference(lowering: Lowering, words: dict[str, Any], keyword: str, at: A
     return _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
 
 
-def _of_names(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_names(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     if words[keyword] is False and "object" in at.types:
         return Disjuncts([{"type": "object", "minProperties": 1}])
     return Disjuncts([], exact="object" not in at.types or words[keyword] in (True, {}))

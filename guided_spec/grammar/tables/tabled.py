@@ -31,16 +31,9 @@ from guided_spec.grammar.tables.proof import tabled_part
 from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
-__all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "finished", "table_bytes"]
+__all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]
 
 _LOG = logging.getLogger(__name__)
-
-
-def finished(table: TokenTable) -> Future[TokenTable]:
-    """A table that is there."""
-    made: Future[TokenTable] = Future()
-    made.set_result(table)
-    return made
 
 
 class TabledGrammar:

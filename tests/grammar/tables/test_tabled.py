@@ -15,6 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.tables import finished
 from guided_spec.errors import ConfigError, GrammarStateError
 from guided_spec.grammar.backends.auto import build_backend
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -29,7 +30,6 @@ from guided_spec.grammar.tables.tabled import (
     TabledGrammar,
     TabledMatcher,
     TableMaker,
-    finished,
     table_bytes,
 )
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
