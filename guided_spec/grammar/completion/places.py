@@ -6,8 +6,8 @@ From each place, how many tokens the shortest end of a document takes behind eve
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -355,6 +355,8 @@ class RuleEndings(Endings):
     because the rest of a shortest way is the shortest way from there.
 
     Every byte of a shortest way has to be a token of the vocabulary.
+
+    table: int16 [V] of a place, the costs behind each token; the last ones are kept.
     """
 
     is_exact = True
@@ -363,8 +365,8 @@ class RuleEndings(Endings):
         self.vocab_size = spelling.vocab_size
         self._places = places
         self._spelling = spelling
-        self._tables: OrderedDict[int, NDArray[np.int16]] = OrderedDict()
-        self._most: dict[int, int] = {}
+        self.table = lru_cache(maxsize=_TABLES)(self._make)
+        self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
 
     @property
     def is_filling_up(self) -> bool:
@@ -374,7 +376,8 @@ class RuleEndings(Endings):
     @property
     def memory_size_bytes(self) -> int:
         """Of the places and the tables."""
-        return self._places.memory_size_bytes + len(self._tables) * 2 * self._spelling.vocab_size
+        num_tables = self.table.cache_info().currsize
+        return self._places.memory_size_bytes + num_tables * 2 * self._spelling.vocab_size
 
     @property
     def start(self) -> Place:
@@ -400,14 +403,11 @@ class RuleEndings(Endings):
         """Whether every token leads to a place that costs less than ``remaining``. Exact."""
         if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
             return True
-        most = self._most.get(state.number)
-        if most is None:
-            table = self.table(state)
-            most = int(table[table < _NEVER].max(initial=0))
-            if len(self._most) > _MOST_KNOWN:
-                self._most.clear()
-            self._most[state.number] = most
-        return remaining > most
+        return remaining > self._most(state)
+
+    def _most_of(self, state: Place) -> int:
+        table = self.table(state)
+        return int(table[table < _NEVER].max(initial=0))
 
     def row(self, state: Place, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a place that costs less than ``remaining``."""
@@ -421,20 +421,11 @@ class RuleEndings(Endings):
         then = self.after(state, (token_id,), matcher)
         return then is not None and self.cost(then) < min(remaining, _NEVER)
 
-    def table(self, state: Place) -> NDArray[np.int16]:
+    def _make(self, state: Place) -> NDArray[np.int16]:
         """int16 [V]: the cost of the place behind each token, 32,767 where it is illegal.
 
         0 for a stop token where the document may end. Read only.
         """
-        table = self._tables.get(state.number)
-        if table is None:
-            table = self._make(state)
-            self._tables[state.number] = table
-            if len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
-        return table
-
-    def _make(self, state: Place) -> NDArray[np.int16]:
         spelling = self._spelling
         table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
         if state.can_end:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -48,6 +49,7 @@ class Spelling:
     ids: int64, the tokens with any bytes, the longest first. columns: entry i holds byte i of
     those that have one, uint8, in the order of ``ids``. longest: bytes of the longest token.
     heads: [256], by their first byte, indices into ``ids``. num_characters: int64 [tokens].
+    write: tokens that write some bytes, one a byte if there are such; None where none do.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -59,7 +61,7 @@ class Spelling:
         self._ids = vocabulary.ids_by_bytes
         self._num_tokens: dict[bytes, int] = {b"": 0}
         self._singles: list[int] = vocabulary.single_byte_ids.tolist()
-        self._written: dict[bytes, tuple[int, ...]] = {}
+        self.write = lru_cache(maxsize=_MOST_WRITTEN)(self._write_all)
         lengths = np.array([len(data) for data in self.token_bytes])
         order = np.argsort(-lengths, kind="stable")
         self.ids: NDArray[np.int64] = order[: int((lengths > 0).sum())].astype(np.int64)
@@ -88,13 +90,9 @@ class Spelling:
         order = np.argsort(first, kind="stable")
         return np.split(order, np.searchsorted(first[order], np.arange(1, 256)))
 
-    def write(self, text: bytes) -> tuple[int, ...] | None:
+    def _write_all(self, text: bytes) -> tuple[int, ...] | None:
         """Tokens that write ``text``, one a byte if there are such; None where none do."""
-        written = self._written.get(text)
-        if written is None:
-            if len(self._written) > _MOST_WRITTEN:
-                self._written = {}
-            written = self._written[text] = tuple(self._write(text))
+        written = tuple(self._write(text))
         return written if written or not text else None
 
     def _write(self, text: bytes) -> Iterator[int]:
