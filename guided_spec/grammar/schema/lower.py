@@ -307,16 +307,10 @@ def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
 
 
 def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
-    for _ in range(8):
-        if not isinstance(schema, dict):
-            return None
-        words = spell(schema, lowering.document.draft)
-        if "$ref" not in words or len(words) > 1:
-            break
-        target = lowering.document.resolve(schema)
-        schema = None if target is None else target.schema
-    else:
+    schema = lowering.follow(schema)
+    if not isinstance(schema, dict):
         return None
+    words = spell(schema, lowering.document.draft)
     if words.keys() & {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}:
         return None
     values = [words["const"]] if "const" in words else words.get("enum")

@@ -163,21 +163,23 @@ class Lowering:
                 names = list(words)
                 last = "properties" in words and names.index("$ref") > names.index("properties")
                 # Properties are generated in the order in which they are written.
-                parts.insert(len(parts) if last else 0, self._inline(target, at))
+                below = at._replace(depth=at.depth + 1)
+                referred = self.positive(self.follow(target.schema), below)
+                parts.insert(len(parts) if last else 0, referred)
                 self._definitions[name] = join_all(parts)
         return {"$ref": f"#/$defs/{escape(name)}"}
 
-    def _inline(self, target: Target, at: At) -> Any:
+    def follow(self, schema: Any) -> Any:
+        """What ``schema`` refers to, where it is nothing but a reference; else itself."""
         for _ in range(_MAX_DEPTH):
-            schema = target.schema
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             words = spell(schema, self.document.draft)
-            following = self.document.resolve(schema)
-            if following is None or any(name in words for name in self._asserting):
+            target = self.document.resolve(schema)
+            if target is None or any(name in words for name in self._asserting):
                 break
-            target = following
-        return self.positive(target.schema, at._replace(depth=at.depth + 1))
+            schema = target.schema
+        return schema
 
     @contextmanager
     def _definition(self, key: str) -> Iterator[str]:
