@@ -29,6 +29,10 @@ __all__ = [
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
+_TYPES: dict[type, str] = {
+    **{bool: "boolean", int: "number", float: "number", str: "string"},
+    **{type(None): "null", list: "array", dict: "object"},
+}
 _LONGEST = 4_000  # characters of a pattern
 _MOST_GAPS = 32
 _MOST_ARRAYS = 500
@@ -44,10 +48,7 @@ class Disjuncts(NamedTuple):
 
 def type_of(value: Any) -> str:
     """Its JSON type, "number" for an integer too."""
-    for kind, python in (("boolean", bool), ("number", int | float), ("string", str)):
-        if isinstance(value, python):
-            return kind
-    return "null" if value is None else "array" if isinstance(value, list) else "object"
+    return _TYPES[type(value)]
 
 
 def values_within(value: Any) -> Iterator[Any]:
