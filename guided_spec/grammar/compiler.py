@@ -63,7 +63,7 @@ class GrammarCompileQueue:
     ) -> None:
         self._backend = backend
         self._cache_size = cache_size
-        self._cache_bytes = cache_bytes
+        self.cache_bytes = cache_bytes
         self._size_of_more = size_of_more
         self._lock = threading.Lock()
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
@@ -81,13 +81,8 @@ class GrammarCompileQueue:
             worker.start()
 
     @property
-    def cache_bytes(self) -> int:
-        """What the finished grammars that are remembered may take together."""
-        return self._cache_bytes
-
-    @property
     def cached_bytes(self) -> int:
-        """What they take."""
+        """What the finished grammars that are remembered take together."""
         with self._lock:
             return sum(map(self._bytes_of, self._entries.values()))
 
@@ -131,7 +126,7 @@ class GrammarCompileQueue:
     def _forget_old(self) -> None:
         """Called with the lock held."""
         excess = len(self._entries) - self._cache_size
-        excess_bytes = sum(map(self._bytes_of, self._entries.values())) - self._cache_bytes
+        excess_bytes = sum(map(self._bytes_of, self._entries.values())) - self.cache_bytes
         for spec, entry in list(self._entries.items()):
             if excess <= 0 and excess_bytes <= 0:
                 break

@@ -25,7 +25,6 @@ from guided_spec.grammar.protocol import (
     accept_tokens,
     as_matcher,
 )
-from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import tabled_part
 from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
@@ -50,6 +49,7 @@ class TabledGrammar:
         self, inner: NotedGrammar, begin: Callable[[], Future[TokenTable]], texts: int
     ) -> None:
         self.inner = inner
+        self.backend, self.notes, self.excluded = inner.backend, inner.notes, inner.excluded
         self.table: TokenTable | None = None
         self.reason: str | None = None
         self._begin = begin
@@ -57,21 +57,6 @@ class TabledGrammar:
         self._lock = threading.Lock()
         if texts == 0:
             begin().add_done_callback(self._end)
-
-    @property
-    def backend(self) -> str:
-        """The one inside's."""
-        return self.inner.backend
-
-    @property
-    def notes(self) -> tuple[Unenforced, ...]:
-        """As the one inside has them."""
-        return self.inner.notes
-
-    @property
-    def excluded(self) -> frozenset[int]:
-        """As the one inside has it."""
-        return self.inner.excluded
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""

@@ -207,16 +207,7 @@ class MarkedText:
 
         visible: characters to read at most, of those that ``Vocabulary.decode`` shows.
         """
-        pieces: list[str] = []
-        data = bytearray()
-        for token_id in token_ids:
-            mark = self._by_id.get(token_id)
-            if mark is None:
-                data += self._vocabulary.text_bytes[token_id]
-                continue
-            pieces += [data.decode("utf-8", errors="replace"), mark]
-            data.clear()
-        text = "".join([*pieces, data.decode("utf-8", errors="replace")])
+        text = self.reader().feed(token_ids, is_last=True)
         return text if visible is None else self._cut(text, visible)
 
     def reader(self) -> MarkedReader:
@@ -254,8 +245,8 @@ class MarkedReader:
         self._marks = marks
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
-    def feed(self, token_ids: Iterable[int]) -> str:
-        """Append tokens, and return the text that they complete."""
+    def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
+        """Append tokens, and return the text that they complete; the last ones show all of it."""
         pieces: list[str] = []
         for token_id in token_ids:
             mark = self._marks.get(token_id)
@@ -263,7 +254,7 @@ class MarkedReader:
                 pieces.append(self._decoder.decode(self._text_bytes[token_id]))
             else:
                 pieces += [self._decoder.decode(b"", final=True), mark]
-        return "".join(pieces)
+        return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
 
 
 _PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
