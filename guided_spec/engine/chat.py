@@ -23,14 +23,18 @@ from guided_spec.grammar.tools.format import (
     ReadText,
     Tool,
     ToolCall,
-    ToolFormat,
     ToolRules,
     begun_length,
     read_choice,
     read_tools,
     tool_dicts,
 )
-from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.tools.formats import (
+    TOOL_FORMATS,
+    ToolFormat,
+    find_tool_format,
+    get_tool_format,
+)
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 

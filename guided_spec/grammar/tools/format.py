@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -22,7 +22,6 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolChoice",
-    "ToolFormat",
     "ToolRules",
     "arguments_content",
     "begun_length",
@@ -463,39 +462,3 @@ class ToolRules(NamedTuple):
     choice: ToolChoice = "auto"
     is_parallel: bool = True
     stop_names: frozenset[str] = frozenset()
-
-
-class ToolFormat(Protocol):
-    """One family's way to write calls: a grammar and the reader of its texts.
-
-    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads
-    texts without tools as well.
-    """
-
-    @property
-    def name(self) -> str:
-        """What ``tool_format`` calls it."""
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """What the family's chat templates hold."""
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        """What the format writes besides names and arguments."""
-
-    @property
-    def holds_reasoning(self) -> bool:
-        """Whether the reasoning is part of the format."""
-
-    def content(self, rules: ToolRules) -> dict[str, Any]:
-        """The format of a structural tag. Raises ConfigError naming the tool."""
-
-    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
-        """Take apart what the grammar has written and ``marks`` has read.
-
-        A call that was cut off stays in the text.
-        """
-
-    def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
-        """``read`` of a text that goes on, with whitespace around it left out."""

@@ -16,7 +16,6 @@ from guided_spec.grammar.tools.format import (
     ReadText,
     Tool,
     ToolCall,
-    ToolFormat,
     ToolRules,
     arguments_content,
     begun_length,
@@ -32,6 +31,7 @@ __all__ = [
     "TOOL_FORMATS",
     "DelimitedFormat",
     "HarmonyFormat",
+    "ToolFormat",
     "find_tool_format",
     "get_tool_format",
 ]
@@ -92,7 +92,10 @@ class DelimitedFormat:
         }
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
-        """Take apart what the grammar has written and ``marks`` has read."""
+        """Take apart what the grammar has written and ``marks`` has read.
+
+        A call that was cut off stays in the text.
+        """
         trigger, calls, free, at = marks.mark(self.trigger), list[ToolCall](), "", 0
         while (found := text.find(trigger, at)) >= 0:
             block = self._read_block(text, found, tools, marks)
@@ -346,6 +349,14 @@ _DEEPSEEK_OPENING, _DEEPSEEK_CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool
 _DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_JSON = "{name}\n```json\n{arguments}\n```"
 _MISTRAL_CALL = '{"name": "{name}", "arguments": {arguments}}'
+
+ToolFormat = DelimitedFormat | HarmonyFormat
+"""One family's way to write calls: a grammar and the reader of its texts.
+
+name: what ``tool_format`` calls it. hints: a template that holds all of them is of the family.
+literals: what it writes besides names and arguments. holds_reasoning: the reasoning is part of it,
+so that it reads texts without tools as well.
+"""
 
 _FORMATS: tuple[ToolFormat, ...] = (
     HarmonyFormat(),
