@@ -25,7 +25,7 @@ from benchmarks.schema_corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
@@ -76,7 +76,7 @@ class Maker:
     """Makes the tables of one vocabulary and walks them. steps: random tokens for each."""
 
     def __init__(self, vocabulary: Vocabulary, limits: TableLimits, steps: int) -> None:
-        self._backend: GrammarBackend = build_backend("auto", vocabulary)
+        self._backend: GrammarBackend = BackendChoice("auto", vocabulary)
         self._spelling = Spelling(vocabulary)
         self._row = np.zeros((1, -(-vocabulary.vocab_size // 32)), dtype=np.int32)
         self._limits, self._steps = limits, steps

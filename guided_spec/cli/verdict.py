@@ -13,7 +13,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -43,7 +43,7 @@ def report_schema(
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
     vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
-    backend = build_backend(grammar_backend, vocabulary)
+    backend = BackendChoice(grammar_backend, vocabulary)
     started = time.perf_counter()
     compiled = _compile(spec, backend)
     seconds = time.perf_counter() - started

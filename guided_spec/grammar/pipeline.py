@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.backends.auto import BackendChoice, build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
@@ -152,13 +152,13 @@ class RequestGrammars(NamedTuple):
         markers = Markers.from_tokenizer(vocabulary, tokenizer)
         endings = EndingsCache(vocabulary)
         pipeline = GrammarPipeline(
-            build_backend(name, vocabulary),
+            BackendChoice(name, vocabulary),
             config.grammar_limits or GrammarLimits(),
             markers=markers,
             endings=endings,
             tables=None if config.grammar_tables == "off" else config.grammar_tables,
             # Where no other process can import it, that one is for specs which name another.
-            make=partial(build_backend, name if import_path(name) else "auto"),
+            make=partial(BackendChoice, name if import_path(name) else "auto"),
             name=name,
         )
         queue = GrammarCompileQueue(

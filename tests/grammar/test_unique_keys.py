@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import UnsupportedSchemaError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.conformance import check_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.key_tokens import START, Keys, KeyState, advance
@@ -76,7 +76,7 @@ seeds = st.integers(0, 2**32)
 
 @cache
 def backend(name: str) -> GrammarBackend:
-    return build_backend(name, VOCABULARY)
+    return BackendChoice(name, VOCABULARY)
 
 
 @cache

@@ -24,7 +24,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["AutoBackend", "BackendChoice", "build_backend"]
+__all__ = ["AutoBackend", "BackendChoice"]
 
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
 # Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens behind
@@ -108,8 +108,11 @@ def _is_xgrammars_alone(document: SpecDocument) -> bool:
 class BackendChoice:
     """The backend that a spec names, and for specs that name none the one called ``name``.
 
-    Another one is made when a spec asks for it, or when its name was registered anew. Raises
-    ConfigError as ``build_backend`` does.
+    name: "auto", "xgrammar", "llguidance" or a registered one, made with its default settings.
+    Another one is made when a spec asks for it, or when its name was registered anew.
+
+    Raises ConfigError for any other name, for "llguidance" where that package is not installed, and
+    for a backend that cannot be made.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary) -> None:
@@ -153,13 +156,3 @@ class _Made(NamedTuple):
 
     entry: str | BackendFactory | None
     backend: DocumentBackend[NotedGrammar] | GuardedBackend
-
-
-def build_backend(name: str, vocabulary: Vocabulary) -> BackendChoice:
-    """The backend of this name for one vocabulary, with its default settings.
-
-    name: "auto", "xgrammar", "llguidance" or a registered one, for specs that name no ``backend``
-    themselves. Raises ConfigError for any other, for "llguidance" where that package is not
-    installed, and for one that cannot be made.
-    """
-    return BackendChoice(name, vocabulary)

@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from benchmarks.tables import finished
 from guided_spec.errors import ConfigError, GrammarStateError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
@@ -185,7 +185,7 @@ def test_what_is_wrong_is_said() -> None:
 
 def pipeline(when: Any, name: str = "auto") -> GrammarPipeline:
     endings = EndingsCache(SMALL)
-    own = partial(build_backend, name)
+    own = partial(BackendChoice, name)
     return GrammarPipeline(own(SMALL), endings=endings, tables=when, make=own, name=name)
 
 
