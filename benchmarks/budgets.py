@@ -26,7 +26,7 @@ from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import BudgetTooSmallError, GrammarError
 from guided_spec.evaluate.measurement import frozen_heap
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
@@ -81,7 +81,7 @@ def main(  # noqa: PLR0913 - the options of a command
             loaded = load_tokenizer(name)
             size = -(-len(loaded) // 128) * 128  # padded, as models' logits are
             vocabulary = Vocabulary.from_tokenizer(loaded, size, [loaded.eos_token_id])
-            compiler = build_backend(backend, vocabulary)
+            compiler = BackendChoice(backend, vocabulary)
             documents = list(documents_of(cases, compiler, loaded))
             endings = EndingsCache(vocabulary)
             for document in documents:

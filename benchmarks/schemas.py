@@ -21,7 +21,7 @@ from benchmarks.schema_corpus import load_cases
 from benchmarks.schema_judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -66,9 +66,9 @@ def main(  # noqa: PLR0913 - the options of a command
         stop = 0 if loaded.eos_token_id is None else loaded.eos_token_id
         vocabulary = Vocabulary.from_tokenizer(loaded, len(loaded), [stop])
         isolated = GrammarPipeline(
-            build_backend(backend, vocabulary),
+            BackendChoice(backend, vocabulary),
             GrammarLimits(compile_seconds=_SECONDS),
-            make=partial(build_backend, backend),
+            make=partial(BackendChoice, backend),
         )
         try:
             settings = {"key_order": key_order, "additional_properties": additional_properties}

@@ -13,6 +13,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -24,21 +25,28 @@ from benchmarks.schema_corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import proven_table, tabled_part, walk_both
 from guided_spec.grammar.tables.table import TokenTable
-from guided_spec.grammar.tables.tabled import TabledGrammar, finished
+from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = ["main", "summarize"]
+__all__ = ["finished", "main", "summarize"]
 
 _TIMED = 100  # tokens of one text, whose rows are timed
+
+
+def finished(table: TokenTable) -> Future[TokenTable]:
+    """A table that is there."""
+    made: Future[TokenTable] = Future()
+    made.set_result(table)
+    return made
 
 
 class Made(NamedTuple):
@@ -68,7 +76,7 @@ class Maker:
     """Makes the tables of one vocabulary and walks them. steps: random tokens for each."""
 
     def __init__(self, vocabulary: Vocabulary, limits: TableLimits, steps: int) -> None:
-        self._backend: GrammarBackend = build_backend("auto", vocabulary)
+        self._backend: GrammarBackend = BackendChoice("auto", vocabulary)
         self._spelling = Spelling(vocabulary)
         self._row = np.zeros((1, -(-vocabulary.vocab_size // 32)), dtype=np.int32)
         self._limits, self._steps = limits, steps

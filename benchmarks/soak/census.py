@@ -17,9 +17,9 @@ from benchmarks.soak.proposer import TurnTaking
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.request import Request
-from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher
+from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 from guided_spec.grammar.completion.completion import CompletingMatcher
-from guided_spec.grammar.markers.after import AfterMatcher
+from guided_spec.grammar.markers import AfterMatcher
 from guided_spec.grammar.unique_keys import UniqueKeysMatcher
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.masks.lookahead import Lookahead

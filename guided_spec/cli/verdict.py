@@ -13,7 +13,7 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -21,7 +21,8 @@ from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.rewrite import Unenforced, find_unenforced
+from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part, walk_both
 from guided_spec.grammar.unique_keys import NotedGrammar
@@ -42,7 +43,7 @@ def report_schema(
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
     vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
-    backend = build_backend(grammar_backend, vocabulary)
+    backend = BackendChoice(grammar_backend, vocabulary)
     started = time.perf_counter()
     compiled = _compile(spec, backend)
     seconds = time.perf_counter() - started

@@ -15,21 +15,26 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from guided_spec.engine.outputs import Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.markers.marker import MarkedText, begun_length
-from guided_spec.grammar.markers.markers import FINAL_CHANNEL
+from guided_spec.grammar.markers import FINAL_CHANNEL
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.format import (
     BegunText,
+    MarkedText,
     ReadText,
     Tool,
     ToolCall,
-    ToolFormat,
     ToolRules,
+    begun_length,
     read_choice,
     read_tools,
     tool_dicts,
 )
-from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
+from guided_spec.grammar.tools.formats import (
+    TOOL_FORMATS,
+    ToolFormat,
+    find_tool_format,
+    get_tool_format,
+)
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 

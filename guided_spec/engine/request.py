@@ -12,7 +12,7 @@ from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestS
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.step import Committed

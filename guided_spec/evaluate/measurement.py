@@ -27,7 +27,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers.markers import DEFAULT_MARKERS
+from guided_spec.grammar.markers import DEFAULT_MARKERS
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary

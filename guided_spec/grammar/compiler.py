@@ -10,7 +10,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from guided_spec.errors import GrammarError
@@ -23,7 +23,18 @@ __all__ = ["GrammarCompileQueue"]
 _LOG = logging.getLogger(__name__)
 
 _SMALLEST_BYTES = 4096  # what an entry costs whose size is not known, or a failure
-_Waiting = queue.SimpleQueue[GrammarSpec | None]
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A spec, its grammar to come, and the bytes of that, without what hangs on it."""
+
+    spec: GrammarSpec
+    future: Future[CompiledGrammar]
+    size: int = 0
+
+
+_Waiting = queue.SimpleQueue[_Entry | None]
 
 
 class GrammarCompileQueue:
@@ -52,21 +63,17 @@ class GrammarCompileQueue:
     ) -> None:
         self._backend = backend
         self._cache_size = cache_size
-        self._cache_bytes = cache_bytes
+        self.cache_bytes = cache_bytes
         self._size_of_more = size_of_more
         self._lock = threading.Lock()
-        self._futures: OrderedDict[GrammarSpec, Future[CompiledGrammar]] = OrderedDict()
-        self._sizes: dict[GrammarSpec, int] = {}  # of the finished ones, without what hangs on them
+        self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
         self._workers = [
             threading.Thread(
-                target=work, args=(source,), name=f"grammar-compile-{name}-{i}", daemon=True
+                target=self._work, args=(source,), name=f"grammar-compile-{name}-{i}", daemon=True
             )
-            for work, source, name in (
-                (self._sort, self._waiting, "small"),
-                (self._work, self._large, "large"),
-            )
+            for source, name in ((self._waiting, "small"), (self._large, "large"))
             for i in range(max_workers)
         ]
         self._closed = False
@@ -74,15 +81,10 @@ class GrammarCompileQueue:
             worker.start()
 
     @property
-    def cache_bytes(self) -> int:
-        """What the finished grammars that are remembered may take together."""
-        return self._cache_bytes
-
-    @property
     def cached_bytes(self) -> int:
-        """What they take."""
+        """What the finished grammars that are remembered take together."""
         with self._lock:
-            return sum(self._sizes_now().values())
+            return sum(map(self._bytes_of, self._entries.values()))
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:
         """The future of ``spec``'s grammar; never blocks.
@@ -95,14 +97,13 @@ class GrammarCompileQueue:
         with self._lock:
             if self._closed:
                 raise GrammarError("the compile queue is closed; make a new one")
-            future = self._futures.get(spec)
-            if future is None or future.cancelled():
-                future = Future()
-                self._futures[spec] = future
-                self._waiting.put(spec)
-            self._futures.move_to_end(spec)
+            entry = self._entries.get(spec)
+            if entry is None or entry.future.cancelled():
+                entry = self._entries[spec] = _Entry(spec, Future())
+                self._waiting.put(entry)
+            self._entries.move_to_end(spec)
             self._forget_old()
-        return _own_failure(future)
+        return _own_failure(entry.future)
 
     def close(self) -> None:
         """Cancel what has not begun and let the workers end; does not wait for them.
@@ -113,8 +114,8 @@ class GrammarCompileQueue:
             if self._closed:
                 return
             self._closed = True
-            for future in self._futures.values():
-                future.cancel()  # a running or finished one stays as it is
+            for entry in self._entries.values():
+                entry.future.cancel()  # a running or finished one stays as it is
         for _ in self._workers:
             self._waiting.put(None)
             self._large.put(None)
@@ -124,74 +125,52 @@ class GrammarCompileQueue:
 
     def _forget_old(self) -> None:
         """Called with the lock held."""
-        sizes = self._sizes_now()
-        excess = len(self._futures) - self._cache_size
-        excess_bytes = sum(sizes.values()) - self._cache_bytes
-        if excess <= 0 and excess_bytes <= 0:
-            return
-        for spec in [spec for spec, future in self._futures.items() if future.done()]:
+        excess = len(self._entries) - self._cache_size
+        excess_bytes = sum(map(self._bytes_of, self._entries.values())) - self.cache_bytes
+        for spec, entry in list(self._entries.items()):
             if excess <= 0 and excess_bytes <= 0:
                 break
-            _LOG.info("forgot a %s of %d bytes", spec.kind, sizes.get(spec, 0))
-            del self._futures[spec]
-            self._sizes.pop(spec, None)
-            excess -= 1
-            excess_bytes -= sizes.get(spec, 0)
+            if entry.future.done():
+                size = self._bytes_of(entry)
+                _LOG.info("forgot a %s of %d bytes", spec.kind, size)
+                del self._entries[spec]
+                excess, excess_bytes = excess - 1, excess_bytes - size
 
-    def _sizes_now(self) -> dict[GrammarSpec, int]:
-        """Called with the lock held."""
-        sizes = dict(self._sizes)
-        for spec, future in self._futures.items():
-            if future.done() and not future.cancelled() and future.exception() is None:
-                sizes[spec] += self._size_of_more(future.result())
-        return sizes
-
-    def _sort(self, waiting: _Waiting) -> None:
-        while (spec := waiting.get()) is not None:
-            try:
-                large = is_large(spec)
-            except Exception:  # whatever is wrong is reported by the compile, to those who wait
-                large = True
-            if large:
-                self._large.put(spec)
-            else:
-                self._compile(spec)
+    def _bytes_of(self, entry: _Entry) -> int:
+        future = entry.future
+        is_there = future.done() and not future.cancelled() and future.exception() is None
+        return entry.size + (self._size_of_more(future.result()) if is_there else 0)
 
     def _work(self, waiting: _Waiting) -> None:
-        while (spec := waiting.get()) is not None:
-            self._compile(spec)
+        while (entry := waiting.get()) is not None:
+            if waiting is self._waiting and _seems_large(entry.spec):
+                self._large.put(entry)
+            elif entry.future.set_running_or_notify_cancel():
+                self._compile(entry)
 
-    def _compile(self, spec: GrammarSpec) -> None:
-        with self._lock:
-            future = self._futures.get(spec)
-            begun = (
-                future is not None
-                and not future.done()
-                and not future.running()
-                and future.set_running_or_notify_cancel()
-            )
-        if future is None or not begun:
-            return
-        began = time.perf_counter()
+    def _compile(self, entry: _Entry) -> None:
+        spec, began = entry.spec, time.perf_counter()
         try:
             grammar = self._backend.compile(spec)
             size = _size_of(grammar)
         except BaseException as error:  # whatever happened belongs to those who wait for it
             _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
-            self._weigh(spec, future, _SMALLEST_BYTES)
-            future.set_exception(error)
+            entry.size = _SMALLEST_BYTES + len(spec.source)
+            entry.future.set_exception(error)
         else:
             seconds = time.perf_counter() - began
             _LOG.info("compiled a %s in %.3f s: %d bytes", spec.kind, seconds, size)
-            self._weigh(spec, future, size)
-            future.set_result(grammar)
+            entry.size = size + len(spec.source)
+            entry.future.set_result(grammar)
         with self._lock:
             self._forget_old()
 
-    def _weigh(self, spec: GrammarSpec, future: Future[CompiledGrammar], size: int) -> None:
-        with self._lock:
-            if self._futures.get(spec) is future:
-                self._sizes[spec] = size + len(spec.source)
+
+def _seems_large(spec: GrammarSpec) -> bool:
+    try:
+        return is_large(spec)
+    except Exception:  # whatever is wrong is reported by the compile, to those who wait
+        return True
 
 
 def _size_of(grammar: Any) -> int:

@@ -11,26 +11,26 @@ import json
 import math
 import re
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.report import PreparedSchema, Unenforced, describe, escape, unescape
-from guided_spec.grammar.schema.rewrite import find_unenforced
+from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, find, unescape
+from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = [
     "ENDLESS",
     "LARGE_SOURCE",
+    "DocumentBackend",
     "Extent",
     "GrammarSize",
     "SpecDocument",
-    "compile_as_asked",
     "is_large",
     "loosen",
     "measure_json",
@@ -49,6 +49,7 @@ _DIGITS = 19
 ENDLESS = 10**18  # counts are not told apart beyond this
 
 _Path = tuple["_Path", str | int] | None
+_EXTENTS = ("nesting", "repetitions", "alternatives")
 
 _SCHEMA_MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
@@ -103,7 +104,7 @@ def measure_json(value: Any, length: int) -> GrammarSize:
 
 def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
     """The size of a regex, or of a grammar that holds some, in linear time."""
-    found = _Scanner().run(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
+    found = _Scan(source, _IN_REGEX if is_regex else _IN_GRAMMAR)
     large = len(source) > LARGE_TEXT or found.repeated > LARGE_REPEATS
     large = large or found.alternatives > LARGE_LIST
     largest, alternatives = Extent(found.largest), Extent(found.alternatives)
@@ -115,9 +116,7 @@ class _Walk:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.nesting: tuple[int, _Path] = (0, None)
-        self.repetitions: tuple[int, _Path] = (0, None)
-        self.alternatives: tuple[int, _Path] = (0, None)
+        self.largest: dict[str, tuple[int, _Path]] = dict.fromkeys(_EXTENTS, (0, None))
         self.characters = 0
         self.lengths = set[int]()
         self.counts: dict[str | int, int] = {}  # of each pattern and each count
@@ -130,10 +129,8 @@ class _Walk:
         stack: list[tuple[Any, int, _Path, bool, bool]] = [(root, 1, None, False, False)]
         while stack:
             node, depth, path, is_data, is_map = stack.pop()
-            if depth > self.nesting[0]:
-                self.nesting = (depth, path)
-            if len(node) > self.alternatives[0]:
-                self.alternatives = (len(node), path)
+            self._more("nesting", depth, path)
+            self._more("alternatives", len(node), path)
             if isinstance(node, list):
                 for index, value in enumerate(node):
                     if isinstance(value, dict | list):
@@ -168,14 +165,14 @@ class _Walk:
                     self.has_joined |= key == "allOf" or bool(rest)
 
     def _pattern(self, pattern: str, path: _Path, *, is_data: bool) -> None:
-        found = _Scanner().run(pattern, _IN_REGEX)
+        found = _Scan(pattern, _IN_REGEX)
         self.counts[pattern] = found.repeated  # equal ones are compiled once
         self.repeated += found.repeated
         self.characters = max(self.characters, found.longest)
         if not is_data:
-            self.repetitions = max(self.repetitions, (found.largest, path), key=_value)
-            self.alternatives = max(self.alternatives, (found.alternatives, path), key=_value)
-            self.nesting = max(self.nesting, (found.nesting, path), key=_value)
+            self._more("repetitions", found.largest, path)
+            self._more("alternatives", found.alternatives, path)
+            self._more("nesting", found.nesting, path)
 
     def _count(self, value: int, path: tuple[_Path, str], *, is_data: bool) -> None:
         value = max(0, min(value, ENDLESS))
@@ -184,35 +181,32 @@ class _Walk:
             self.lengths.add(value)
         self.counts[value] = value
         self.repeated += value
-        if not is_data and value > self.repetitions[0]:
-            self.repetitions = (value, path)
+        if not is_data:
+            self._more("repetitions", value, path)
+
+    def _more(self, extent: str, value: int, path: _Path) -> None:
+        if value > self.largest[extent][0]:
+            self.largest[extent] = (value, path)
 
     def size(self) -> GrammarSize:
+        longest, _ = self.largest["alternatives"]
         large = (
             self.length > LARGE_SOURCE
-            or self.alternatives[0] > LARGE_LIST
+            or longest > LARGE_LIST
             or sum(self.counts.values()) > LARGE_REPEATS
             or self.repeated > LARGE_REPEATS_IN_ALL
-            or (self.has_bounded_object and self.alternatives[0] > LARGE_BOUNDED_OBJECT)
+            or (self.has_bounded_object and longest > LARGE_BOUNDED_OBJECT)
             # Branches are written out together with what stands beside them, again at each level.
             or (self.has_reference and self.has_joined and self.expansion > LARGE_EXPANSION)
         )
+        nesting, repetitions, alternatives = (_extent(*self.largest[name]) for name in _EXTENTS)
+        counted = sum(self.lengths)
         return GrammarSize(
-            _extent(self.nesting),
-            _extent(self.repetitions),
-            _extent(self.alternatives),
-            self.characters,
-            sum(self.lengths),
-            large=large,
+            nesting, repetitions, alternatives, self.characters, counted, large=large
         )
 
 
-def _value(found: tuple[int, _Path]) -> int:
-    return found[0]
-
-
-def _extent(found: tuple[int, _Path]) -> Extent:
-    value, path = found
+def _extent(value: int, path: _Path) -> Extent:
     tokens: list[str] = []
     while path is not None:
         path, key = path
@@ -220,30 +214,19 @@ def _extent(found: tuple[int, _Path]) -> Extent:
     return Extent(value, "".join(f"/{token}" for token in reversed(tokens)))
 
 
-class _Scan(NamedTuple):
-    """Of one regex or grammar. repeated: its character classes, each as often as it is repeated.
+class _Scan:
+    """One pass over a regex or grammar, right or not; keeps no more than its open groups.
 
-    largest, longest: of the counts, with those inside each other multiplied, and each by itself.
+    repeated: its character classes, each as often as it is repeated. largest, longest: of the
+    counts, with those inside each other multiplied, and each by itself.
     """
 
-    nesting: int
-    largest: int
-    repeated: int
-    alternatives: int
-    longest: int
-
-
-class _Scanner:
-    """One pass over a regex or grammar, right or not; keeps no more than its open groups."""
-
-    def __init__(self) -> None:
+    def __init__(self, text: str, tokens: re.Pattern[str]) -> None:
         self.groups = [0]  # what each open group repeats
         self.closed = -1  # where the last class or group ended
         self.inner = 0  # what that one repeats
         self.nesting = self.largest = self.longest = 0
         self.alternatives = 1
-
-    def run(self, text: str, tokens: re.Pattern[str]) -> _Scan:
         in_class = False
         for match in tokens.finditer(text):
             token = match.group()
@@ -261,8 +244,7 @@ class _Scanner:
                 self._close(match.end(), 1)
             elif token[0] == "{":
                 self._repeat(match)
-        repeated = sum(self.groups)
-        return _Scan(self.nesting, self.largest, repeated, self.alternatives, self.longest)
+        self.repeated = sum(self.groups)
 
     def _close(self, end: int, inner: int) -> None:
         self.closed, self.inner = end, inner
@@ -320,7 +302,7 @@ class SpecDocument:
         return lower_checked(self.value, self.spec.additional_properties)
 
     @cached_property
-    def examined(self) -> PreparedSchema:
+    def examined(self) -> Lowered:
         """The lowered schema rewritten for xgrammar, and what that could not keep."""
         return examine_schema(self.lowered)
 
@@ -340,17 +322,30 @@ def is_large(spec: GrammarSpec) -> bool:
 
 _ROUNDS = 50
 _SCHEMAS_OF_A_TAG = ("json_schema", "schema")
-Compiled = TypeVar("Compiled")
+Compiled = TypeVar("Compiled", covariant=True)
 
 
-class Loosened(NamedTuple):
-    """A schema that is enforced in full, and what of the original it lacks."""
+class DocumentBackend(ABC, Generic[Compiled]):
+    """A backend of this package: it goes on with what has been read already."""
 
-    schema: Any
-    dropped: tuple[Unenforced, ...]
+    def compile(self, spec: GrammarSpec) -> Compiled:
+        """Compile ``spec``; may take seconds and cannot be interrupted.
+
+        Raises GrammarCompileError (broken, or a kind that others compile), UnsupportedSchemaError
+        (valid, but not enforceable in full) or UnsatisfiableGrammarError (nothing matches).
+        """
+        return self.compile_document(SpecDocument(spec))
+
+    def compile_document(self, document: SpecDocument) -> Compiled:
+        """As ``compile``."""
+        return _compile_as_asked(document, self.enforce)
+
+    @abstractmethod
+    def enforce(self, document: SpecDocument) -> Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
 
 
-def compile_as_asked(
+def _compile_as_asked(
     document: SpecDocument, compile_: Callable[[SpecDocument], Compiled]
 ) -> Compiled:
     """A document by ``compile_``, which raises UnsupportedSchemaError for what it cannot enforce.
@@ -375,7 +370,7 @@ def compile_as_asked(
         if spec.unsupported == "rewrite":
             return narrow(schema)
         loosened = loosen(schema)
-        dropped.extend(loosened.dropped)
+        dropped.extend(loosened.entries)
         return loosened.schema
 
     is_schema = spec.kind == "json_schema"
@@ -396,45 +391,39 @@ def narrow(schema: Any) -> Any:
     away. Raises UnsupportedSchemaError where nothing of the kind helps.
     """
     lowered = lower(schema, harder=True)
-    errors = [entry for entry in lowered.entries if entry.level == "error"]
-    if errors:
-        raise UnsupportedSchemaError(describe(errors))
+    if lowered.errors:
+        raise UnsupportedSchemaError(describe(lowered.errors))
     return lowered.schema
 
 
-def loosen(schema: Any) -> Loosened:
-    """A schema without the keywords that xgrammar cannot enforce: it admits more."""
+def loosen(schema: Any) -> Lowered:
+    """A schema without the keywords that xgrammar cannot enforce, and these: it admits more."""
     lowered = lower(schema)
-    dropped = [entry for entry in lowered.entries if entry.level == "error"]
+    dropped = lowered.errors
     loose = copy.deepcopy(lowered.schema)
     for _ in range(_ROUNDS):
-        errors = [entry for entry in find_unenforced(loose, "schema") if entry.level == "error"]
+        errors = normalize(lower(loose)).errors
         if not errors:
             break
         for entry in errors:
             loose = _without(loose, entry)
-            dropped.append(entry)
-    return Loosened(loose, tuple(dict.fromkeys(dropped)))
+        dropped += errors
+    return Lowered(loose, tuple(dict.fromkeys(dropped)))
 
 
 def _without(schema: Any, entry: Unenforced) -> Any:
     """``schema`` changed in place: the keyword is gone, or all of the subschema that holds it."""
-    node, parent, key = schema, None, ""
-    for token in entry.pointer.split("/")[1:]:
-        token = unescape(token)
-        parent, key = node, token
-        if isinstance(node, list) and token.isdecimal() and int(token) < len(node):
-            node = node[int(token)]
-        elif isinstance(node, dict) and token in node:
-            node = node[token]
-        else:
-            return {}
+    above, _, key = entry.pointer.rpartition("/")
+    try:
+        node, parent = find(schema, entry.pointer), find(schema, above)
+    except LookupError:
+        return {}
     if isinstance(node, dict) and entry.keyword in node:
         del node[entry.keyword]
         return schema
-    if parent is None:
+    if not entry.pointer:
         return {}
-    parent[int(key) if isinstance(parent, list) else key] = {}
+    parent[int(key) if isinstance(parent, list) else unescape(key)] = {}
     return schema
 
 

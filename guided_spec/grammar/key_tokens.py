@@ -11,6 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from guided_spec.grammar.rows import bits_of
+
 __all__ = ["START", "Frame", "KeyState", "KeyTokens", "Keys", "Mode", "advance", "unescape"]
 
 _MOST_NEW = 64
@@ -263,8 +265,7 @@ class KeyTokens:
 
 
 def _legal(token_ids: NDArray[np.int64], row: NDArray[np.int32]) -> list[int]:
-    bits = row[token_ids >> 5] >> (token_ids & 31).astype(np.int32)
-    legal: list[int] = token_ids[(bits & 1).astype(np.bool_)].tolist()
+    legal: list[int] = token_ids[bits_of(row, token_ids)].tolist()
     return legal
 
 

@@ -5,37 +5,29 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.isolation import Workers
 from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
-from guided_spec.grammar.markers.after import AfterGrammar
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.maker import TableMaker, table_bytes
 from guided_spec.grammar.tables.proof import proven_table
 from guided_spec.grammar.tables.table import TokenTable
+from guided_spec.grammar.tables.tabled import TableMaker, table_bytes
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["GrammarPipeline", "RequestGrammars"]
 
 _LONGEST_MESSAGE = 2_000  # characters
-
-
-@runtime_checkable
-class _ReadsDocuments(Protocol):
-    """The backends of this package: they go on with what has been read already."""
-
-    def compile_document(self, document: SpecDocument) -> CompiledGrammar: ...
 
 
 class GrammarPipeline:
@@ -91,7 +83,7 @@ class GrammarPipeline:
         try:
             self._keep_limits(document)
             marker = None if self.markers is None or start is None else self.markers.find(start)
-            if isinstance(self._backend, _ReadsDocuments):
+            if isinstance(self._backend, DocumentBackend | BackendChoice):
                 compiled = self._backend.compile_document(document)
             else:
                 compiled = self._backend.compile(document.spec)
@@ -160,13 +152,13 @@ class RequestGrammars(NamedTuple):
         markers = Markers.from_tokenizer(vocabulary, tokenizer)
         endings = EndingsCache(vocabulary)
         pipeline = GrammarPipeline(
-            build_backend(name, vocabulary),
+            BackendChoice(name, vocabulary),
             config.grammar_limits or GrammarLimits(),
             markers=markers,
             endings=endings,
             tables=None if config.grammar_tables == "off" else config.grammar_tables,
             # Where no other process can import it, that one is for specs which name another.
-            make=partial(build_backend, name if import_path(name) else "auto"),
+            make=partial(BackendChoice, name if import_path(name) else "auto"),
             name=name,
         )
         queue = GrammarCompileQueue(

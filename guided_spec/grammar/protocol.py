@@ -6,6 +6,11 @@ from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
 from typing import Any, Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.errors import UnsatisfiableGrammarError
+from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -17,6 +22,8 @@ __all__ = [
     "WrappedMatcher",
     "accept_tokens",
     "as_matcher",
+    "legal_row",
+    "require_first_token",
 ]
 
 
@@ -181,6 +188,20 @@ def accept_tokens(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
         if not matcher.accept_token(token):
             return count
     return len(token_ids)
+
+
+def legal_row(matcher: GrammarMatcher, vocab_size: int) -> NDArray[np.int32]:
+    """int32 [W]: the tokens that may come next; the matcher does not move."""
+    row = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+    matcher.fill_next_token_bitmask(row)
+    own: NDArray[np.int32] = row[0] & full_row(vocab_size)  # behind the last token all may be set
+    return own
+
+
+def require_first_token(grammar: CompiledGrammar, vocab_size: int, kind: str) -> None:
+    """Raise UnsatisfiableGrammarError, about a grammar of this kind, for an empty first mask."""
+    if not legal_row(grammar.new_matcher(), vocab_size).any():
+        raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {kind}")
 
 
 class CompiledGrammar(Protocol):

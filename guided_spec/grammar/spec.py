@@ -24,6 +24,12 @@ GrammarKind = Literal[
 Unsupported = Literal["error", "rewrite", "warn"]
 KeyOrder = Literal["schema", "any"]
 _JSON_KINDS = ("json_schema", "json_object")
+_CHOICES = {
+    "kind": GrammarKind,
+    "unsupported": Unsupported,
+    "key_order": KeyOrder,
+    "additional_properties": AdditionalProperties,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +106,10 @@ class GrammarSpec:
     value_type: Any = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.kind not in get_args(GrammarKind):
-            kinds = ", ".join(get_args(GrammarKind))
-            raise ConfigError("kind", self.kind, f"must be one of {kinds}")
+        for name, values in _CHOICES.items():
+            if getattr(self, name) not in get_args(values):
+                fix = f"must be one of {', '.join(get_args(values))}"
+                raise ConfigError(name, getattr(self, name), fix)
         _require_str("source", self.source)
         _require_str("root", self.root)
         if not isinstance(self.any_whitespace, bool):
@@ -110,20 +117,9 @@ class GrammarSpec:
         if self.any_whitespace and self.kind not in _JSON_KINDS:
             fix = "only json_schema and json_object take it; write the whitespace in the grammar"
             raise ConfigError("any_whitespace", self.any_whitespace, fix)
-        if self.unsupported not in get_args(Unsupported):
-            modes = ", ".join(get_args(Unsupported))
-            raise ConfigError("unsupported", self.unsupported, f"must be one of {modes}")
-        if self.key_order not in get_args(KeyOrder):
-            orders = ", ".join(get_args(KeyOrder))
-            raise ConfigError("key_order", self.key_order, f"must be one of {orders}")
-        if self.key_order == "any" and self.kind != "json_schema":
-            raise ConfigError("key_order", self.key_order, "only json_schema takes it")
-        if self.additional_properties not in get_args(AdditionalProperties):
-            fix = f"must be one of {', '.join(get_args(AdditionalProperties))}"
-            raise ConfigError("additional_properties", self.additional_properties, fix)
-        if self.additional_properties == "schema" and self.kind != "json_schema":
-            fix = "only json_schema takes it"
-            raise ConfigError("additional_properties", self.additional_properties, fix)
+        for name, plain in (("key_order", "schema"), ("additional_properties", "closed")):
+            if getattr(self, name) != plain and self.kind != "json_schema":
+                raise ConfigError(name, getattr(self, name), "only json_schema takes it")
         if self.backend is not None:
             _require_str("backend", self.backend)
 
@@ -179,10 +175,11 @@ class GrammarSpec:
         if not isinstance(schema, str | bool | Mapping):
             fix = "must be a dict, JSON text, or a pydantic model class"
             raise ConfigError("schema", schema, fix)
-        source = _canonical("schema", schema)
-        spec = cls("json_schema", source, any_whitespace=any_whitespace, unsupported=unsupported)
-        return replace(
-            spec,
+        return cls(
+            "json_schema",
+            _canonical("schema", schema),
+            any_whitespace,
+            unsupported=unsupported,
             key_order=key_order,
             additional_properties=additional_properties,
             value_type=value_type,

@@ -23,7 +23,9 @@ from guided_spec.grammar.protocol import (
     GrammarMatcher,
     Matcher,
     WrappedMatcher,
+    legal_row,
 )
+from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -229,7 +231,8 @@ class UniqueKeysMatcher(WrappedMatcher):
         """Tokens that complete a key that is there already; or may write more of it."""
         tokens, near = self._tokens, keys.starting(place.key)
         if place.is_pending:
-            yield from self._ids(row) if self._grammar.run_out else tokens.quoted(row)
+            every = self._grammar.run_out
+            yield from ids_of(row, len(tokens.data)) if every else tokens.quoted(row)
         elif len(near) < len(tokens.closers):
             for key in near:
                 yield from tokens.closers.get(key[len(place.key) :], ())
@@ -288,10 +291,9 @@ class UniqueKeysMatcher(WrappedMatcher):
 
     def _look(self, place: KeyState, seen: set[KeyState], *, spaced: bool) -> _Ahead:
         """What may follow, but for places in ``seen``; these are added to it."""
-        row = np.zeros((1, -(-len(self._tokens.data) // 32)), dtype=np.int32)
-        self._inner.fill_next_token_bitmask(row)
+        row = legal_row(self._inner, len(self._tokens.data))
         near: list[tuple[int, KeyState]] = []
-        for token in self._ids(row[0]):
+        for token in ids_of(row):
             then = self._tokens.advance(place, token)
             if then is not None and not _is_near(then):
                 return _Ahead(token, iter(near))
@@ -302,11 +304,6 @@ class UniqueKeysMatcher(WrappedMatcher):
                 spaced = True
                 near.append((token, then))
         return _Ahead(None, iter(near))
-
-    def _ids(self, row: NDArray[np.int32]) -> list[int]:
-        bits = np.unpackbits(row.view(np.uint8), bitorder="little")[: len(self._tokens.data)]
-        ids: list[int] = np.flatnonzero(bits).tolist()
-        return ids
 
 
 def _is_near(place: KeyState, *, in_key: bool = False) -> bool:

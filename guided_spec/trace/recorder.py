@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from guided_spec.core import DecodeBatch
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.lookahead import Turn
 from guided_spec.ops.sampling.step_probs import PositionProbs

@@ -15,7 +15,7 @@ import jsonschema
 import numpy as np
 
 from guided_spec.errors import GrammarCompileError, GuidedSpecError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import EndLostError
 from guided_spec.grammar.document import SpecDocument
@@ -56,7 +56,7 @@ class Examiner:
         self._endings = EndingsCache(SPECIAL)
         self.backends = {
             name: GrammarPipeline(
-                build_backend(name, SPECIAL), LIMITS, make=partial(build_backend, name)
+                BackendChoice(name, SPECIAL), LIMITS, make=partial(BackendChoice, name)
             )
             for name in names
         }

@@ -14,7 +14,7 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.markers.after import AfterGrammar
+from guided_spec.grammar.markers import AfterGrammar
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.completion.spelled import MARKERS, SPELLED

@@ -21,13 +21,13 @@ from transformers import PreTrainedTokenizerFast
 from benchmarks.budgets import Document, Times, documents_of, follow
 from benchmarks.schema_corpus import load_cases
 from guided_spec.errors import BudgetTooSmallError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
 from guided_spec.grammar.completion.completion import CompletingMatcher, EndingsCache
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
@@ -57,11 +57,11 @@ def vocabulary() -> Vocabulary:
 
 @cache
 def backend_of(wrapper: str) -> GrammarBackend:
-    backend = build_backend("auto", vocabulary())
+    backend = BackendChoice("auto", vocabulary())
     if wrapper == "marker":
         return GrammarPipeline(backend, markers=Markers.from_tokenizer(vocabulary(), tokenizer()))
     if wrapper == "isolated":
-        make = partial(build_backend, "auto")
+        make = partial(BackendChoice, "auto")
         return GrammarPipeline(backend, GrammarLimits(), make=make, name="auto")
     return backend
 
@@ -74,7 +74,7 @@ def endings() -> EndingsCache:
 @cache
 def documents() -> list[Document]:
     cases = random.Random(0).sample(CASES, 120)
-    return list(documents_of(cases, build_backend("auto", vocabulary()), tokenizer()))
+    return list(documents_of(cases, BackendChoice("auto", vocabulary()), tokenizer()))
 
 
 def test_the_tokenizer_is_a_real_one() -> None:
@@ -157,7 +157,7 @@ def compiled_of(spec: GrammarSpec, wrapper: str) -> Any:
         return backend_of(wrapper).compile(spec)
     try:
         register_grammar_backend("hidden", hidden)
-        backend = build_backend("auto", vocabulary())
+        backend = BackendChoice("auto", vocabulary())
         return backend.compile(spec.with_backend("hidden"))
     finally:
         GRAMMAR_BACKENDS.pop("hidden", None)

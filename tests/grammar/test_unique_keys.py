@@ -13,12 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import UnsupportedSchemaError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.conformance import check_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.key_tokens import START, Keys, KeyState, advance
-from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.spec import GrammarSpec
@@ -77,7 +76,7 @@ seeds = st.integers(0, 2**32)
 
 @cache
 def backend(name: str) -> GrammarBackend:
-    return build_backend(name, VOCABULARY)
+    return BackendChoice(name, VOCABULARY)
 
 
 @cache

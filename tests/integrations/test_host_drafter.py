@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter, HostRequest
@@ -28,7 +28,7 @@ def encode(text: str) -> list[int]:
 
 
 def constraint_at(text: str) -> Constraint:
-    compiled = build_backend("xgrammar", VOCABULARY).compile(GrammarSpec.json_schema(SCHEMA))
+    compiled = BackendChoice("xgrammar", VOCABULARY).compile(GrammarSpec.json_schema(SCHEMA))
     constraint = Constraint(compiled)
     constraint.commit(encode(text))
     return constraint

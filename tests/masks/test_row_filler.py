@@ -19,8 +19,7 @@ from torch import Tensor
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers.after import AfterGrammar
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import AfterGrammar, Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks import lookahead as row_filler

@@ -15,31 +15,22 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from guided_spec.grammar.schema.parts import all_parts
 from guided_spec.grammar.schema.report import Report, Unenforced, escape, unescape
-from guided_spec.grammar.schema.values import constant, keep_valid, merge
+from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
 
-__all__ = [
-    "PREFIX",
-    "AnyOrder",
-    "Objects",
-    "RuleWriter",
-    "SchemaParts",
-    "Spelling",
-    "any_order_grammar",
-    "matches",
-]
+__all__ = ["AnyOrder", "any_order_grammar", "key_literal"]
 
 _DEEPEST = 16
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 _MOST_BRANCHES = 128
 _MOST_LOOKED_AT = 20_000
-PREFIX = "#/$defs/"
-"""Of a reference to a definition."""
+_PREFIX = "#/$defs/"
 
 
-class SchemaParts:
+class _Parts:
     """The schemas of one document, whose references all name one of its definitions.
 
     root: without ``$defs``. definitions: by their reference.
@@ -48,7 +39,7 @@ class SchemaParts:
     def __init__(self, schema: dict[str, Any]) -> None:
         self.root: Any = {key: value for key, value in schema.items() if key != "$defs"}
         self.definitions: dict[str, Any] = {
-            PREFIX + escape(name): part for name, part in schema.get("$defs", {}).items()
+            _PREFIX + escape(name): part for name, part in schema.get("$defs", {}).items()
         }
         self.definitions["#"] = self.root
         self._ordered: set[str] = set()
@@ -161,24 +152,12 @@ class SchemaParts:
 
 def _has_keys(value: Any) -> bool:
     """Whether a JSON value holds an object with any key."""
-    if isinstance(value, list):
-        return any(map(_has_keys, value))
-    return isinstance(value, dict) and bool(value)
+    return any(isinstance(part, dict) and part for part in values_within(value))
 
 
 def _nodes(schema: Any) -> Iterator[dict[str, Any]]:
-    """A schema and all below it."""
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        if not isinstance(node, dict):
-            continue
-        yield node
-        stack += [node[keyword] for keyword in ("items", "additionalProperties") if keyword in node]
-        for keyword in ("allOf", "anyOf", "prefixItems"):
-            stack += node.get(keyword, ())
-        for keyword in ("properties", "patternProperties"):
-            stack += node.get(keyword, {}).values()
+    """Those of a schema and all below it that may say something."""
+    return (node for node in all_parts(schema) if isinstance(node, dict))
 
 
 def _holds_values(node: dict[str, Any]) -> bool:
@@ -225,13 +204,13 @@ def _one_by_one(node: dict[str, Any]) -> list[Any] | None:
     if kept is None:
         return None
     if pattern is not None:
-        kept = [v for v in kept if not isinstance(v, str) or matches(pattern, v)]
+        kept = [v for v in kept if not isinstance(v, str) or _matches(pattern, v)]
     plain = [value for value in kept if not _has_keys(value)]
     parts = [constant(value) for value in kept if _has_keys(value)]
     return [*parts, *([{"enum": plain}] if plain else [])]
 
 
-def matches(pattern: str, text: str) -> bool:
+def _matches(pattern: str, text: str) -> bool:
     """Whether a pattern as llguidance gets it, anchored at both ends, matches ``text``."""
     readable = _CODE.sub(lambda match: f"\\U{int(match[1], 16):08x}", pattern)
     return re.fullmatch(readable.removeprefix("^").removesuffix("$"), text) is not None
@@ -242,25 +221,6 @@ _STRING = r'/"([^"\\\x00-\x1f\x7f]|\\[nrbtf"\\])*"/'
 _PLAIN = r'/"[^"\\\x00-\x1f\x7f]*"/'
 
 
-class Spelling(NamedTuple):
-    """What stands between items, and between a key and its value, as Lark literals."""
-
-    item: str
-    key: str
-
-
-class RuleWriter(Protocol):
-    """What writes the rules of a whole schema."""
-
-    rules: list[str]
-
-    def rule(self, node: Any, pointer: str) -> str | None:
-        """The name of the rule for the values of ``node``; None where it has none."""
-
-    def keep_order(self, node: dict[str, Any], pointer: str, reason: str) -> str:
-        """``node`` in the schema's order, with a note."""
-
-
 class _Pair(NamedTuple):
     """key, value: what a rule calls them."""
 
@@ -268,12 +228,11 @@ class _Pair(NamedTuple):
     value: str
 
 
-class Objects:
+class _Objects:
     """Writes object rules. Their parameter holds a bit for each listed key, required ones first."""
 
-    def __init__(self, writer: RuleWriter, spelling: Spelling) -> None:
+    def __init__(self, writer: _Writer) -> None:
         self._writer = writer
-        self._spelling = spelling
         self._count = 0
 
     def write(self, node: dict[str, Any], pointer: str) -> str | None:
@@ -295,7 +254,7 @@ class Objects:
             if value is None and name in required:
                 return None
             if value is not None:
-                pairs.append(_Pair(_literal(name), value))
+                pairs.append(_Pair(key_literal(name), value))
         others = self._others(list(declared), patterns, extra, pointer)
         return self._rules(pairs, len(required), others, low)
 
@@ -308,8 +267,8 @@ class Objects:
             value = self._writer.rule(part, f"{pointer}/patternProperties/{escape(pattern)}")
             if value is None:
                 continue
-            if any(matches(pattern, name) for name in names):
-                key = self._terminal(f"{_PLAIN} & ({_quoted(pattern)})", map(_literal, names))
+            if any(_matches(pattern, name) for name in names):
+                key = self._terminal(f"{_PLAIN} & ({_quoted(pattern)})", map(key_literal, names))
                 pairs.append(_Pair(key, value))
             else:
                 name = self._writer.rule({"type": "string", "pattern": pattern}, pointer)
@@ -317,7 +276,7 @@ class Objects:
         value = self._writer.rule(extra, f"{pointer}/additionalProperties")
         if value is not None:
             # What a string without escapes decodes to is what it is.
-            taken = [*map(_literal, names), *map(_quoted, patterns)]
+            taken = [*map(key_literal, names), *map(_quoted, patterns)]
             key = self._terminal(_PLAIN if patterns else _STRING, taken)
             pairs.append(_Pair(key, value))
         return pairs
@@ -343,7 +302,7 @@ class Objects:
             return '"{" "}"'
         self._count += 1
         x, y = f"x{self._count}", f"y{self._count}"
-        colon = self._spelling.key
+        colon = self._writer.colon
         more = [
             f"{key} {colon} {value} {y}::set_bit({bit}) %if bit_clear({bit})"
             for bit, (key, value) in enumerate(pairs)
@@ -357,7 +316,7 @@ class Objects:
         end = f" %if {_all(ends)}" if ends else ""
         again = "" if others else f" %if not(is_ones([0:{len(pairs)}]))"
         self._writer.rules.append(f"{x}::_ : {' | '.join(more)}")
-        self._writer.rules.append(f'{y}::_ : "}}"{end} | {self._spelling.item} {x}::_{again}')
+        self._writer.rules.append(f'{y}::_ : "}}"{end} | {self._writer.comma} {x}::_{again}')
         begin = f'"{{" {x}::0x0'
         return begin if low else f'{begin} | "{{" "}}"'
 
@@ -368,7 +327,7 @@ def _declared(node: dict[str, Any], extra: Any) -> dict[str, Any]:
     patterns = node.get("patternProperties", {})
     declared = {}
     for name in [*listed, *(name for name in node.get("required", ()) if name not in listed)]:
-        parts = [part for pattern, part in patterns.items() if matches(pattern, name)]
+        parts = [part for pattern, part in patterns.items() if _matches(pattern, name)]
         parts += [listed[name]] if name in listed else [] if parts else [extra]
         declared[name] = parts[0] if len(parts) == 1 else {"allOf": parts}
     return declared
@@ -383,8 +342,8 @@ def _quoted(pattern: str) -> str:
     return f'"\\"" /(?:{pattern[1:-1]})/ "\\""'
 
 
-def _literal(name: str) -> str:
-    """A Lark literal of a key as JSON has it, quotes and escapes included."""
+def key_literal(name: str) -> str:
+    """A literal of Lark and EBNF of a key as JSON has it, quotes and escapes included."""
     text = json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)
     return text.replace("\x7f", "\\u007f")
 
@@ -413,7 +372,7 @@ def any_order_grammar(prepared: dict[str, Any], options: dict[str, Any]) -> AnyO
     schema there, with the keys of each object in any order, those without a name in the schema
     between them. Where both patterns and further keys are allowed, the latter hold no escapes.
     """
-    writer = _Writer(SchemaParts(prepared), options)
+    writer = _Writer(_Parts(prepared), options)
     try:
         top = writer.rule(writer.parts.root, "")
     except (_KeptError, RecursionError) as error:
@@ -430,15 +389,16 @@ class _KeptError(Exception):
 
 
 class _Writer:
-    """One pass over one schema. rules: lines of the grammar."""
+    """One pass over one schema. rules: lines of the grammar. comma, colon: as Lark literals."""
 
-    def __init__(self, parts: SchemaParts, options: dict[str, Any]) -> None:
+    def __init__(self, parts: _Parts, options: dict[str, Any]) -> None:
         self.parts = parts
         self.rules: list[str] = []
         self.report = Report()
         self._options = options
-        self._spelling = Spelling(*(json.dumps(options[f"{n}_separator"]) for n in ("item", "key")))
-        self._objects = Objects(self, self._spelling)
+        self.comma = json.dumps(options["item_separator"])
+        self.colon = json.dumps(options["key_separator"])
+        self._objects = _Objects(self)
         self._names: dict[str, str | None] = {}
 
     def rule(self, node: Any, pointer: str) -> str | None:
@@ -522,7 +482,7 @@ class _Writer:
 
     def _items(self, first: list[str], item: str | None, low: int, room: float) -> str:
         """All items of an array that has any: those listed, then ``item`` again and again."""
-        comma = self._spelling.item
+        comma = self.comma
         listed = len(first)
         rest = ""
         if item is not None and room > max(listed, 1):
@@ -544,7 +504,7 @@ class _Writer:
         schema: dict[str, Any] = {**node, "x-guidance": self._options}
         if inside:
             schema["$defs"] = {
-                unescape(name.removeprefix(PREFIX)): part for name, part in inside.items()
+                unescape(name.removeprefix(_PREFIX)): part for name, part in inside.items()
             }
         return f"%json {json.dumps(schema)}"
 

@@ -17,14 +17,14 @@ from guided_spec.grammar.backends.registry import (
     find_grammar_backend,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import LARGE_SOURCE, SpecDocument, compile_as_asked
+from guided_spec.grammar.document import LARGE_SOURCE, DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.report import is_narrowed
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import MaybeUnique
+from guided_spec.grammar.unique_keys import MaybeUnique, NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["AutoBackend", "BackendChoice", "build_backend"]
+__all__ = ["AutoBackend", "BackendChoice"]
 
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
 # Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens behind
@@ -39,7 +39,7 @@ _MOST_REPEATS = 32
 _Compiled = MaybeUnique[XGrammarGrammar] | MaybeUnique[LLGuidanceGrammar]
 
 
-class AutoBackend:
+class AutoBackend(DocumentBackend[_Compiled]):
     """Per JSON schema the backend that enforces all of it and rejects the least.
 
     That is xgrammar, whose masks cost less, for schemas that it takes as they are: objects without
@@ -59,19 +59,11 @@ class AutoBackend:
         self.vocabulary = vocabulary
         self._first = XGrammarBackend(vocabulary)
 
-    def compile(self, spec: GrammarSpec) -> _Compiled:
-        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+    def enforce(self, document: SpecDocument) -> _Compiled:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused.
 
         An UnsupportedSchemaError gives the reasons of both, where both were asked.
         """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> _Compiled:
-        """As ``compile``."""
-        return compile_as_asked(document, self.enforce)
-
-    def enforce(self, document: SpecDocument) -> _Compiled:
-        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
         spec = document.spec
         if spec.kind == "regex" and document.size.repetitions.value > _MOST_REPEATS:
             with suppress(GrammarCompileError):
@@ -98,7 +90,7 @@ class AutoBackend:
             return False
         prepared = document.examined
         # One that is large once it is written out is large too.
-        if is_narrowed(prepared.unenforced) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
+        if is_narrowed(prepared.entries) or len(json.dumps(prepared.schema)) > LARGE_SOURCE:
             return False
         return document.spec.key_order == "schema" or not any_order_notes(prepared.schema)
 
@@ -110,15 +102,17 @@ class AutoBackend:
 
 def _is_xgrammars_alone(document: SpecDocument) -> bool:
     """Whether xgrammar refuses the schema for reasons of its own, not of any backend."""
-    entries = document.examined.unenforced
-    return all(entry.by_backend for entry in entries if entry.level == "error")
+    return all(entry.by_backend for entry in document.examined.errors)
 
 
 class BackendChoice:
     """The backend that a spec names, and for specs that name none the one called ``name``.
 
-    Another one is made when a spec asks for it, or when its name was registered anew. Raises
-    ConfigError as ``build_backend`` does.
+    name: "auto", "xgrammar", "llguidance" or a registered one, made with its default settings.
+    Another one is made when a spec asks for it, or when its name was registered anew.
+
+    Raises ConfigError for any other name, for "llguidance" where that package is not installed, and
+    for a backend that cannot be made.
     """
 
     def __init__(self, name: str, vocabulary: Vocabulary) -> None:
@@ -153,8 +147,7 @@ class BackendChoice:
         entry = GRAMMAR_BACKENDS.get(name)
         factory = find_grammar_backend(argument, name)
         if factory in (AutoBackend, LLGuidanceBackend, XGrammarBackend):
-            own: AutoBackend | LLGuidanceBackend | XGrammarBackend = factory(self.vocabulary)
-            return _Made(entry, own)
+            return _Made(entry, factory(self.vocabulary))
         return _Made(entry, GuardedBackend(name, factory, self.vocabulary))
 
 
@@ -162,14 +155,4 @@ class _Made(NamedTuple):
     """A backend, and what the registry held when it was made: None for an entry point's."""
 
     entry: str | BackendFactory | None
-    backend: AutoBackend | LLGuidanceBackend | XGrammarBackend | GuardedBackend
-
-
-def build_backend(name: str, vocabulary: Vocabulary) -> BackendChoice:
-    """The backend of this name for one vocabulary, with its default settings.
-
-    name: "auto", "xgrammar", "llguidance" or a registered one, for specs that name no ``backend``
-    themselves. Raises ConfigError for any other, for "llguidance" where that package is not
-    installed, and for one that cannot be made.
-    """
-    return BackendChoice(name, vocabulary)
+    backend: DocumentBackend[NotedGrammar] | GuardedBackend

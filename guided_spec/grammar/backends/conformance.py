@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher, as_matcher
+from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import num_mask_words
@@ -136,9 +137,7 @@ class _Walk:
         return row
 
     def _tokens_of(self, row: NDArray[np.int32]) -> list[int]:
-        bits = np.unpackbits(row.view(np.uint8), bitorder="little")
-        tokens: list[int] = np.flatnonzero(bits[: self._vocabulary.vocab_size]).tolist()
-        return tokens
+        return ids_of(row, self._vocabulary.vocab_size)
 
     def _fills(self, matcher: GrammarMatcher, row: NDArray[np.int32]) -> bool:
         return self._same(self._row(matcher), row)

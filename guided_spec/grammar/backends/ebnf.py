@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 import xgrammar
 
-from guided_spec.grammar.backends.any_order import AnyOrder
+from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
+from guided_spec.grammar.schema.parts import change_parts
 from guided_spec.grammar.schema.report import Report, Unenforced, escape
 
 __all__ = [
@@ -69,25 +70,17 @@ class _Object(NamedTuple):
     others: tuple[tuple[int, int], ...]
 
 
-class _Replaced(NamedTuple):
-    """top: the piece for the root. definitions: by name."""
-
-    top: int
-    definitions: dict[str, Any]
-
-
 def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrder:
     """The grammar of a schema that ``prepare_schema`` has made, with the rule ``root``.
 
     The texts are those of the schema, with the keys of each object of up to 8 in any order.
     """
-    plan = _Plan(json.dumps(prepared))
-    top, definitions = plan.run(prepared)
+    plan = _Plan(prepared)
     notes = tuple(plan.report.entries)
     if not plan.objects:
         return AnyOrder(None, notes)
     document: dict[str, Any] = {"type": "array", "items": False, "minItems": len(plan.pieces)}
-    document |= {"prefixItems": plan.pieces, "$defs": definitions}
+    document |= {"prefixItems": plan.pieces, "$defs": plan.definitions}
     try:
         converted = schema_ebnf(document, any_whitespace=any_whitespace)
     except RuntimeError:  # which the schema itself raises too
@@ -100,7 +93,7 @@ def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrde
         note = Unenforced("", "properties", reason, _FIX, "note")
         return AnyOrder(None, (*notes, note))
     text = "\n".join(line for line in lines if line is not sequence)
-    rules = [f"root ::= {names[top]}"]
+    rules = [f"root ::= {names[plan.top]}"]
     for number, written in enumerate(plan.objects):
         rule = f"{plan.mark}{number}"
         text = text.replace(json.dumps(f'"{rule}"'), rule)
@@ -110,20 +103,18 @@ def any_order_ebnf(prepared: dict[str, Any], *, any_whitespace: bool) -> AnyOrde
 
 def any_order_notes(prepared: Any) -> tuple[Unenforced, ...]:
     """About the objects of a schema whose keys stay in order; without making the grammar."""
-    plan = _Plan(json.dumps(prepared))
-    if isinstance(prepared, dict):
-        plan.run(prepared)
-    return tuple(plan.report.entries)
+    return tuple(_Plan(prepared).report.entries) if isinstance(prepared, dict) else ()
 
 
 class _Plan:
     """What is converted by xgrammar, and what is written here.
 
-    pieces: schemas with a string for each of ``objects``.
+    pieces: schemas with a string for each of ``objects``. top: the piece for the root. definitions:
+    by name.
     """
 
-    def __init__(self, text: str) -> None:
-        self.mark = "object"
+    def __init__(self, prepared: dict[str, Any]) -> None:
+        self.mark, text = "object", json.dumps(prepared)
         while self.mark in text:
             self.mark += "_"
         self.pieces: list[Any] = []
@@ -131,15 +122,11 @@ class _Plan:
         self.report = Report()
         self._numbers: dict[str, int] = {}
         self._num_sets = 0
-
-    def run(self, prepared: dict[str, Any]) -> _Replaced:
-        """The whole schema, taken apart."""
-        root = {key: value for key, value in prepared.items() if key != "$defs"}
-        definitions = prepared.get("$defs", {}).items()
-        return _Replaced(
-            self.piece(root, ""),
-            {name: self.replace(part, f"/$defs/{name}") for name, part in definitions},
-        )
+        self.top = self.piece({k: v for k, v in prepared.items() if k != "$defs"}, "")
+        self.definitions = {
+            name: self.replace(part, f"/$defs/{name}")
+            for name, part in prepared.get("$defs", {}).items()
+        }
 
     def piece(self, schema: Any, pointer: str) -> int:
         """The number of the piece for ``schema``."""
@@ -158,21 +145,7 @@ class _Plan:
                 self._numbers[key] = len(self.objects)
                 self.objects.append(written)
             return {"const": f"{self.mark}{self._numbers[key]}"}
-        replaced = dict(node)
-        for keyword in ("items", "additionalProperties"):
-            if keyword in node:
-                replaced[keyword] = self.replace(node[keyword], f"{pointer}/{keyword}")
-        for keyword in ("anyOf", "prefixItems"):
-            if keyword in node:
-                parts = enumerate(node[keyword])
-                replaced[keyword] = [self.replace(p, f"{pointer}/{keyword}/{i}") for i, p in parts]
-        for keyword in ("properties", "patternProperties"):
-            if keyword in node:
-                replaced[keyword] = {
-                    name: self.replace(part, f"{pointer}/{keyword}/{escape(name)}")
-                    for name, part in node[keyword].items()
-                }
-        return replaced
+        return change_parts(node, lambda part, path: self.replace(part, f"{pointer}/{path}"))
 
     def _is_free(self, node: dict[str, Any], pointer: str) -> bool:
         num_keys = len(node.get("properties", ()))
@@ -214,7 +187,7 @@ def _object_rules(
     colon = '": "' if whitespace is None else f'{space} ":" {space}'
     close = f'{space} "}}"'
     pairs = [
-        f"{_literal(name)} {colon} {pieces[value]}"
+        f"{key_literal(name)} {colon} {pieces[value]}"
         for name, value in zip(written.names, written.values, strict=True)
     ]
     more = [f"{pieces[key]} {colon} {pieces[value]}" for key, value in written.others]
@@ -236,7 +209,3 @@ def _object_rules(
     begin = f'"{{" {space} {rule}_next_0'
     rules.append(f"{rule} ::= {begin}" + ("" if needed else f' | "{{" {close}'))
     return rules
-
-
-def _literal(name: str) -> str:
-    return json.dumps(json.dumps(name, ensure_ascii=False), ensure_ascii=False)

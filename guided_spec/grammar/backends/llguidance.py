@@ -22,26 +22,31 @@ import importlib
 import itertools
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from guided_spec.errors import (
+    ConfigError,
     GrammarCompileError,
+    GrammarStateError,
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
 from guided_spec.grammar.backends.any_order import any_order_grammar
-from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
-from guided_spec.grammar.document import SpecDocument, compile_as_asked
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.protocol import Matcher, require_first_token
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
-from guided_spec.grammar.schema.values import keep_valid, merge
+from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
+from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
+from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -49,26 +54,23 @@ from guided_spec.grammar.vocabulary import Vocabulary
 __all__ = [
     "LLGuidanceBackend",
     "LLGuidanceGrammar",
+    "LLGuidanceMatcher",
+    "LLGuidanceSource",
     "prepare_for_llguidance",
 ]
 
 _parser: Any = importlib.import_module("re._parser")
-_ONE = frozenset({"additionalProperties", "items"})
-_LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
-_MAPS = frozenset({"properties", "$defs"})
-_KEPT = frozenset(
-    {"type", "enum", "const", "$ref", "patternProperties", "required", "minProperties"}
+_KEPT = HOLDS_PARTS | frozenset(
+    {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
-    | _ONE
-    | _LISTS
-    | _MAPS
 )
 _REFUSED = frozenset({"uniqueItems"})
 # Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_TARGETS = HOLDS_PARTS - {"patternProperties"} | {"$defs"}
 _LARGEST = 2**53
 _MAX_DEPTH = 128
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -80,12 +82,16 @@ def prepare_for_llguidance(lowered: Lowered) -> dict[str, Any]:
     Raises UnsupportedSchemaError where some of it would go unenforced. llguidance itself may refuse
     more.
     """
-    for entry in lowered.entries:
-        if entry.level == "error":
-            raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
+    for entry in lowered.errors:
+        raise _refusal(entry.pointer, entry.keyword, f"{entry.reason}; {entry.fix}")
     if isinstance(lowered.schema, bool):
         return {} if lowered.schema else {"enum": []}
     prepared: dict[str, Any] = _rewrite(lowered.schema, "", 0)
+    if "$defs" in lowered.schema:
+        prepared["$defs"] = {
+            name: _rewrite(part, f"/$defs/{escape(name)}", 1)
+            for name, part in lowered.schema["$defs"].items()
+        }
     return prepared
 
 
@@ -96,11 +102,13 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
         return schema
     _check(schema, pointer)
     schema = _with_valid_values(_with_few_branches(schema))
-    result = {
-        keyword: _rewrite_value(keyword, value, f"{pointer}/{keyword}", depth + 1)
-        for keyword, value in schema.items()
-        if keyword in _KEPT
-    }
+    kept = {keyword: value for keyword, value in schema.items() if keyword in _KEPT}
+    if "patternProperties" in schema:
+        kept["patternProperties"] = {}  # to come, at its place: the order matters to llguidance
+    result = change_parts(
+        kept,
+        lambda part, path: _rewrite(part, f"{pointer}/{path}", depth + 1),
+    )
     if schema.get("patternProperties"):
         _rewrite_patterns(schema, result, pointer, depth + 1)
     if schema.get("minProperties", 0) <= len(schema.get("required", ())):
@@ -109,19 +117,9 @@ def _rewrite(schema: Any, pointer: str, depth: int) -> Any:
     texts += [FORMATS[schema["format"]]] if schema.get("format") in FORMATS else []
     if len(texts) > 1:  # both
         result["allOf"] = [*result.get("allOf", []), {"pattern": _search(texts[1])}]
-    elif texts:
+    if texts:
         result["pattern"] = _search(texts[0])
     return result
-
-
-def _rewrite_value(keyword: str, value: Any, path: str, depth: int) -> Any:
-    if keyword in _MAPS:
-        return {name: _rewrite(part, f"{path}/{name}", depth) for name, part in value.items()}
-    if keyword in _LISTS:
-        return [_rewrite(part, f"{path}/{index}", depth) for index, part in enumerate(value)]
-    if keyword in _ONE:
-        return _rewrite(value, path, depth)
-    return _search(value) if keyword == "pattern" else value
 
 
 def _with_few_branches(schema: dict[str, Any]) -> dict[str, Any]:
@@ -234,7 +232,7 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
     for keyword in sorted(_REFUSED.intersection(schema)):
         raise _refusal(pointer, keyword, "llguidance does not enforce it")
     first = str(schema.get("$ref", "#")).split("/")
-    if first[0] != "#" or (len(first) > 1 and first[1] not in _MAPS | _LISTS | _ONE):
+    if first[0] != "#" or (len(first) > 1 and first[1] not in _TARGETS):
         raise _refusal(pointer, "$ref", "its target is not a subschema of this schema")
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
@@ -244,30 +242,14 @@ def _check(schema: dict[str, Any], pointer: str) -> None:
 def _check_numbers(schema: dict[str, Any], pointer: str) -> None:
     values = [schema[name] for name in _NUMBERS if name in schema]
     values += [schema.get("const"), schema.get("enum")]
-    if any(map(_is_inexact, values)):
+    if any(isinstance(v, int | float) and abs(v) > _LARGEST for v in values_within(values)):
         raise _refusal(pointer, "", "a number beyond 2**53 is rounded; write it as a string")
-    if any(map(_has_controls, values[-2:])):
+    if any(isinstance(v, str) and _CONTROL.search(v) for v in values_within(values[-2:])):
         raise _refusal(pointer, "enum", "a control character in a string; leave the value out")
     divisor = Fraction(str(schema.get("multipleOf", 1))).denominator
     if divisor & (divisor - 1):
         reason = "a step that no float holds exactly; count in whole steps"
         raise _refusal(pointer, "multipleOf", reason)
-
-
-def _has_controls(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_has_controls, [*value, *value.values()]))
-    if isinstance(value, list):
-        return any(map(_has_controls, value))
-    return isinstance(value, str) and bool(_CONTROL.search(value))
-
-
-def _is_inexact(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_inexact, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_inexact, value))
-    return isinstance(value, int | float) and abs(value) > _LARGEST
 
 
 @lru_cache(maxsize=1024)
@@ -305,7 +287,7 @@ _EXCERPT = re.compile(r"\n\s+\d+ \| .*|\n?<(?:state|backtrace)>.*", re.DOTALL)
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|/(?:\\.|[^/\\\n])+/|(?P<token><[^<>\s"]+>)')
 
 
-class LLGuidanceBackend:
+class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
     """Compiles grammars with llguidance for one vocabulary; safe to use from several threads.
 
     Every finished text satisfies its grammar. The masks admit every way to split a text into
@@ -324,19 +306,6 @@ class LLGuidanceBackend:
             n_vocab=vocabulary.vocab_size,
             eos_token=list(vocabulary.stop_token_ids),
         )
-
-    def compile(self, spec: GrammarSpec) -> MaybeUnique[LLGuidanceGrammar]:
-        """Compile ``spec``; milliseconds for most.
-
-        Raises GrammarCompileError (broken, or a kind that only xgrammar compiles),
-        UnsupportedSchemaError (valid, but not enforceable in full) or UnsatisfiableGrammarError
-        (nothing matches).
-        """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
-        """As ``compile``."""
-        return compile_as_asked(document, self.enforce)
 
     def enforce(self, document: SpecDocument) -> MaybeUnique[LLGuidanceGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
@@ -419,6 +388,116 @@ class _Tokens(NamedTuple):
         raise NotImplementedError
 
 
+class LLGuidanceSource(NamedTuple):
+    """Everything that a matcher is made from.
+
+    library: the module llguidance. tokenizer: its ``LLTokenizer`` of the vocabulary.
+    text: a grammar in its Lark dialect.
+    """
+
+    library: Any
+    tokenizer: Any
+    text: str
+    vocabulary: Vocabulary
+
+    def new(self) -> Any:
+        """llguidance's own matcher, at the start; in its error state if the text is broken."""
+        grammar = self.library.LLMatcher.grammar_from_lark(self.text)
+        return self.library.LLMatcher(self.tokenizer, grammar, log_level=0)
+
+
+class LLGuidanceMatcher(Matcher):
+    """A ``GrammarMatcher`` over llguidance's.
+
+    llguidance ends in an error, and stays there, after a refused token and where a limit is hit.
+    So a token is checked before it is consumed, stop tokens are kept away from it, and after an
+    error it is made anew from ``token_ids``.
+    """
+
+    def __init__(self, source: LLGuidanceSource, matcher: Any) -> None:
+        self._source = source
+        self._matcher = matcher
+        self._token_ids: list[int] = []
+        self._has_ended = False
+
+    def accept_token(self, token_id: int) -> bool:
+        """Advance by one token; False, and no change, where it is refused."""
+        token_id = int(token_id)
+        vocabulary = self._source.vocabulary
+        if self._has_ended or not 0 <= token_id < vocabulary.vocab_size:
+            return False
+        if token_id in vocabulary.stop_token_ids:
+            self._has_ended = bool(self._matcher.is_accepting())
+            if not self._has_ended:
+                return False
+        elif not vocabulary.token_bytes[token_id] or self._matcher.validate_tokens([token_id]) != 1:
+            return False
+        elif not self._matcher.consume_token(token_id):
+            self._replay()
+            return False
+        self._token_ids.append(token_id)
+        return True
+
+    def takes(self, token_ids: Sequence[int]) -> bool:
+        """In microseconds, a fraction of accepting a token that completes the text."""
+        count: int = 0 if self._has_ended else self._matcher.validate_tokens(token_ids)
+        return count == len(token_ids)
+
+    def forced_bytes(self) -> bytes:
+        """What must come next in every text, as far as that is known; does not move."""
+        forced: bytes = b"" if self._has_ended else self._matcher.compute_ff_bytes()
+        return forced
+
+    def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
+        """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``.
+
+        All zero, a dead end, where llguidance gives up: no token of the vocabulary goes on, or the
+        grammar is too complex here. Raises GrammarStateError on a terminated matcher.
+        """
+        if self._has_ended:
+            raise GrammarStateError("the text is complete: no token can follow")
+        row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
+        self._fill(row)
+        if self._matcher.is_error():
+            self._replay()  # a new lexer, too: the shared one may be full
+            self._fill(row)
+            if self._matcher.is_error():
+                self._replay()
+                row[:] = 0  # llguidance would allow a stop token in the middle of the text
+        return not np.array_equal(row, full_row(self._source.vocabulary.vocab_size))
+
+    def fork(self) -> LLGuidanceMatcher:
+        """An independent copy at the same position."""
+        copy = LLGuidanceMatcher(self._source, self._matcher.deep_copy())
+        copy._token_ids = self._token_ids.copy()
+        copy._has_ended = self._has_ended
+        return copy
+
+    def rollback(self, num_tokens: int) -> None:
+        """Undo the last ``num_tokens`` accepted tokens. Raises ConfigError if there are fewer."""
+        if not 0 <= num_tokens <= len(self._token_ids):
+            fix = f"must be between 0 and {len(self._token_ids)}, the tokens accepted so far"
+            raise ConfigError("num_tokens", num_tokens, fix)
+        if num_tokens == 0:
+            return
+        del self._token_ids[-num_tokens:]
+        surplus = num_tokens - self._has_ended
+        self._has_ended = False
+        if surplus and not self._matcher.rollback(surplus):
+            self._replay()
+
+    def is_terminated(self) -> bool:
+        """Whether a stop token has been accepted."""
+        return self._has_ended
+
+    def _fill(self, row: NDArray[np.int32]) -> None:
+        self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+
+    def _replay(self) -> None:
+        self._matcher = self._source.new()
+        self._matcher.consume_tokens(self._token_ids)
+
+
 @dataclass(frozen=True, eq=False)
 class LLGuidanceGrammar:
     """A grammar compiled by llguidance; immutable, shared by requests.
@@ -459,10 +538,7 @@ def _require_compiled(
         if spec.kind == "json_schema":
             raise UnsupportedSchemaError(f"llguidance does not enforce the JSON schema: {reason}")
         raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}")
-    bitmask = np.zeros((1, -(-source.vocabulary.vocab_size // 32)), dtype=np.int32)
-    grammar.new_matcher().fill_next_token_bitmask(bitmask)
-    if not bitmask.any():
-        raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
+    require_first_token(grammar, source.vocabulary.vocab_size, spec.kind)
 
 
 def _reason(message: str) -> str:

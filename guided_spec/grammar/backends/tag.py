@@ -17,6 +17,8 @@ from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends.ebnf import regex_ebnf, schema_ebnf
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import prepare_schema
+from guided_spec.grammar.schema.values import values_within
+from guided_spec.grammar.tools.format import either, in_sequence, literal
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -75,20 +77,15 @@ def _check_options(content: dict[str, Any]) -> None:
     reason = None
     if content.get("any_order"):
         reason = "any_order: xgrammar then checks neither required keys nor repeated ones"
-    elif content.get("excludes") and _bounds_a_length(content):
+    elif content.get("excludes") and any(
+        isinstance(part, dict) and ("minLength" in part or "maxLength" in part)
+        for part in values_within(content)
+    ):
         reason = "excludes: xgrammar then drops minLength and maxLength"
     if reason is not None:
         raise UnsupportedSchemaError(
             f"the structural_tag cannot be enforced in full: {reason}; leave it out"
         )
-
-
-def _bounds_a_length(node: Any) -> bool:
-    if isinstance(node, list):
-        return any(map(_bounds_a_length, node))
-    if not isinstance(node, dict):
-        return False
-    return not {"minLength", "maxLength"}.isdisjoint(node) or _bounds_a_length([*node.values()])
 
 
 _REGIONS = ("dispatch", "triggered_tags")
@@ -141,7 +138,7 @@ class _Writer:
             case "json_schema" | "regex" | "grammar" | "qwen_xml_parameter":
                 return node  # made of bytes
             case "const_string" if isinstance(node.get("value"), str):
-                return _sequence(self._parts(node["value"]))
+                return in_sequence(*self._parts(node["value"]))
             case "tag":
                 return self._tag(node)
             case "triggered_tags" | "token_triggered_tags":
@@ -172,7 +169,7 @@ class _Writer:
         return {
             **tag,
             "begin": _edge(first),
-            "content": inner[0] if len(inner) == 1 else {"type": "sequence", "elements": inner},
+            "content": in_sequence(*inner),
             "end": _edge(last),
         }
 
@@ -214,7 +211,7 @@ class _Writer:
         hidden = {self._id(token) for token in node.get("exclude_tokens", [])} | self.named
         once = bool(node.get("stop_after_first"))
         rules = [
-            [token, _or([_behind_token(tag) for tag in tags if tag["begin"]["token"] == token])]
+            [token, either([_behind_token(tag) for tag in tags if tag["begin"]["token"] == token])]
             for token in ids
         ]
         free = {
@@ -225,8 +222,8 @@ class _Writer:
         }
         if not node.get("at_least_one"):
             return free
-        first = _or(tags)
-        return first if once else {"type": "sequence", "elements": [first, free]}
+        first = either(tags)
+        return first if once else in_sequence(first, free)
 
     def _any_text(self, node: dict[str, Any]) -> dict[str, Any]:
         # With excludes the text is bytes of any kind, and would hold the tokens that are named.
@@ -256,10 +253,10 @@ class _Writer:
         at = 0
         for found in self._pattern.finditer(text) if self._pattern else ():
             if found.start() > at:
-                parts.append(_text(text[at : found.start()]))
+                parts.append(literal(text[at : found.start()]))
             parts.append(_token(self._id(found[0])))
             at = found.end()
-        return [*parts, _text(text[at:])] if at < len(text) or not parts else parts
+        return [*parts, literal(text[at:])] if at < len(text) or not parts else parts
 
     def _id(self, token: Any) -> int:
         token_id = self._ids.get(token) if isinstance(token, str) else token
@@ -279,10 +276,6 @@ def _texts(edge: Any) -> Sequence[str]:
     return [text for text in edge if isinstance(text, str)] if isinstance(edge, list) else []
 
 
-def _text(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
 def _token(token_id: int) -> dict[str, Any]:
     return {"type": "token", "token": token_id}
 
@@ -292,19 +285,11 @@ def _edge(parts: list[dict[str, Any]]) -> Any:
     return part["value"] if part["type"] == "const_string" else part
 
 
-def _sequence(elements: list[Any]) -> Any:
-    return elements[0] if len(elements) == 1 else {"type": "sequence", "elements": elements}
-
-
-def _or(options: list[Any]) -> Any:
-    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
-
-
 def _behind_token(tag: dict[str, Any]) -> dict[str, Any]:
     """What follows the token that a tag begins with."""
     end = tag["end"]
     if isinstance(end, list):
-        ends: Any = _or([_text(text) for text in end])
+        ends: Any = either([literal(text) for text in end])
     else:
-        ends = end if isinstance(end, dict) else _text(end)
-    return {"type": "sequence", "elements": [tag["content"], ends]}
+        ends = end if isinstance(end, dict) else literal(end)
+    return in_sequence(tag["content"], ends)

@@ -10,17 +10,13 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, cast
 
-import numpy as np
 import xgrammar
 
-from guided_spec.errors import (
-    GrammarCompileError,
-    UnsatisfiableGrammarError,
-)
+from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with_tokens
-from guided_spec.grammar.document import SpecDocument, compile_as_asked
-from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import require_enforced
 from guided_spec.grammar.schema.report import Unenforced
@@ -44,7 +40,7 @@ class _Compilers(NamedTuple):
     uncached: Any
 
 
-class XGrammarBackend:
+class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
     """Compiles grammars with xgrammar for one vocabulary; safe to use from several threads.
 
     compile_threads: native threads that one compile may use.
@@ -76,34 +72,24 @@ class XGrammarBackend:
             xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False),
         )
 
-    def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
-        """Compile ``spec``; may take seconds and cannot be interrupted.
-
-        Raises GrammarCompileError (broken), UnsupportedSchemaError (valid, but not enforceable in
-        full) or UnsatisfiableGrammarError (nothing matches).
-        """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
-        """As ``compile``."""
-        return compile_as_asked(document, self.enforce)
-
     def enforce(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        spec, grammar = document.spec, self._compile_any(document)
+        require_first_token(grammar, self.vocabulary.vocab_size, spec.kind)
+        if not spec.is_json:
+            return grammar
+        return with_unique_keys(grammar, require_enforced(document.examined), self.vocabulary)
+
+    def _compile_any(self, document: SpecDocument) -> XGrammarGrammar:
         if document.spec.kind == "structural_tag":
             return self._compile_tag(document)
-        if not document.spec.is_json:
-            return self._compile_in_order(document)
-        in_order = document.spec.key_order == "schema"
-        compile_ = self._compile_in_order if in_order else self._compile_in_any_order
-        return with_unique_keys(
-            compile_(document), require_enforced(document.examined), self.vocabulary
-        )
+        if document.spec.key_order == "any":
+            return self._compile_in_any_order(document)
+        return self._compile_in_order(document)
 
     def _compile_in_order(self, document: SpecDocument) -> XGrammarGrammar:
         spec, source = document.spec, _source_of(document)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
-        self._require_a_first_token(spec, compiled)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
         return XGrammarGrammar(compiled, style, self._without_bytes)
 
@@ -118,7 +104,6 @@ class XGrammarBackend:
         compiled = [
             self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
         ]
-        self._require_a_first_token(spec, compiled[0])
         style = compiled[1] if spec.any_whitespace else None
         return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
 
@@ -129,7 +114,6 @@ class XGrammarBackend:
         tag, named = with_tokens(prepared, self.vocabulary)
         compilers = self._tag_compiler(named) if named else None
         compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
-        self._require_a_first_token(spec, compiled)
         return XGrammarGrammar(compiled, None, self._without_bytes - named)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
@@ -161,12 +145,6 @@ class XGrammarBackend:
                     raise
                 # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
                 return _run(uncached, spec, source, any_whitespace=any_whitespace)
-
-    def _require_a_first_token(self, spec: GrammarSpec, compiled: Any) -> None:
-        bitmask = np.zeros((1, -(-self.vocabulary.vocab_size // 32)), dtype=np.int32)
-        xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bitmask)
-        if not bitmask.any():
-            raise UnsatisfiableGrammarError(f"no text of this vocabulary matches the {spec.kind}")
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)

@@ -35,20 +35,20 @@ from guided_spec.grammar.completion.endings import (
     Endings,
     EndLostError,
     UnreadableGrammarError,
-    pack_row,
 )
 from guided_spec.grammar.completion.places import Places, RuleEndings
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
-from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
-from guided_spec.grammar.markers.marker import Marker
+from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
     WrappedMatcher,
+    legal_row,
 )
+from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
@@ -67,7 +67,7 @@ class _Free(NamedTuple):
     marker: int
 
 
-class AfterEndings:
+class AfterEndings(Endings):
     """``Endings`` of an ``AfterGrammar``: the shortest way spells the marker, and then ends.
 
     inner: of the grammar behind the marker. vocab_size: V.
@@ -76,15 +76,10 @@ class AfterEndings:
     def __init__(self, marker: Marker, inner: Endings, vocab_size: int) -> None:
         self._marker = marker
         self._inner = inner
-        self.vocab_size = vocab_size
+        self.vocab_size, self.is_exact = vocab_size, inner.is_exact
         self._missing = [self._spelled(state) for state in range(len(marker) + 1)]
         self._behind = inner.cost(inner.start)
         self._next: dict[int, NDArray[np.int32]] = {}
-
-    @property
-    def is_exact(self) -> bool:
-        """As the inner grammar's are."""
-        return self._inner.is_exact
 
     @property
     def is_filling_up(self) -> bool:
@@ -208,9 +203,8 @@ class EndingsCache:
         """
         endings = self.of(compiled)
         least = endings.cost(endings.start)
-        if least > max_tokens:
-            if is_required or (endings.is_exact and least < NEVER):
-                raise BudgetTooSmallError(max_tokens, None if least >= NEVER else least)
+        is_lost = not is_required and (not endings.is_exact or least >= NEVER)
+        if least > max_tokens and is_lost:
             return compiled
         return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 
@@ -245,10 +239,7 @@ class EndingsCache:
             row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
-        mask = np.zeros((1, len(row)), dtype=np.int32)
-        compiled.new_matcher().fill_next_token_bitmask(mask)
-        # Behind the last token a row may hold anything.
-        own = mask[0] & pack_row(np.ones(self.vocabulary.vocab_size, dtype=np.bool_))
+        own = legal_row(compiled.new_matcher(), self.vocabulary.vocab_size)
         return endings if np.array_equal(row, own) else None
 
 
@@ -357,8 +348,7 @@ class CompletingMatcher(WrappedMatcher):
         lost = (row & ~fitting).view(np.uint32)
         row &= fitting
         # Behind the last token the grammar's row may hold anything.
-        lost[-1] &= np.uint32(2 ** ((self._endings.vocab_size - 1) % 32 + 1) - 1)
-        if lost.any():
+        if (lost & full_row(self._endings.vocab_size).view(np.uint32)).any():
             self._steered.add(len(self._token_ids))
         return True
 

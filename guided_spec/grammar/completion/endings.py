@@ -20,7 +20,6 @@ __all__ = [
     "Rules",
     "UnreadableGrammarError",
     "byte_sequences",
-    "pack_row",
 ]
 
 NEVER = int(np.iinfo(np.int32).max)
@@ -38,22 +37,18 @@ class Endings(Protocol):
     is a number of tokens within which the text can be ended, the stop token among them, and some
     legal token leads from each state to one whose cost is smaller by one or more. All but ``start``
     and ``cost`` may raise EndLostError.
+
+    vocab_size: V. is_exact: whether costs are the least there are, and every token is judged by
+    them.
     """
 
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        ...
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether costs are the least there are, and every token is judged by them."""
-        ...
+    vocab_size: int
+    is_exact: bool
 
     @property
     def is_filling_up(self) -> bool:
         """Whether new texts should get endings made anew: there is little room for more states."""
-        ...
+        return False
 
     @property
     def memory_size_bytes(self) -> int:
@@ -74,7 +69,8 @@ class Endings(Protocol):
 
         ``remaining``, here and below: the tokens that the text may still get.
         """
-        ...
+        del state, remaining
+        return 1
 
     def after(self, state: Any, token_ids: Sequence[int], matcher: Matcher) -> Any:
         """The state behind some tokens, no stop token among them; None where no way is known.
@@ -101,14 +97,6 @@ class Endings(Protocol):
     def admits(self, state: Any, token_id: int, remaining: int, matcher: Matcher) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         ...
-
-
-def pack_row(is_legal: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """bool [V] to int32 [W]: one row of a token bitmask."""
-    bits = np.zeros(-(-len(is_legal) // 32) * 32, dtype=np.uint8)
-    bits[: len(is_legal)] = is_legal
-    row: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
-    return row
 
 
 LAST = 0x10FFFF

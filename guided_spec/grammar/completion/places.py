@@ -6,8 +6,8 @@ From each place, how many tokens the shortest end of a document takes behind eve
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from guided_spec.grammar.completion.endings import (
     LAST,
     Call,
+    Endings,
     EndLostError,
     Rules,
     UnreadableGrammarError,
     byte_sequences,
-    pack_row,
 )
 from guided_spec.grammar.completion.rules import (
     longest_rest,
@@ -30,6 +30,7 @@ from guided_spec.grammar.completion.rules import (
 )
 from guided_spec.grammar.completion.spelling import Characters, Spelling
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.grammar.rows import pack_row
 
 __all__ = [
     "NOWHERE",
@@ -346,7 +347,7 @@ _RUN = 16  # characters of them
 _NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
-class RuleEndings:
+class RuleEndings(Endings):
     """``Endings`` by a grammar's rules: a state is a ``Place``, and nothing is searched.
 
     A place costs the tokens that write the shortest way from it to the end of the document, and the
@@ -354,23 +355,18 @@ class RuleEndings:
     because the rest of a shortest way is the shortest way from there.
 
     Every byte of a shortest way has to be a token of the vocabulary.
+
+    table: int16 [V] of a place, the costs behind each token; the last ones are kept.
     """
 
+    is_exact = True
+
     def __init__(self, places: Places, spelling: Spelling) -> None:
+        self.vocab_size = spelling.vocab_size
         self._places = places
         self._spelling = spelling
-        self._tables: OrderedDict[int, NDArray[np.int16]] = OrderedDict()
-        self._most: dict[int, int] = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self._spelling.vocab_size
-
-    @property
-    def is_exact(self) -> bool:
-        """Always."""
-        return True
+        self.table = lru_cache(maxsize=_TABLES)(self._make)
+        self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
 
     @property
     def is_filling_up(self) -> bool:
@@ -380,7 +376,8 @@ class RuleEndings:
     @property
     def memory_size_bytes(self) -> int:
         """Of the places and the tables."""
-        return self._places.memory_size_bytes + len(self._tables) * 2 * self._spelling.vocab_size
+        num_tables = self.table.cache_info().currsize
+        return self._places.memory_size_bytes + num_tables * 2 * self._spelling.vocab_size
 
     @property
     def start(self) -> Place:
@@ -390,11 +387,6 @@ class RuleEndings:
     def cost(self, state: Place) -> int:
         """Tokens within which the text can be ended: at least 1."""
         return self._spelling.num_tokens(state.text) + 1
-
-    def stride(self, state: Place, remaining: int) -> int:
-        """One: each token is followed."""
-        del state, remaining
-        return 1
 
     def after(
         self, state: Place, token_ids: Sequence[int], matcher: GrammarMatcher
@@ -411,14 +403,11 @@ class RuleEndings:
         """Whether every token leads to a place that costs less than ``remaining``. Exact."""
         if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
             return True
-        most = self._most.get(state.number)
-        if most is None:
-            table = self.table(state)
-            most = int(table[table < _NEVER].max(initial=0))
-            if len(self._most) > _MOST_KNOWN:
-                self._most.clear()
-            self._most[state.number] = most
-        return remaining > most
+        return remaining > self._most(state)
+
+    def _most_of(self, state: Place) -> int:
+        table = self.table(state)
+        return int(table[table < _NEVER].max(initial=0))
 
     def row(self, state: Place, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a place that costs less than ``remaining``."""
@@ -432,20 +421,11 @@ class RuleEndings:
         then = self.after(state, (token_id,), matcher)
         return then is not None and self.cost(then) < min(remaining, _NEVER)
 
-    def table(self, state: Place) -> NDArray[np.int16]:
+    def _make(self, state: Place) -> NDArray[np.int16]:
         """int16 [V]: the cost of the place behind each token, 32,767 where it is illegal.
 
         0 for a stop token where the document may end. Read only.
         """
-        table = self._tables.get(state.number)
-        if table is None:
-            table = self._make(state)
-            self._tables[state.number] = table
-            if len(self._tables) > _TABLES:
-                self._tables.popitem(last=False)
-        return table
-
-    def _make(self, state: Place) -> NDArray[np.int16]:
         spelling = self._spelling
         table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
         if state.can_end:

@@ -24,9 +24,9 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
-from guided_spec.grammar.completion.endings import LAST, Call, Rules, UnreadableGrammarError
+from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGrammarError
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.regex import JSON_PLAIN, intersect, normalize
+from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize
 
 __all__ = [
     "FreeText",
@@ -389,14 +389,7 @@ def _ranges(text: str) -> list[tuple[int, int]]:
         else:
             found.append((low, low))
             at += 1
-    if not is_negated:
-        return found
-    gaps, first = [], 0
-    for low, high in sorted(found):
-        if low > first:
-            gaps.append((first, low - 1))
-        first = max(first, high + 1)
-    return [*gaps, (first, LAST)] if first <= LAST else gaps
+    return [*complement(normalize(found))] if is_negated else found
 
 
 _MOST_BYTES = 64 * 2**20

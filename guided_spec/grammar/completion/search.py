@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -10,16 +9,16 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import NEVER, pack_row
-from guided_spec.grammar.completion.spelling import (
-    SearchTokens,
-    Spelling,
-    add_tokens,
-    bits_of,
-    first_tokens,
-    spread_tokens,
+from guided_spec.grammar.completion.endings import NEVER, Endings
+from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
+from guided_spec.grammar.protocol import (
+    CompiledGrammar,
+    Matcher,
+    accept_tokens,
+    as_matcher,
+    legal_row,
 )
-from guided_spec.grammar.protocol import CompiledGrammar, Matcher, accept_tokens, as_matcher
+from guided_spec.grammar.rows import add_tokens, bits_of, first_tokens, spread_tokens
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["SearchEndings", "Way"]
@@ -61,15 +60,14 @@ class Way:
         self.rows: dict[int, NDArray[np.int32]] = {}
 
 
-class SearchEndings:
+class SearchEndings(Endings):
     """``Endings`` of any grammar: a state is a known ``Way`` to the end, its bytes.
 
     The way behind some tokens is, in this order: the rest of the way before, if they began it; the
     way before itself, if the grammar takes it there; what a bounded search finds, which goes byte
     by byte, straight for what closes something, until a stop token or part of the way before fits.
-    In a vocabulary of at most 64 tokens it is breadth first, over all of them. A cost is the
-    fewest tokens that spell the way, so it falls by one along it. What is found depends on the text
-    and its budget alone.
+    A cost is the fewest tokens that spell the way, so it falls by one along it. What is found
+    depends on the text and its budget alone.
 
     A known way proves that a text can end; that none is found proves nothing. So costs are upper
     bounds. Rows are free while ``RISE`` tokens are to spare, and meanwhile the way is asked for
@@ -79,6 +77,8 @@ class SearchEndings:
     others of their kind that the grammar allows are taken to.
     """
 
+    is_exact = False  # another way may be shorter
+
     def __init__(
         self,
         compiled: CompiledGrammar,
@@ -86,27 +86,12 @@ class SearchEndings:
         spelling: Spelling | None = None,
         tokens: SearchTokens | None = None,
     ) -> None:
+        self.vocab_size = vocabulary.vocab_size
         self.spelling = spelling or Spelling(vocabulary)
         self.tokens = tokens or SearchTokens(vocabulary)
-        self._every = pack_row(np.ones(vocabulary.vocab_size, dtype=np.bool_))
         self._stop = int(self.tokens.stops[0])
         matcher = as_matcher(compiled.new_matcher())
         self._start = None if matcher.is_terminated() else self._find(matcher, b"", _FIRST_STEPS)
-
-    @property
-    def vocab_size(self) -> int:
-        """V."""
-        return self.spelling.vocab_size
-
-    @property
-    def is_exact(self) -> bool:
-        """Never: another way may be shorter."""
-        return False
-
-    @property
-    def is_filling_up(self) -> bool:
-        """Nothing is kept between texts."""
-        return False
 
     @property
     def memory_size_bytes(self) -> int:
@@ -139,8 +124,8 @@ class SearchEndings:
         return state.behind[key]
 
     def is_free(self, state: Way, remaining: int) -> bool:
-        """Whether much is to spare: never known in a small vocabulary."""
-        return not self.tokens.is_small and self.cost(state) + RISE < remaining
+        """Whether much is to spare."""
+        return self.cost(state) + RISE < remaining
 
     def row(self, state: Way, remaining: int, matcher: Matcher) -> NDArray[np.int32]:
         """int32 [W]: tokens behind which a way is known that costs less than ``remaining``."""
@@ -152,7 +137,7 @@ class SearchEndings:
 
     def _scan(self, state: Way, remaining: int, matcher: Matcher) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
-        known, legal = state.scan, self.legal_row(matcher)
+        known, legal = state.scan, legal_row(matcher, self.vocab_size)
         if known is None or not (
             self.fits(state.text, remaining) and np.array_equal(known.legal, legal)
         ):
@@ -179,13 +164,6 @@ class SearchEndings:
         written = self.spelling.write(text)
         return written is not None and matcher.takes((*token_ids, *written, self._stop))
 
-    def legal_row(self, matcher: Matcher) -> NDArray[np.int32]:
-        """int32 [W]: the grammar's own row."""
-        row = np.zeros((1, len(self._every)), dtype=np.int32)
-        matcher.fill_next_token_bitmask(row, 0)
-        own: NDArray[np.int32] = row[0] & self._every  # behind the last token it may hold anything
-        return own
-
     def kept(self, text: bytes, data: bytes) -> tuple[bytes, bytes]:
         """What may still be missing behind ``data`` of a way: all, or less by what was written."""
         return text, text[len(data) :]
@@ -200,30 +178,6 @@ class SearchEndings:
         return self._find(matcher, state.text, _STEPS)
 
     def _find(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
-        found = self._shortest(matcher) if self.tokens.is_small else None
-        return self._straight(matcher, before, most) if found is None else found
-
-    def _shortest(self, matcher: Matcher) -> bytes | None:
-        """Breadth first; None where the options are many, or the way long."""
-        waiting = deque[tuple[int, ...]]([()])
-        data = self.spelling.token_bytes
-        for _ in range(_STEPS):
-            if not waiting:
-                break
-            way = waiting.popleft()
-            count = accept_tokens(matcher, way)
-            row = self.legal_row(matcher) if count == len(way) else None
-            if count:
-                matcher.rollback(count)
-            if row is None:
-                continue
-            if bits_of(row, self.tokens.stops).any():
-                return b"".join(map(data.__getitem__, way))
-            steps = self.tokens.steps
-            waiting.extend((*way, token) for token in steps[bits_of(row, steps)].tolist())
-        return None
-
-    def _straight(self, matcher: Matcher, before: bytes, most: int) -> bytes | None:
         """One step after another, back where nothing follows; None where that leads nowhere."""
         ends = list(_ends_of(before))
         quick = (value + end for end in ends for value in _VALUES)
@@ -259,7 +213,7 @@ class _Walk:
         for end in ends:
             if self._endings.completes(self._matcher, (), end):
                 return self._text() + end
-        self._row = self._endings.legal_row(self._grammars)
+        self._row = legal_row(self._grammars, self._endings.vocab_size)
         return self._text() if bits_of(self._row, self._tokens.stops).any() else None
 
     def step(self) -> bool:
@@ -344,11 +298,8 @@ class Scan:
         """Find out, once; the matcher stands at the state, and does so again afterwards."""
         tokens, legal = self._endings.tokens, self.legal
         self.follow(b"", self._state.text)
-        if tokens.is_small:
-            self._test(first_tokens(legal, 32 * len(legal)), matcher)
-        else:
-            self._test_turns(matcher)
-            self._test_content(legal & tokens.content, matcher)
+        self._test_turns(matcher)
+        self._test_content(legal & tokens.content, matcher)
         by_way: dict[bytes, list[int]] = {}
         for token, way in self._ways.items():
             by_way.setdefault(way, []).append(token)
@@ -387,7 +338,7 @@ class Scan:
             way = self._known_way(token, matcher)
             if way is not None:
                 self._ways[token] = way
-            elif self._walks or self._endings.tokens.is_small:
+            elif self._walks:
                 self._search(token, matcher)
 
     def _known_way(self, token: int, matcher: Matcher) -> bytes | None:

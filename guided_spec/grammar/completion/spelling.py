@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import NEVER, pack_row
+from guided_spec.grammar.completion.endings import NEVER
+from guided_spec.grammar.rows import bits_of, pack_row
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "Characters",
     "SearchTokens",
     "Spelling",
-    "add_tokens",
-    "bits_of",
-    "first_tokens",
-    "spread_tokens",
 ]
 
 _LONGEST = 24  # bytes of a token that a shortest end is written with
@@ -52,6 +49,7 @@ class Spelling:
     ids: int64, the tokens with any bytes, the longest first. columns: entry i holds byte i of
     those that have one, uint8, in the order of ``ids``. longest: bytes of the longest token.
     heads: [256], by their first byte, indices into ``ids``. num_characters: int64 [tokens].
+    write: tokens that write some bytes, one a byte if there are such; None where none do.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -63,7 +61,7 @@ class Spelling:
         self._ids = vocabulary.ids_by_bytes
         self._num_tokens: dict[bytes, int] = {b"": 0}
         self._singles: list[int] = vocabulary.single_byte_ids.tolist()
-        self._written: dict[bytes, tuple[int, ...]] = {}
+        self.write = lru_cache(maxsize=_MOST_WRITTEN)(self._write_all)
         lengths = np.array([len(data) for data in self.token_bytes])
         order = np.argsort(-lengths, kind="stable")
         self.ids: NDArray[np.int64] = order[: int((lengths > 0).sum())].astype(np.int64)
@@ -90,16 +88,11 @@ class Spelling:
             return [np.zeros(0, dtype=np.int64)] * 256
         first = self.columns[0]
         order = np.argsort(first, kind="stable")
-        ends = np.searchsorted(first[order], np.arange(257))
-        return [order[low:high] for low, high in pairwise(ends.tolist())]
+        return np.split(order, np.searchsorted(first[order], np.arange(1, 256)))
 
-    def write(self, text: bytes) -> tuple[int, ...] | None:
+    def _write_all(self, text: bytes) -> tuple[int, ...] | None:
         """Tokens that write ``text``, one a byte if there are such; None where none do."""
-        written = self._written.get(text)
-        if written is None:
-            if len(self._written) > _MOST_WRITTEN:
-                self._written = {}
-            written = self._written[text] = tuple(self._write(text))
+        written = tuple(self._write(text))
         return written if written or not text else None
 
     def _write(self, text: bytes) -> Iterator[int]:
@@ -154,7 +147,6 @@ def _width(text: bytes) -> int:
     return 1
 
 
-_SMALL = 64  # tokens of a vocabulary that are all searched
 _CLOSING = b'"}]'  # quotes first: brackets close no string
 _LEADING = b":,"
 _RANK_OF_REST = 16
@@ -168,8 +160,7 @@ _PART = re.compile(rb"[\xc2-\xdf]$|[\xe0-\xef][\x80-\xbf]?$|[\xf0-\xf4][\x80-\xb
 class SearchTokens:
     """Made once for a vocabulary.
 
-    is_small: whether it has so few tokens that each of them is searched.
-    steps: int64, the tokens that a search goes by: those of a single byte, where there are more.
+    steps: int64, the tokens that a search goes by: those of a single byte.
     stops: int64, the tokens that end a text.
     content: int32 [W], a row of the tokens of whole characters without quotes and backslashes: in a
     JSON string they neither end nor escape anything.
@@ -180,7 +171,6 @@ class SearchTokens:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         data = vocabulary.token_bytes[: vocabulary.vocab_size]
-        self.is_small = vocabulary.vocab_size <= _SMALL
         self.stops = np.array(sorted(vocabulary.stop_token_ids), dtype=np.int64)
         is_content = np.array([bool(text) and _is_content(text) for text in data])
         self.content = pack_row(is_content)
@@ -192,7 +182,7 @@ class SearchTokens:
         numbers = {kind: number for number, kind in enumerate(order)}
         self.kinds = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
         singles = vocabulary.single_byte_ids
-        steps = written if self.is_small else singles[singles >= 0].tolist()
+        steps = singles[singles >= 0].tolist()
         self.steps = np.array(steps, dtype=np.int64)
         self._rank = np.array([_rank(data[token]) for token in steps], dtype=np.int64)
         self._is_worn = self._rank >= _RANK_OF_REST
@@ -211,37 +201,6 @@ class SearchTokens:
         order = self._rank[legal] + np.where(self._is_worn[legal], used[legal] * _WORN, 0)
         found: NDArray[np.int64] = legal[np.argsort(order, kind="stable")[:count]]
         return found
-
-
-def bits_of(row: NDArray[np.int32], token_ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """bool [tokens]: the bits that ``row``, int32 [W], has for some tokens."""
-    found: NDArray[np.bool_] = (row[token_ids >> 5] >> (token_ids & 31) & 1).astype(np.bool_)
-    return found
-
-
-def first_tokens(row: NDArray[np.int32], count: int) -> list[int]:
-    """The first ``count`` tokens of ``row``, int32 [W]."""
-    words = np.flatnonzero(row)[:count]
-    bits = np.unpackbits(row[words].view(np.uint8), bitorder="little").reshape(-1, 32)
-    at, bit = np.nonzero(bits)
-    found: list[int] = (words[at] * 32 + bit)[:count].tolist()
-    return found
-
-
-def spread_tokens(row: NDArray[np.int32], count: int) -> list[int]:
-    """At most ``count`` tokens of ``row``, int32 [W]: the first ones, and some from all over."""
-    words = np.flatnonzero(row)
-    steps = min(len(words), count // 2)
-    spread = words[np.linspace(0, len(words) - 1, steps).astype(np.int64)] if steps else words
-    bits = np.unpackbits(row[spread].view(np.uint8), bitorder="little").reshape(-1, 32)
-    far: list[int] = (spread * 32 + bits.argmax(axis=1)).tolist()
-    return list(dict.fromkeys([*first_tokens(row, count // 2), *far]))
-
-
-def add_tokens(row: NDArray[np.int32], token_ids: NDArray[np.int64]) -> None:
-    """Set the bits of some tokens in ``row``, int32 [W]."""
-    bits = (np.uint32(1) << (token_ids & 31).astype(np.uint32)).view(np.int32)
-    np.bitwise_or.at(row, token_ids >> 5, bits)
 
 
 def _rank(text: bytes) -> int:

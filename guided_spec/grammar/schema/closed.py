@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
+from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
 from guided_spec.grammar.schema.report import escape, unescape
 
 __all__ = ["AdditionalProperties", "ClosedSchema", "close_objects"]
@@ -20,9 +21,7 @@ __all__ = ["AdditionalProperties", "ClosedSchema", "close_objects"]
 AdditionalProperties = Literal["closed", "schema"]
 
 _MAX_DEPTH = 16
-_VALUES = ("items", "additionalProperties")
 _MAPS = ("properties", "patternProperties")
-_HOLDS_PARTS = frozenset({*_MAPS, *_VALUES, "prefixItems", "anyOf", "allOf", "$ref"})
 _ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
 # How a definition is used: as a value of its own, closed; as one of several parts that hold
 # together, closed further in only; or as it was written.
@@ -144,46 +143,21 @@ class _Closing:
         """One of the parts that hold together: closed further in only."""
         if not isinstance(node, dict):
             return node
-        part = dict(node)
-        for keyword in _MAPS:
-            if keyword in node:
-                part[keyword] = {
-                    name: self._value(value, f"{pointer}/{keyword}/{escape(name)}", _NOTHING)
-                    for name, value in node[keyword].items()
-                }
-        for keyword in _VALUES:
-            if keyword in node:
-                part[keyword] = self._value(node[keyword], f"{pointer}/{keyword}", _NOTHING)
-        if "prefixItems" in node:
-            part["prefixItems"] = [
-                self._value(item, f"{pointer}/prefixItems/{index}", _NOTHING)
-                for index, item in enumerate(node["prefixItems"])
-            ]
-        for keyword in ("allOf", "anyOf"):
-            if keyword in node:
-                part[keyword] = [
-                    self._part(each, f"{pointer}/{keyword}/{index}")
-                    for index, each in enumerate(node[keyword])
-                ]
-        if "$ref" in node:
-            part["$ref"] = self._refer(node["$ref"], "part")
-        return part
+
+        def close(part: Any, path: str) -> Any:
+            if path.startswith(("allOf/", "anyOf/")):
+                return self._part(part, f"{pointer}/{path}")
+            return self._value(part, f"{pointer}/{path}", _NOTHING)
+
+        return self._referring(change_parts(node, close), "part")
 
     def _as_written(self, node: Any) -> Any:
-        if isinstance(node, list):
-            return [self._as_written(part) for part in node]
         if not isinstance(node, dict):
             return node
-        plain = dict(node)
-        for keyword in [key for key in node if key in _HOLDS_PARTS and key != "$ref"]:
-            value = node[keyword]
-            if keyword in _MAPS:
-                plain[keyword] = {name: self._as_written(part) for name, part in value.items()}
-            else:
-                plain[keyword] = self._as_written(value)
-        if "$ref" in node:
-            plain["$ref"] = self._refer(node["$ref"], "plain")
-        return plain
+        return self._referring(change_parts(node, lambda part, _: self._as_written(part)), "plain")
+
+    def _referring(self, node: dict[str, Any], form: _Form) -> dict[str, Any]:
+        return {**node, "$ref": self._refer(node["$ref"], form)} if "$ref" in node else node
 
     def _refer(self, reference: str, form: _Form) -> str:
         """The reference to a definition in this form, which is made when it is first needed."""
@@ -266,4 +240,4 @@ def _may_be_object(node: dict[str, Any]) -> bool:
 
 
 def _is_scalar(node: Any) -> bool:
-    return not isinstance(node, dict) or _HOLDS_PARTS.isdisjoint(node)
+    return not isinstance(node, dict) or (HOLDS_PARTS | {"$ref"}).isdisjoint(node)

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urldefrag, urljoin
+from urllib.parse import unquote
 
 import jsonschema
-
-from guided_spec.grammar.schema.report import find
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import (
+    DRAFT3,
+    DRAFT4,
+    DRAFT6,
+    DRAFT7,
+    DRAFT201909,
+    DRAFT202012,
+)
 
 __all__ = ["Document", "Target", "draft_of", "spell"]
 
@@ -20,6 +28,10 @@ _DRAFTS: dict[Any, int] = {
     jsonschema.Draft201909Validator: 2019,
     jsonschema.Draft202012Validator: 2020,
 }
+_SPECIFICATIONS: dict[int, Any] = {
+    **{3: DRAFT3, 4: DRAFT4, 6: DRAFT6, 7: DRAFT7},
+    **{2019: DRAFT201909, 2020: DRAFT202012},
+}
 # Keywords by the first draft that knows them; older ones ignore them.
 _SINCE = {
     **dict.fromkeys(("const", "contains", "propertyNames"), 6),
@@ -29,7 +41,6 @@ _SINCE = {
     "prefixItems": 2020,
 }
 _UNTIL = {"dependencies": 7}
-_DATA = frozenset({"enum", "const", "default", "examples"})
 
 
 def draft_of(schema: Any) -> int:
@@ -89,98 +100,51 @@ class Target(NamedTuple):
 
 
 class Document:
-    """A root schema in which references are looked up; nothing is fetched."""
+    """A root schema in which references are looked up; nothing is fetched.
+
+    has_parts: whether schemas in it have URIs of their own, to which references are relative.
+    """
 
     def __init__(self, root: Any) -> None:
         self.root = root
         self.draft = draft_of(root)
-        self._names: dict[str, Any] | None = None
-        self._bases: dict[int, str] = {}
-        self._num_bases = 0
-        self._dynamic: dict[str, list[Any]] = {}
-
-    @property
-    def has_parts(self) -> bool:
-        """Whether schemas in it have URIs of their own, to which references are relative."""
-        self._index()
-        return self._num_bases > 1
+        self.has_parts = False
+        self._resolvers: dict[int, Any] = {}  # of every schema, by its id
+        self._anchors = Counter[str]()  # of $dynamicRef by name, those of $recursiveRef as ""
+        resource = _SPECIFICATIONS[self.draft].create_resource(root)
+        self._resolver: Any = Registry[Any]().with_resource("", resource).crawl().resolver()
+        self._resolver = self._resolver.in_subresource(resource)
+        self._index(resource)
 
     def resolve(self, node: dict[str, Any], keyword: str = "$ref") -> Target | None:
         """The target of ``node[keyword]``, or None."""
-        reference = node[keyword]
-        if self.has_parts and id(node) not in self._bases:
+        if self.has_parts and id(node) not in self._resolvers:
             return None  # a schema put together here: nothing says what it is relative to
-        if (reference == "#" or reference.startswith("#/")) and self._base_of(node) == "":
-            return self._at(self.root, reference)
-        absolute = urljoin(self._base_of(node), reference)
-        url, fragment = urldefrag(absolute)
-        names = self._index()
-        if absolute in names:
-            return Target(names[absolute], absolute)
-        if url not in names:
+        reference = node[keyword]
+        try:
+            found = self._resolvers.get(id(node), self._resolver).lookup(reference).contents
+        except (Unresolvable, TypeError, ValueError):
             return None
-        if fragment and not fragment.startswith("/"):
-            return None
-        found = self._at(names[url], f"#{fragment}")
-        return None if found is None else Target(found.schema, absolute)
+        is_local = not self.has_parts and (reference == "#" or reference.startswith("#/"))
+        return Target(found, unquote(reference) if is_local else str(id(found)))
 
     def resolve_dynamic(self, node: dict[str, Any]) -> Target | None:
         """The target of ``$dynamicRef`` or ``$recursiveRef`` where it can only be one."""
-        self._index()
         if "$recursiveRef" in node:
-            one = not any(self._dynamic.get(name) for name in ("", "recursive"))
-            return self.resolve(node, "$recursiveRef") if one else None
+            return None if self._anchors[""] else self.resolve(node, "$recursiveRef")
         anchor = node["$dynamicRef"].rpartition("#")[2]
-        if len(self._dynamic.get(anchor, [])) > 1:
-            return None
-        return self.resolve(node, "$dynamicRef")
+        return None if self._anchors[anchor] > 1 else self.resolve(node, "$dynamicRef")
 
-    def _at(self, schema: Any, reference: str) -> Target | None:
-        try:
-            return Target(find(schema, unquote(reference)), unquote(reference))
-        except LookupError:
-            return None
-
-    def _base_of(self, node: dict[str, Any]) -> str:
-        self._index()
-        return self._bases.get(id(node), "")
-
-    def _index(self) -> dict[str, Any]:
-        """Every schema with a name of its own, by its absolute URI."""
-        if self._names is None:
-            self._names = {"": self.root}
-            word = "id" if self.draft <= 4 else "$id"
-            for node, base in _walk(self.root, "", word):
-                self._bases[id(node)] = base
-                own = node.get(word)
-                if isinstance(own, str):
-                    self._names.setdefault(base.rstrip("#"), node)
-                for anchor in ("$anchor", "$dynamicAnchor"):
-                    if isinstance(node.get(anchor), str):
-                        self._names.setdefault(f"{base}#{node[anchor]}", node)
-                if isinstance(node.get("$dynamicAnchor"), str):
-                    self._dynamic.setdefault(node["$dynamicAnchor"], []).append(node)
-                if node.get("$recursiveAnchor") is True:
-                    self._dynamic.setdefault("recursive", []).append(node)
-            self._num_bases = len({base.partition("#")[0] for base in self._bases.values()})
-        return self._names
-
-
-def _walk(node: Any, base: str, word: str) -> Iterator[tuple[dict[str, Any], str]]:
-    """Every object below ``node`` that may be a schema, with its base URI."""
-    stack = [(node, base, False)]
-    while stack:
-        node, base, is_map = stack.pop()
-        if isinstance(node, list):
-            stack.extend((part, base, False) for part in node)
-        if not isinstance(node, dict):
-            continue
-        if not is_map:
-            own = node.get(word)
-            if isinstance(own, str) and "$ref" not in node:
-                base = urljoin(base, own)
-            yield node, base
-        for key, value in node.items():
-            if is_map or key not in _DATA:
-                maps = not is_map and key in ("properties", "patternProperties")
-                stack.append((value, base, maps))
+    def _index(self, root: Resource[Any]) -> None:
+        stack = [(root, self._resolver)]
+        while stack:
+            resource, resolver = stack.pop()
+            node = resource.contents
+            if not isinstance(node, dict):
+                continue
+            self._resolvers[id(node)] = resolver
+            self._anchors.update([str(node["$dynamicAnchor"])] if "$dynamicAnchor" in node else ())
+            self._anchors.update([""] if node.get("$recursiveAnchor") is True else ())
+            for part in resource.subresources():
+                self.has_parts |= part.id() is not None
+                stack.append((part, resolver.in_subresource(part)))

@@ -121,7 +121,7 @@ class Disjointness:
 
     def types(self, schema: Any) -> frozenset[str]:
         """The types that a value may have; perhaps too many, never too few."""
-        found = self._demands(schema, 0)
+        found = self._joined([schema])
         types = found.types
         for options in found.options:
             types &= frozenset().union(*(self.types(option) for option in options))
@@ -210,11 +210,6 @@ class Disjointness:
         for schema in schemas:
             self._add(joined, schema, 0)
         return joined
-
-    def _demands(self, schema: Any, depth: int) -> Demands:
-        found = Demands()
-        self._add(found, schema, depth)
-        return found
 
     def _add(self, found: Demands, schema: Any, depth: int) -> None:
         if schema is False:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.regex import JSON_PLAIN, to_fullmatch
+from guided_spec.grammar.schema.parts import all_parts
 
 __all__ = [
     "FreeKeys",
@@ -54,9 +56,6 @@ def _is_plain(name: str) -> bool:
 
 _parser: Any = importlib.import_module("re._parser")
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
-_LISTS = ("anyOf", "allOf", "prefixItems")
-_MAPS = ("properties", "patternProperties", "$defs")
-_ONE = ("items", "additionalProperties")
 _OWN = frozenset({"type", "properties", "additionalProperties", "patternProperties", "items"})
 _COMBINED = frozenset({"$ref", "anyOf", "allOf"})
 _SETS = (["IN"], ["ANY"], ["LITERAL"], ["NOT_LITERAL"])
@@ -106,23 +105,10 @@ def free_keys(schema: Any) -> FreeKeys:
 
     Where it is not plain to see, the answer is yes.
     """
-    nodes = [node for node in _nodes(schema) if _takes_free_keys(node)]
     definitions = schema.get("$defs", {}) if isinstance(schema, dict) else {}
+    every = chain.from_iterable(map(all_parts, [schema, *definitions.values()]))
+    nodes = [node for node in every if _takes_free_keys(node)]
     return FreeKeys(bool(nodes), any(_runs_out(node, definitions) for node in nodes))
-
-
-def _nodes(schema: Any) -> Iterator[Any]:
-    stack = [schema]
-    while stack:
-        node = stack.pop()
-        yield node
-        if not isinstance(node, dict):
-            continue
-        stack += [node.get(keyword, False) for keyword in _ONE]
-        for keyword in _LISTS:
-            stack += node.get(keyword, ())
-        for keyword in _MAPS:
-            stack += node.get(keyword, {}).values()
 
 
 def _takes_free_keys(node: Any) -> bool:

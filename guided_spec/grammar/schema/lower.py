@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema.closed import AdditionalProperties, close_objects
 from guided_spec.grammar.schema.dialect import spell
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.lowering import Applicator, At, Lowered, Lowering
+from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
+from guided_spec.grammar.schema.report import Lowered
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 
 __all__ = ["lower", "needs_lowering"]
@@ -49,8 +51,7 @@ def _dynamic(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> li
     return [lowering.refer(target, at)]
 
 
-def _all_of(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    del node
+def _all_of(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     return [
         lowering.positive(part, at.below("allOf", index))
         for index, part in enumerate(words["allOf"])
@@ -106,8 +107,7 @@ def _if(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[An
     return [any_of(options)]
 
 
-def _dependent_required(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
-    del lowering
+def _dependent_required(_lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     required = set(node.get("required", ()))
     parts: list[Any] = []
     for name, names in words["dependentRequired"].items():
@@ -131,9 +131,8 @@ def _dependent_schemas(lowering: Lowering, node: Any, words: dict[str, Any], at:
     return parts
 
 
-def _contains(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+def _contains(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """The items asked for stand together, behind at most three others."""
-    del node
     low, high = int(words.get("minContains", 1)), words.get("maxContains", math.inf)
     if "array" not in at.types or (low == 0 and high == math.inf):
         return []
@@ -167,9 +166,8 @@ def _none_of(kind: str, at: At) -> Any:
     return {"type": rest} if rest else False
 
 
-def _names(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+def _names(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """``propertyNames`` as the patterns or the list of the keys."""
-    del node
     names = words["propertyNames"]
     if "object" not in at.types or names is True or names == {}:
         return []
@@ -213,9 +211,8 @@ def _pattern(names: dict[str, Any]) -> str | None:
     return None
 
 
-def _counts(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+def _counts(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """``minProperties`` and ``maxProperties`` together, as choices of the keys listed."""
-    del node
     low, high = int(words.get("minProperties", 0)), words.get("maxProperties", math.inf)
     required = list(words.get("required", ()))
     listed = {name: part for name, part in words.get("properties", {}).items() if part is not False}
@@ -282,9 +279,8 @@ def _too_many(lowering: Lowering, keyword: str, at: At) -> list[Any]:
     return []
 
 
-def _unique(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
+def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> list[Any]:
     """``uniqueItems``: every array of few different values."""
-    del node
     low, high = int(words.get("minItems", 0)), words.get("maxItems", math.inf)
     if words["uniqueItems"] is not True or "array" not in at.types or high <= 1:
         return []
@@ -311,16 +307,10 @@ def _unique(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> lis
 
 
 def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
-    for _ in range(8):
-        if not isinstance(schema, dict):
-            return None
-        words = spell(schema, lowering.document.draft)
-        if "$ref" not in words or len(words) > 1:
-            break
-        target = lowering.document.resolve(schema)
-        schema = None if target is None else target.schema
-    else:
+    schema = lowering.follow(schema)
+    if not isinstance(schema, dict):
         return None
+    words = spell(schema, lowering.document.draft)
     if words.keys() & {"$ref", "allOf", "anyOf", "oneOf", "not", "if"}:
         return None
     values = [words["const"]] if "const" in words else words.get("enum")
@@ -346,11 +336,11 @@ def _unevaluated_properties(
         return []
     if words["unevaluatedProperties"] is True:
         return [{"additionalProperties": True}]
-    seen = _evaluated(lowering, node, 0)
+    seen = _evaluated(lowering, node)
     if seen is None:
         return []
     rest = lowering.positive(words["unevaluatedProperties"], at.inside("unevaluatedProperties"))
-    if _branches(lowering, node, _BRANCHING, 0):
+    if _may_evaluate_more(lowering, node, _BRANCHING):
         reason = "keys that only a branch evaluates count as unevaluated"
         fix = "list all keys under properties"
         lowering.report.note(at.pointer, "unevaluatedProperties", reason, fix)
@@ -361,32 +351,26 @@ def _unevaluated_properties(
     return [schema]
 
 
-def _evaluated(lowering: Lowering, node: Any, depth: int) -> _Keys | None:
+def _evaluated(lowering: Lowering, node: Any) -> _Keys | None:
     """The keys and patterns of ``node`` and what always holds with it; None for all keys."""
-    if not isinstance(node, dict) or depth > _DEPTH:
-        return _Keys([], [])
-    words = spell(node, lowering.document.draft)
-    if "additionalProperties" in words or (depth and "unevaluatedProperties" in words):
-        return None
-    names, patterns = list(words.get("properties", ())), list(words.get("patternProperties", ()))
-    parts = _always(lowering, node, words)
-    for part in parts:
-        found = _evaluated(lowering, part, depth + 1)
-        if found is None:
+    names: dict[str, None] = {}
+    patterns: dict[str, None] = {}
+    for depth, words in _holding(lowering, node):
+        if "additionalProperties" in words or (depth and "unevaluatedProperties" in words):
             return None
-        names += found.names
-        patterns += found.patterns
-    return _Keys(list(dict.fromkeys(names)), list(dict.fromkeys(patterns)))
+        names |= dict.fromkeys(words.get("properties", ()))
+        patterns |= dict.fromkeys(words.get("patternProperties", ()))
+    return _Keys([*names], [*patterns])
 
 
 def _unevaluated_items(lowering: Lowering, node: Any, words: dict[str, Any], at: At) -> list[Any]:
     if "array" not in at.types or words["unevaluatedItems"] is True:
         return []
-    count = _evaluated_items(lowering, node, 0)
+    count = _evaluated_items(lowering, node)
     if count is None:
         return []
     rest = lowering.positive(words["unevaluatedItems"], at.inside("unevaluatedItems"))
-    if _branches(lowering, node, _BRANCHING | {"contains"}, 0):
+    if _may_evaluate_more(lowering, node, _BRANCHING | {"contains"}):
         reason = "items that only a branch evaluates count as unevaluated"
         fix = "list all items under prefixItems"
         lowering.report.note(at.pointer, "unevaluatedItems", reason, fix)
@@ -394,36 +378,33 @@ def _unevaluated_items(lowering: Lowering, node: Any, words: dict[str, Any], at:
     return [{**prefix, "items": rest}]
 
 
-def _evaluated_items(lowering: Lowering, node: Any, depth: int) -> int | None:
+def _evaluated_items(lowering: Lowering, node: Any) -> int | None:
+    """How many items are evaluated; None for all."""
+    most = 0
+    for depth, words in _holding(lowering, node):
+        if "items" in words or (depth and "unevaluatedItems" in words):
+            return None
+        most = max(most, len(words.get("prefixItems", ())))
+    return most
+
+
+def _holding(lowering: Lowering, node: Any, depth: int = 0) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The keywords of ``node`` and of what holds wherever it does, and how deep each is."""
     if not isinstance(node, dict) or depth > _DEPTH:
-        return 0
+        return
     words = spell(node, lowering.document.draft)
-    if "items" in words or (depth and "unevaluatedItems" in words):
-        return None
-    counts: list[int | None] = [len(words.get("prefixItems", ()))]
-    parts = _always(lowering, node, words)
-    counts += [_evaluated_items(lowering, part, depth + 1) for part in parts]
-    known = [count for count in counts if count is not None]
-    return max(known) if len(known) == len(counts) else None
-
-
-def _always(lowering: Lowering, node: Any, words: dict[str, Any]) -> list[Any]:
-    """The schemas that hold wherever ``node`` does."""
+    yield depth, words
     parts = list(words.get("allOf", ()))
     if "$ref" in words:
         target = lowering.document.resolve(node)
         parts += [] if target is None else [target.schema]
-    return parts
+    for part in parts:
+        yield from _holding(lowering, part, depth + 1)
 
 
-def _branches(lowering: Lowering, node: Any, keywords: frozenset[str], depth: int) -> bool:
+def _may_evaluate_more(lowering: Lowering, node: Any, keywords: frozenset[str]) -> bool:
     """Whether something that holds only at times could evaluate more."""
-    if not isinstance(node, dict) or depth > _DEPTH:
-        return False
-    words = spell(node, lowering.document.draft)
-    return not keywords.isdisjoint(words) or any(
-        _branches(lowering, part, keywords, depth + 1) for part in _always(lowering, node, words)
-    )
+    return any(not keywords.isdisjoint(words) for _, words in _holding(lowering, node))
 
 
 _APPLICATORS: dict[str, Applicator] = {

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.schema.dialect import Document, Target, spell
 from guided_spec.grammar.schema.disjoint import Disjointness
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.report import Report, Unenforced, escape
+from guided_spec.grammar.schema.parts import change_parts
+from guided_spec.grammar.schema.report import Lowered, Report, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
     Disjuncts,
@@ -20,7 +21,7 @@ from guided_spec.grammar.schema.values import (
     others,
 )
 
-__all__ = ["Applicator", "At", "Lowered", "Lowering"]
+__all__ = ["Applicator", "At", "Lowering"]
 
 _MAX_DEPTH = 64
 _LARGEST = 1_000_000  # characters
@@ -28,9 +29,8 @@ _PLAIN = frozenset(
     {"type", "enum", "const", "multipleOf", "minimum", "maximum", "exclusiveMinimum"}
     | {"exclusiveMaximum", "minLength", "maxLength", "pattern", "minItems", "maxItems", "required"}
 )
-_STRUCTURE = frozenset(
-    {"properties", "patternProperties", "additionalProperties", "items", "prefixItems", "format"}
-)
+# As they come in the result: to llguidance the order matters.
+_STRUCTURE = ("properties", "patternProperties", "items", "additionalProperties", "prefixItems")
 _MAX_NEGATED = 24
 # What a value beyond the bound fulfils instead; a length's bound moves by one.
 _BOUNDS = {
@@ -57,13 +57,6 @@ _INEXACT = {
     **{"unevaluatedProperties": "object", "multipleOf": "number", "format": "string"},
     **dict.fromkeys(("$dynamicRef", "$recursiveRef")),
 }
-
-
-class Lowered(NamedTuple):
-    """A schema in fewer keywords, and what could not be kept as it is."""
-
-    schema: Any
-    entries: tuple[Unenforced, ...]
 
 
 class At(NamedTuple):
@@ -98,7 +91,7 @@ class Lowering:
     ) -> None:
         self.harder = harder
         self._applicators = applicators
-        self._asserting = _PLAIN | _STRUCTURE | applicators.keys()
+        self._asserting = _PLAIN | {*_STRUCTURE, "format"} | applicators.keys()
         self.document = Document(root)
         self.disjoint = Disjointness(self.document)
         self.report = Report()
@@ -170,21 +163,23 @@ class Lowering:
                 names = list(words)
                 last = "properties" in words and names.index("$ref") > names.index("properties")
                 # Properties are generated in the order in which they are written.
-                parts.insert(len(parts) if last else 0, self._inline(target, at))
+                below = at._replace(depth=at.depth + 1)
+                referred = self.positive(self.follow(target.schema), below)
+                parts.insert(len(parts) if last else 0, referred)
                 self._definitions[name] = join_all(parts)
         return {"$ref": f"#/$defs/{escape(name)}"}
 
-    def _inline(self, target: Target, at: At) -> Any:
+    def follow(self, schema: Any) -> Any:
+        """What ``schema`` refers to, where it is nothing but a reference; else itself."""
         for _ in range(_MAX_DEPTH):
-            schema = target.schema
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             words = spell(schema, self.document.draft)
-            following = self.document.resolve(schema)
-            if following is None or any(name in words for name in self._asserting):
+            target = self.document.resolve(schema)
+            if target is None or any(name in words for name in self._asserting):
                 break
-            target = following
-        return self.positive(target.schema, at._replace(depth=at.depth + 1))
+            schema = target.schema
+        return schema
 
     @contextmanager
     def _definition(self, key: str) -> Iterator[str]:
@@ -200,21 +195,12 @@ class Lowering:
         yield self._names[key]
 
     def _plain(self, words: dict[str, Any], at: At) -> dict[str, Any]:
-        plain = {name: words[name] for name in words if name in _PLAIN}
-        for name in ("properties", "patternProperties"):
-            if name in words:
-                plain[name] = {
-                    key: self.positive(part, at.inside(name, key))
-                    for key, part in words[name].items()
-                }
-        for name in ("items", "additionalProperties"):
-            if name in words:
-                plain[name] = self.positive(words[name], at.inside(name))
-        if "prefixItems" in words:
-            plain["prefixItems"] = [
-                self.positive(part, at.inside("prefixItems", index))
-                for index, part in enumerate(words["prefixItems"])
-            ]
+        kept = {name: words[name] for name in words if name in _PLAIN}
+        kept |= {name: words[name] for name in _STRUCTURE if name in words}
+        plain = change_parts(
+            kept,
+            lambda part, path: self.positive(part, At(f"{at.pointer}/{path}", depth=at.depth + 1)),
+        )
         if words.get("format") in FORMATS:
             plain["format"] = words["format"]
         elif "format" in words and "string" in at.types:
@@ -295,16 +281,14 @@ def _negate_keyword(
     return method(lowering, words, keyword, at)
 
 
-def _of_values(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_values(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     value = words[keyword]
     if keyword == "type":
         return _not_of_type(value, at)
     return others([value] if keyword == "const" else value, at.types)
 
 
-def _of_pattern(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_pattern(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     if "string" not in at.types:
         return Disjuncts([])
     written = other_characters(words[keyword])
@@ -323,8 +307,7 @@ def _of_reference(lowering: Lowering, words: dict[str, Any], keyword: str, at: A
     return _negate(lowering, target.schema, at._replace(depth=at.depth + 1))
 
 
-def _of_names(lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
-    del lowering
+def _of_names(_lowering: Lowering, words: dict[str, Any], keyword: str, at: At) -> Disjuncts:
     if words[keyword] is False and "object" in at.types:
         return Disjuncts([{"type": "object", "minProperties": 1}])
     return Disjuncts([], exact="object" not in at.types or words[keyword] in (True, {}))

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import jsonschema
@@ -23,8 +24,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import PreparedSchema, describe, narrowing
+from guided_spec.grammar.schema.report import Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
 
 __all__ = [
@@ -64,71 +64,63 @@ def is_plainly_valid(schema: Any) -> bool:
     if isinstance(schema, dict) and "$schema" in schema:
         name = schema["$schema"]
         draft = DRAFTS.get(name) if isinstance(name, str) else None
-    return draft is not None and _is_schema(schema, draft, DEEPEST)
+    return draft is not None and _is_schema(draft, schema, DEEPEST)
 
 
-def _is_schema(schema: Any, draft: int, depth: int) -> bool:
+def _is_schema(draft: int, schema: Any, depth: int) -> bool:
     if isinstance(schema, bool):
         return draft > 4
     if not isinstance(schema, dict) or depth == 0:
         return False
+    if draft == 4 and any(
+        f"exclusive{m}imum" in schema and f"{m.lower()}imum" not in schema for m in ("Min", "Max")
+    ):
+        return False
+    checks = _checks(draft)
     for keyword, value in schema.items():
-        check = _VALUES.get(keyword)
-        if check is not None:
-            if not check(value):
-                return False
-        elif keyword in _BY_DRAFT:
-            if not _is_of_draft(keyword, schema, draft, depth - 1):
-                return False
-        elif not _holds_schemas(keyword, value, draft, depth - 1):
+        check = checks.get(keyword)  # what no metaschema knows may be anything
+        if check is not None and not check(value, depth - 1):
             return False
     return True
 
 
-def _holds_schemas(keyword: str, value: Any, draft: int, depth: int) -> bool:
-    if keyword in _ONE:
-        return _is_schema(value, draft, depth)
-    if keyword in _LISTS:
-        return _is_schema_list(value, draft, depth)
-    if keyword in _MAPS:
-        return isinstance(value, dict) and all(_is_schema(v, draft, depth) for v in value.values())
-    return keyword not in _UNSURE  # what no metaschema knows may be anything
+@cache
+def _checks(draft: int) -> dict[str, Callable[[Any, int], bool]]:
+    """By keyword, whether its value is right in a draft. Takes the depth that is left, too."""
+    one = partial(_is_schema, draft)
+
+    def several(value: Any, depth: int) -> bool:
+        return isinstance(value, list) and bool(value) and all(one(v, depth) for v in value)
+
+    def named(value: Any, depth: int) -> bool:
+        return isinstance(value, dict) and all(one(v, depth) for v in value.values())
+
+    def needed(value: Any, depth: int) -> bool:
+        return isinstance(value, dict) and all(
+            (bool(v) and _is_name_list(v)) or one(v, depth) for v in value.values()
+        )
+
+    is_old = draft == 4
+    return {
+        "items": (lambda v, d: one(v, d) or several(v, d)) if draft < 2020 else one,
+        "dependencies": needed,
+        "patternProperties": lambda v, d: named(v, d) and all(map(_is_pattern, v)),
+        "required": lambda v, _: _is_name_list(v) and (bool(v) or not is_old),
+        "enum": lambda v, _: isinstance(v, list) and (not is_old or _is_distinct_list(v)),
+        **dict.fromkeys(
+            ("exclusiveMinimum", "exclusiveMaximum"), _is_flag if is_old else _is_number
+        ),
+        **dict.fromkeys(
+            ("additionalProperties", "additionalItems"), lambda v, d: _is_flag(v) or one(v, d)
+        ),
+        **dict.fromkeys(("propertyNames", "not", "contains", "if", "then", "else"), one),
+        **dict.fromkeys(("anyOf", "oneOf", "allOf", "prefixItems"), several),
+        **dict.fromkeys(("properties", "$defs", "definitions"), named),
+        **_VALUES,
+    }
 
 
-def _is_of_draft(keyword: str, schema: dict[str, Any], draft: int, depth: int) -> bool:
-    """Of a keyword on which the drafts do not agree."""
-    value = schema[keyword]
-    match keyword:
-        case "required":
-            return _is_name_list(value) and (bool(value) or draft > 4)
-        case "enum":
-            return isinstance(value, list) and (draft > 4 or _is_distinct_list(value))
-        case "exclusiveMinimum" | "exclusiveMaximum" if draft == 4:
-            return isinstance(value, bool) and f"m{keyword[10:]}" in schema
-        case "exclusiveMinimum" | "exclusiveMaximum":
-            return _is_number(value)
-        case "items" if isinstance(value, list):
-            return draft < 2020 and _is_schema_list(value, draft, depth)
-        case "dependencies":
-            return isinstance(value, dict) and all(
-                (bool(v) and _is_name_list(v)) or _is_schema(v, draft, depth)
-                for v in value.values()
-            )
-        case "patternProperties":
-            names_fit = isinstance(value, dict) and all(map(_is_pattern, value))
-            return names_fit and all(_is_schema(v, draft, depth) for v in value.values())
-        case "additionalProperties" | "additionalItems" if isinstance(value, bool):
-            return True
-    return _is_schema(value, draft, depth)
-
-
-def _is_schema_list(value: Any, draft: int, depth: int) -> bool:
-    return (
-        isinstance(value, list) and bool(value) and all(_is_schema(v, draft, depth) for v in value)
-    )
-
-
-def _is_type(value: Any) -> bool:
+def _is_type(value: Any, _: int) -> bool:
     if isinstance(value, str):
         return value in TYPES
     return _is_name_list(value) and bool(value) and TYPES.issuperset(value)
@@ -147,53 +139,47 @@ def _is_distinct_list(values: list[Any]) -> bool:
     return bool(values) and len(set(values)) == len(values)
 
 
-def _is_string(value: Any) -> bool:
-    return isinstance(value, str)
+def _is_flag(value: Any, _: int = 0) -> bool:
+    return isinstance(value, bool)
 
 
-def _is_size(value: Any) -> bool:
+def _is_size(value: Any, _: int) -> bool:
     return type(value) is int and value >= 0
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any, _: int = 0) -> bool:
     return type(value) is int or type(value) is float
 
 
-def _is_pattern(value: Any) -> bool:
+def _is_pattern(value: Any, _: int = 0) -> bool:
     try:
         return isinstance(value, str) and re.compile(value) is not None
     except (re.error, RecursionError, OverflowError):
         return False
 
 
-_ONE = frozenset({"propertyNames", "not", "contains", "if", "then", "else"})
-_LISTS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_MAPS = frozenset({"properties", "$defs", "definitions"})
-_BY_DRAFT = frozenset(
-    {"required", "enum", "exclusiveMinimum", "exclusiveMaximum", "items", "dependencies"}
-    | {"patternProperties", "additionalProperties", "additionalItems"}
+_UNSURE = (
+    *("$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"),
+    *("$vocabulary", "contentSchema", "contentEncoding", "contentMediaType", "readOnly"),
+    *("unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas"),
+    *("writeOnly", "deprecated"),
 )
-_UNSURE = frozenset(
-    {"$anchor", "$dynamicAnchor", "$dynamicRef", "$recursiveRef", "$recursiveAnchor"}
-    | {"$vocabulary", "contentSchema", "contentEncoding", "contentMediaType"}
-    | {"unevaluatedItems", "unevaluatedProperties", "dependentRequired", "dependentSchemas"}
-    | {"readOnly", "writeOnly", "deprecated"}
-)
-_VALUES: dict[str, Callable[[Any], bool]] = {
-    "$schema": lambda value: isinstance(value, str) and value in DRAFTS,
-    "$ref": lambda value: isinstance(value, str) and bool(LOCAL_REFERENCE.fullmatch(value)),
-    "$id": lambda value: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value)),
+_VALUES: dict[str, Callable[[Any, int], bool]] = {
+    "$schema": lambda value, _: isinstance(value, str) and value in DRAFTS,
+    "$ref": lambda value, _: isinstance(value, str) and bool(LOCAL_REFERENCE.fullmatch(value)),
+    "$id": lambda value, _: isinstance(value, str) and bool(PLAIN_URI.fullmatch(value)),
     "type": _is_type,
-    "const": lambda _: True,
-    "default": lambda _: True,
-    "examples": lambda value: isinstance(value, list),
-    **dict.fromkeys(("id", "title", "description", "$comment", "format"), _is_string),
+    "examples": lambda value, _: isinstance(value, list),
     "pattern": _is_pattern,
-    "uniqueItems": lambda value: isinstance(value, bool),
-    "multipleOf": lambda value: _is_number(value) and value > 0,
+    "uniqueItems": _is_flag,
+    "multipleOf": lambda value, _: _is_number(value) and value > 0,
+    **dict.fromkeys(
+        ("id", "title", "description", "$comment", "format"), lambda v, _: isinstance(v, str)
+    ),
     **dict.fromkeys(("minimum", "maximum"), _is_number),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _is_size),
     **dict.fromkeys(("minProperties", "maxProperties", "minContains", "maxContains"), _is_size),
+    **dict.fromkeys(_UNSURE, lambda _, __: False),
 }
 
 
@@ -219,7 +205,7 @@ def lower_checked(schema: Any, additional: AdditionalProperties = "closed") -> L
         return lower(schema, additional=additional)
 
 
-def examine_schema(lowered: Lowered) -> PreparedSchema:
+def examine_schema(lowered: Lowered) -> Lowered:
     """The schema rewritten for xgrammar, and what could not be kept; not to be changed.
 
     Raises GrammarCompileError where it is broken.
@@ -228,13 +214,12 @@ def examine_schema(lowered: Lowered) -> PreparedSchema:
         return normalize(lowered)
 
 
-def require_enforced(prepared: PreparedSchema) -> Any:
+def require_enforced(prepared: Lowered) -> Any:
     """What xgrammar is given; raises as ``prepare_schema`` does."""
-    errors = [entry for entry in prepared.unenforced if entry.level == "error"]
-    if errors:
-        raise UnsupportedSchemaError(describe(errors))
+    if prepared.errors:
+        raise UnsupportedSchemaError(describe(prepared.errors))
     if prepared.schema is False:
-        lost = narrowing(entry for entry in prepared.unenforced if not entry.by_backend)
+        lost = narrowing(entry for entry in prepared.entries if not entry.by_backend)
         if lost:  # there may be values, but none that is left
             raise UnsupportedSchemaError(describe(lost))
         raise UnsatisfiableGrammarError("no value is valid under the JSON schema")

@@ -6,14 +6,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
-    "PreparedSchema",
+    "Lowered",
     "Report",
     "Unenforced",
     "describe",
     "escape",
     "find",
     "is_narrowed",
-    "join",
     "narrowing",
     "unescape",
 ]
@@ -38,11 +37,16 @@ class Unenforced(NamedTuple):
     by_backend: bool = True
 
 
-class PreparedSchema(NamedTuple):
-    """A schema rewritten for the backend, and what could not be kept."""
+class Lowered(NamedTuple):
+    """A schema in fewer keywords, and what could not be kept as it is."""
 
     schema: Any
-    unenforced: tuple[Unenforced, ...]
+    entries: tuple[Unenforced, ...]
+
+    @property
+    def errors(self) -> list[Unenforced]:
+        """What generated text might break."""
+        return [entry for entry in self.entries if entry.level == "error"]
 
 
 class Report:
@@ -95,11 +99,6 @@ def find(value: Any, pointer: str) -> Any:
         else:
             raise LookupError(pointer)
     return value
-
-
-def join(pointer: str, path: str) -> str:
-    """``pointer`` extended by ``path``, whose tokens are escaped already."""
-    return f"{pointer}/{path}"
 
 
 def describe(errors: Sequence[Unenforced]) -> str:

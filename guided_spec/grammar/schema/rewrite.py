@@ -31,13 +31,10 @@ from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_within
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowering import Lowered
-from guided_spec.grammar.schema.report import PreparedSchema, Report, Unenforced, escape, find, join
-from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge
+from guided_spec.grammar.schema.report import Lowered, Report, Unenforced, escape, find
+from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
 
 __all__ = [
-    "PreparedSchema",
-    "Unenforced",
     "find_unenforced",
     "is_anchored",
     "normalize",
@@ -379,10 +376,10 @@ def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") ->
     Does not change ``schema``, which must be valid under its metaschema. Entries of level
     ``"error"`` can be broken by the text; those of level ``"note"`` cannot.
     """
-    return list(normalize(lower(schema, additional=additional)).unenforced)
+    return list(normalize(lower(schema, additional=additional)).entries)
 
 
-def normalize(lowered: Lowered) -> PreparedSchema:
+def normalize(lowered: Lowered) -> Lowered:
     """A schema rewritten for the backend, with what could not be kept. A new value each time."""
     walk = _Walk(lowered.schema)
     walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
@@ -398,7 +395,7 @@ class _Walk:
         self.names: dict[str, str] = {}  # reference -> name under $defs
         self.definitions: dict[str, Any] = {}
 
-    def run(self) -> PreparedSchema:
+    def run(self) -> Lowered:
         schema = self.rewrite(self.root, "", 0)
         if not has_finite_value(schema, self.definitions):
             schema = False
@@ -407,7 +404,7 @@ class _Walk:
             # root rule that refers to itself.
             used = {name: part for name, part in self.definitions.items() if part is not False}
             schema = {**schema, "$defs": used} if isinstance(schema, dict) else schema
-        return PreparedSchema(schema, tuple(self.report.entries))
+        return Lowered(schema, tuple(self.report.entries))
 
     def rewrite(self, schema: Any, pointer: str, depth: int) -> Any:
         """The subset's spelling of one subschema."""
@@ -432,7 +429,7 @@ class _Walk:
             own,
             pointer,
             self.report,
-            lambda part, path: self.rewrite(part, join(pointer, path), depth),
+            lambda part, path: self.rewrite(part, f"{pointer}/{path}", depth),
         )
 
     def _all_of(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
@@ -478,7 +475,7 @@ class _Walk:
             reason = f"the backend ignores {', '.join(rest)} beside it"
             self.report.error(pointer, keyword, reason, "list only the values that fit")
             return {}
-        if any(_is_inexact(value) for value in kept):
+        if any(isinstance(v, int) and abs(v) > 2**53 for v in values_within(kept)):
             reason = "an integer beyond 2**53 is written as a rounded number"
             self.report.error(pointer, keyword, reason, "write it as a string")
         # xgrammar writes arrays and objects of an enum without any space.
@@ -499,7 +496,7 @@ class _Walk:
                 return {}
             branches.append(joined)
         parts = [
-            self.rewrite(branch, join(pointer, f"anyOf/{index}"), depth)
+            self.rewrite(branch, f"{pointer}/anyOf/{index}", depth)
             for index, branch in enumerate(branches)
         ]
         parts = [part for part in parts if part is not False]
@@ -526,11 +523,3 @@ class _Walk:
             return find(self.root, reference)
         except LookupError:
             return None
-
-
-def _is_inexact(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(map(_is_inexact, value.values()))
-    if isinstance(value, list):
-        return any(map(_is_inexact, value))
-    return isinstance(value, int) and abs(value) > 2**53

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -24,10 +24,15 @@ __all__ = [
     "others",
     "type_of",
     "unique_arrays",
+    "values_within",
 ]
 
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
+_TYPES: dict[type, str] = {
+    **{bool: "boolean", int: "number", float: "number", str: "string"},
+    **{type(None): "null", list: "array", dict: "object"},
+}
 _LONGEST = 4_000  # characters of a pattern
 _MOST_GAPS = 32
 _MOST_ARRAYS = 500
@@ -43,10 +48,19 @@ class Disjuncts(NamedTuple):
 
 def type_of(value: Any) -> str:
     """Its JSON type, "number" for an integer too."""
-    for kind, python in (("boolean", bool), ("number", int | float), ("string", str)):
-        if isinstance(value, python):
-            return kind
-    return "null" if value is None else "array" if isinstance(value, list) else "object"
+    return _TYPES[type(value)]
+
+
+def values_within(value: Any) -> Iterator[Any]:
+    """A JSON value, and all values and keys within it."""
+    stack = [value]
+    while stack:
+        part = stack.pop()
+        yield part
+        if isinstance(part, dict):
+            stack += [*part, *part.values()]
+        elif isinstance(part, list):
+            stack += part
 
 
 def others(values: Sequence[Any], types: frozenset[str]) -> Disjuncts:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import UnreadableGrammarError, pack_row
+from guided_spec.grammar.completion.endings import UnreadableGrammarError
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
+from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.tables.automaton import Clock
 from guided_spec.grammar.tables.table import (
     ENDED,
@@ -78,10 +79,10 @@ def proven_table(compiled: CompiledGrammar, spelling: Spelling, limits: TableLim
     except UnreadableGrammarError as error:
         raise NoTableError(str(error)) from error
     table = build_table(rules, spelling, limits, clock)
-    rows, lacking = _Rows(table), dict[int, list[int]]()
+    lacking = dict[int, list[int]]()
     for text, state, matcher in _every_state(table, compiled):
         clock.look()
-        more, fewer = rows.differ(state, matcher) or ((), ())
+        more, fewer = _differ(table, state, matcher) or ((), ())
         for token_id in more:
             lacking.setdefault(token_id, []).append(state)
         if fewer or len(lacking) > _MOST_LACKING:
@@ -95,17 +96,16 @@ def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | 
     A state is reached by a shortest text. So each entry of the table is looked at, with what is
     legal behind it.
     """
-    rows = _Rows(table)
     _, first = np.unique(table.classes, return_index=True)
     for text, state, matcher in _every_state(table, compiled):
-        found = rows.differ(state, matcher)
+        found = _differ(table, state, matcher)
         if found is not None:
             return Difference(text, *found)
         for token_class in np.flatnonzero(table.then[state] != REFUSED).tolist():
             then, token_id = int(table.then[state, token_class]), int(first[token_class])
             if not matcher.accept_token(token_id) or matcher.is_terminated() != (then == ENDED):
                 return Difference(text, (token_id,), ())
-            found = rows.differ(then, matcher) if then >= 0 else None
+            found = _differ(table, then, matcher) if then >= 0 else None
             matcher.rollback(1)
             if found is not None:
                 return Difference((*text, token_id), *found)
@@ -128,7 +128,6 @@ def walk_both(table: TokenTable, compiled: CompiledGrammar, steps: int, seed: in
     the thousands that a string may hold. Texts that leave the table, and long ones, are given up.
     """
     dice = random.Random(seed)
-    rows = _Rows(table)
     members = _members(table)
     legal = [np.flatnonzero(then != REFUSED).tolist() for then in table.then]
     seen: set[int] = set()
@@ -138,7 +137,7 @@ def walk_both(table: TokenTable, compiled: CompiledGrammar, steps: int, seed: in
         texts += 1
         while state >= 0 and len(text) < _LONGEST_WALK and taken < steps:
             seen.add(state)
-            found = rows.differ(state, matcher)
+            found = _differ(table, state, matcher)
             if found is not None:
                 return Walked(taken, texts, len(seen), Difference(tuple(text), *found))
             token_id = int(dice.choice(members[dice.choice(legal[state])]))
@@ -150,27 +149,14 @@ def walk_both(table: TokenTable, compiled: CompiledGrammar, steps: int, seed: in
     return Walked(taken, texts, len(seen), None)
 
 
-class _Rows:
-    """Rows of matchers beside the table's; a matcher may write anything behind the last token."""
-
-    def __init__(self, table: TokenTable) -> None:
-        self._table = table
-        self._own = pack_row(np.ones(len(table.classes), dtype=np.bool_))
-        self._row: NDArray[np.int32] = np.zeros((1, len(self._own)), dtype=np.int32)
-
-    def differ(
-        self, state: int, matcher: GrammarMatcher
-    ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """Tokens that the table alone allows, and that the matcher alone allows; None if none."""
-        matcher.fill_next_token_bitmask(self._row)
-        theirs, ours = self._row[0] & self._own, self._table.row(state)
-        if np.array_equal(theirs, ours):
-            return None
-        return _ids(ours & ~theirs), _ids(theirs & ~ours)
-
-
-def _ids(row: NDArray[np.int32]) -> tuple[int, ...]:
-    return tuple(np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")).tolist())
+def _differ(
+    table: TokenTable, state: int, matcher: GrammarMatcher
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Tokens that the table alone allows, and that the matcher alone allows; None if none."""
+    theirs, ours = legal_row(matcher, len(table.classes)), table.row(state)
+    if np.array_equal(theirs, ours):
+        return None
+    return tuple(ids_of(ours & ~theirs)), tuple(ids_of(theirs & ~ours))
 
 
 def _members(table: TokenTable) -> list[NDArray[np.int64]]:

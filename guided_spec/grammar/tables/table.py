@@ -9,10 +9,11 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import Rules, pack_row
+from guided_spec.grammar.completion.endings import Rules
 from guided_spec.grammar.completion.places import NOWHERE
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
+from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.automaton import ByteAutomaton, Clock, explore
 
 __all__ = ["ENDED", "OUTSIDE", "REFUSED", "TokenTable", "build_table", "without_tokens"]
@@ -59,8 +60,7 @@ class TokenTable:
     @cached_property
     def forbids(self) -> NDArray[np.bool_]:
         """bool [R]: whether a row forbids any token."""
-        full = pack_row(np.ones(len(self.classes), dtype=np.bool_))
-        found: NDArray[np.bool_] = (self.rows != full).any(axis=1)
+        found: NDArray[np.bool_] = (self.rows != full_row(len(self.classes))).any(axis=1)
         return found
 
     def after(self, state: int, token_id: int) -> int:

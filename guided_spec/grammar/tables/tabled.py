@@ -2,32 +2,37 @@
 
 from __future__ import annotations
 
+import logging
+import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
-from guided_spec.errors import ConfigError, GrammarStateError
+from guided_spec.errors import ConfigError, GrammarError, GrammarStateError
+from guided_spec.grammar.completion.rules import tells_rules
+from guided_spec.grammar.limits import NoTableError
+from guided_spec.grammar.markers import AfterGrammar
 from guided_spec.grammar.protocol import (
+    CompiledGrammar,
     GrammarMatcher,
     Matcher,
     accept_tokens,
     as_matcher,
 )
-from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.proof import tabled_part
 from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
-from guided_spec.grammar.unique_keys import NotedGrammar
+from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
-__all__ = ["TabledGrammar", "TabledMatcher", "finished"]
+__all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]
 
-
-def finished(table: TokenTable) -> Future[TokenTable]:
-    """A table that is there."""
-    made: Future[TokenTable] = Future()
-    made.set_result(table)
-    return made
+_LOG = logging.getLogger(__name__)
 
 
 class TabledGrammar:
@@ -44,6 +49,7 @@ class TabledGrammar:
         self, inner: NotedGrammar, begin: Callable[[], Future[TokenTable]], texts: int
     ) -> None:
         self.inner = inner
+        self.backend, self.notes, self.excluded = inner.backend, inner.notes, inner.excluded
         self.table: TokenTable | None = None
         self.reason: str | None = None
         self._begin = begin
@@ -51,21 +57,6 @@ class TabledGrammar:
         self._lock = threading.Lock()
         if texts == 0:
             begin().add_done_callback(self._end)
-
-    @property
-    def backend(self) -> str:
-        """The one inside's."""
-        return self.inner.backend
-
-    @property
-    def notes(self) -> tuple[Unenforced, ...]:
-        """As the one inside has them."""
-        return self.inner.notes
-
-    @property
-    def excluded(self) -> frozenset[int]:
-        """As the one inside has it."""
-        return self.inner.excluded
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
@@ -209,3 +200,94 @@ class TabledMatcher(Matcher):
                 reason = f"refuses token {self._token_ids[self._num_read]}, which its table allows"
                 raise GrammarStateError(f"the grammar's matcher {reason}")
         return self._own
+
+
+_TEXTS = 32  # of one grammar, before its table is made: what is sent a few times needs none
+
+
+class TableMaker:
+    """Puts tables beside compiled grammars; safe to use from several threads.
+
+    make: the table of a spec's grammar. Raises NoTableError, and GrammarError where it is made in
+        a process that fails.
+    when: "always" makes each at once, "auto" once 32 texts of it have begun, one after another
+        in a thread of its own, which is a daemon, since nobody waits for it.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[GrammarSpec, CompiledGrammar], TokenTable],
+        when: Literal["auto", "always"],
+    ) -> None:
+        self._make = make
+        self._when = when
+        self._waiting: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    def attach(self, spec: GrammarSpec, compiled: CompiledGrammar) -> CompiledGrammar:
+        """``compiled``, the grammar of ``spec``, with a table where one may be had."""
+        part = tabled_part(compiled)
+        if not isinstance(part, NotedGrammar) or not tells_rules(part):
+            return compiled
+        texts = 0 if self._when == "always" else _TEXTS
+        tabled = TabledGrammar(part, partial(self._begin, spec, part), texts)
+        if isinstance(compiled, UniqueKeysGrammar):
+            return replace(compiled, inner=tabled)
+        return tabled
+
+    def close(self) -> None:
+        """Make no more tables. May be called again."""
+        with self._lock:
+            self._closed = True
+        self._waiting.put(None)
+
+    def _begin(self, spec: GrammarSpec, part: CompiledGrammar) -> Future[TokenTable]:
+        made: Future[TokenTable] = Future()
+        make = partial(self._run, spec, part, made)
+        if self._when == "always":
+            make()
+            return made
+        with self._lock:
+            if self._closed:
+                made.cancel()
+                return made
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="grammar-tables", daemon=True
+                )
+                self._thread.start()
+        self._waiting.put(make)
+        return made
+
+    def _work(self) -> None:
+        while (make := self._waiting.get()) is not None:
+            make()
+
+    def _run(self, spec: GrammarSpec, part: CompiledGrammar, made: Future[TokenTable]) -> None:
+        began = time.perf_counter()
+        try:
+            table = self._make(spec, part)
+        except Exception as error:
+            if isinstance(error, NoTableError | GrammarError):
+                _LOG.info("no table of a %s: %s", spec.kind, error)
+            else:
+                _LOG.warning("no table of a %s", spec.kind, exc_info=error)
+            made.set_exception(error)
+        else:
+            size, seconds = table.memory_size_bytes, time.perf_counter() - began
+            share = "all" if table.is_whole else "a part"
+            _LOG.info(
+                "made the table of %s of a %s in %.3f s: %d states, %d bytes",
+                *(share, spec.kind, seconds, table.num_states, size),
+            )
+            made.set_result(table)
+
+
+def table_bytes(compiled: CompiledGrammar) -> int:
+    """Bytes of the table inside a compiled grammar, as it is now."""
+    while isinstance(compiled, AfterGrammar | UniqueKeysGrammar):
+        compiled = compiled.inner
+    table = compiled.table if isinstance(compiled, TabledGrammar) else None
+    return 0 if table is None else table.memory_size_bytes

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import codecs
 import inspect
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers.marker import MarkedText
+from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "Arguments",
     "BegunCall",
     "BegunText",
+    "MarkedReader",
+    "MarkedText",
     "ReadText",
     "Tool",
     "ToolCall",
     "ToolChoice",
-    "ToolFormat",
     "ToolRules",
     "arguments_content",
+    "begun_length",
     "begun_object",
+    "either",
+    "in_sequence",
+    "literal",
     "read_arguments",
     "read_choice",
     "read_json",
@@ -156,6 +162,100 @@ def _read_one(place: str, tool: Mapping[str, Any]) -> Tool:
     return Tool(name, parameters or {"type": "object"})
 
 
+def begun_length(text: str, literal: str) -> int:
+    """How many characters at the end of a text may be the beginning of a literal."""
+    for length in range(min(len(literal) - 1, len(text)), 0, -1):
+        if text.endswith(literal[:length]):
+            return length
+    return 0
+
+
+_FIRST = 0xD800  # surrogates: no decoded text holds one, and no JSON string but as an escape
+_MOST = 2048
+
+
+class MarkedText:
+    """Reads tokens as text, each added token that some literals name as one character.
+
+    literals: what a format writes. Where ``<tool_call>`` is a token, the grammar takes that token
+        as the beginning of a call and the letters as text, and so does who reads the text.
+
+    Immutable; shared by requests.
+    """
+
+    def __init__(self, vocabulary: Vocabulary, literals: Iterable[str]) -> None:
+        self._vocabulary = vocabulary
+        self._ids = {name: token for name, token in vocabulary.added_tokens if name}
+        for token_id in vocabulary.stop_token_ids:  # they end the text and are no part of it
+            self._ids = {name: token for name, token in self._ids.items() if token != token_id}
+        names = sorted(self._ids, key=len, reverse=True)
+        self._names = re.compile("|".join(map(re.escape, names))) if names else None
+        found = {name for text in literals for name in self._find(text)}
+        self._marks = {name: chr(_FIRST + at) for at, name in enumerate(sorted(found)[:_MOST])}
+        self._by_id = {self._ids[name]: mark for name, mark in self._marks.items()}
+        self._shown = {mark: name for name, mark in self._marks.items()}
+
+    def mark(self, literal: str) -> str:
+        """A literal as it stands in a text that is read: with a character for each token."""
+        if self._names is None:
+            return literal
+        return self._names.sub(lambda found: self._marks.get(found[0], found[0]), literal)
+
+    def read(self, token_ids: Sequence[int], visible: int | None = None) -> str:
+        """The text of tokens; bytes that are not UTF-8 become U+FFFD.
+
+        visible: characters to read at most, of those that ``Vocabulary.decode`` shows.
+        """
+        text = self.reader().feed(token_ids, is_last=True)
+        return text if visible is None else self._cut(text, visible)
+
+    def reader(self) -> MarkedReader:
+        """Reads one text as its tokens come."""
+        return MarkedReader(self._vocabulary.text_bytes, self._by_id)
+
+    def show(self, text: str) -> str:
+        """A text that was read, with the tokens' names."""
+        return "".join(self._shown.get(character, character) for character in text)
+
+    def _find(self, literal: str) -> list[str]:
+        return [] if self._names is None else self._names.findall(literal)
+
+    def _cut(self, text: str, visible: int) -> str:
+        for at, character in enumerate(text):
+            name = self._shown.get(character)
+            width = 1
+            if name is not None:
+                width = len(self._vocabulary.text_bytes[self._ids[name]].decode())
+            if width > visible:
+                return text[:at]
+            visible -= width
+        return text
+
+
+class MarkedReader:
+    """``MarkedText.read`` of tokens that come one after another.
+
+    A character is held back until all its bytes are in. text_bytes: of each token. marks: the
+    characters of the tokens that are marks.
+    """
+
+    def __init__(self, text_bytes: Sequence[bytes], marks: Mapping[int, str]) -> None:
+        self._text_bytes = text_bytes
+        self._marks = marks
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Iterable[int], *, is_last: bool = False) -> str:
+        """Append tokens, and return the text that they complete; the last ones show all of it."""
+        pieces: list[str] = []
+        for token_id in token_ids:
+            mark = self._marks.get(token_id)
+            if mark is None:
+                pieces.append(self._decoder.decode(self._text_bytes[token_id]))
+            else:
+                pieces += [self._decoder.decode(b"", final=True), mark]
+        return "".join([*pieces, self._decoder.decode(b"", final=is_last)])
+
+
 _PLAIN_KEYS = {"type", "title", "description", "default", "examples", "minLength", "maxLength"}
 _ENUM_KEYS = {"type", "title", "description", "default", "examples", "enum", "const"}
 _ROOT_KEYS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions"}
@@ -167,6 +267,21 @@ class Arguments(NamedTuple):
 
     values: dict[str, Any]
     end: int
+
+
+def literal(text: str) -> dict[str, Any]:
+    """A part of a structural tag: this text."""
+    return {"type": "const_string", "value": text}
+
+
+def in_sequence(*parts: dict[str, Any]) -> dict[str, Any]:
+    """Parts of a structural tag one after another."""
+    return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": [*parts]}
+
+
+def either(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """One of some parts of a structural tag."""
+    return parts[0] if len(parts) == 1 else {"type": "or", "elements": parts}
 
 
 def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
@@ -190,10 +305,9 @@ def arguments_content(tool: Tool, argument: str | None) -> dict[str, Any]:
         mark, rest = end.rstrip("\n"), end[len(end.rstrip("\n")) :]
         one: dict[str, Any] = {"type": "tag", "begin": begin, "content": content, "end": mark}
         if rest:
-            behind = {"type": "const_string", "value": rest}
-            one = {"type": "sequence", "elements": [one, behind]}
+            one = in_sequence(one, literal(rest))
         elements.append(one if key in required else {"type": "optional", "content": one})
-    return {"type": "sequence", "elements": elements or [{"type": "const_string", "value": ""}]}
+    return {"type": "sequence", "elements": elements or [literal("")]}
 
 
 def read_arguments(
@@ -272,8 +386,7 @@ def _value_content(tool: Tool, schema: Any) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": _with_definitions(tool, schema)}
     options = _options(schema)
     if options is not None:
-        written = [{"type": "const_string", "value": option} for option in options]
-        return written[0] if len(written) == 1 else {"type": "or", "elements": written}
+        return either([literal(option) for option in options])
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least == 0 and most is None:
         return {"type": "any_text"}
@@ -349,39 +462,3 @@ class ToolRules(NamedTuple):
     choice: ToolChoice = "auto"
     is_parallel: bool = True
     stop_names: frozenset[str] = frozenset()
-
-
-class ToolFormat(Protocol):
-    """One family's way to write calls: a grammar and the reader of its texts.
-
-    A template that holds all ``hints`` is of the family. A format that ``holds_reasoning`` reads
-    texts without tools as well.
-    """
-
-    @property
-    def name(self) -> str:
-        """What ``tool_format`` calls it."""
-
-    @property
-    def hints(self) -> tuple[str, ...]:
-        """What the family's chat templates hold."""
-
-    @property
-    def literals(self) -> tuple[str, ...]:
-        """What the format writes besides names and arguments."""
-
-    @property
-    def holds_reasoning(self) -> bool:
-        """Whether the reasoning is part of the format."""
-
-    def content(self, rules: ToolRules) -> dict[str, Any]:
-        """The format of a structural tag. Raises ConfigError naming the tool."""
-
-    def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
-        """Take apart what the grammar has written and ``marks`` has read.
-
-        A call that was cut off stays in the text.
-        """
-
-    def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
-        """``read`` of a text that goes on, with whitespace around it left out."""

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.markers.marker import MarkedText, begun_length
 from guided_spec.grammar.tools.format import (
     BegunCall,
     BegunText,
+    MarkedText,
     ReadText,
     Tool,
     ToolCall,
-    ToolFormat,
     ToolRules,
     arguments_content,
+    begun_length,
     begun_object,
+    either,
+    in_sequence,
+    literal,
     read_arguments,
     read_json,
 )
@@ -28,6 +31,7 @@ __all__ = [
     "TOOL_FORMATS",
     "DelimitedFormat",
     "HarmonyFormat",
+    "ToolFormat",
     "find_tool_format",
     "get_tool_format",
 ]
@@ -88,17 +92,20 @@ class DelimitedFormat:
         }
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
-        """Take apart what the grammar has written and ``marks`` has read."""
+        """Take apart what the grammar has written and ``marks`` has read.
+
+        A call that was cut off stays in the text.
+        """
         trigger, calls, free, at = marks.mark(self.trigger), list[ToolCall](), "", 0
         while (found := text.find(trigger, at)) >= 0:
-            block = list(self._read_block(text, found, tools, marks))
+            block = self._read_block(text, found, tools, marks)
             free += text[at:found]
-            if not block:  # cut off, or written without the grammar
+            if not block.calls:  # cut off, or written without the grammar
                 at = found + len(trigger)
                 free += trigger
                 continue
-            calls += [call for call, _ in block]
-            at = block[-1][1]
+            calls += [read.call for read in block.calls]
+            at = block.calls[-1].end
         free = marks.show(free + text[at:])
         return ReadText(free.strip() if calls else free, tuple(calls))
 
@@ -107,54 +114,35 @@ class DelimitedFormat:
         trigger, calls, free, at = marks.mark(self.trigger), list[BegunCall](), "", 0
         while (found := text.find(trigger, at)) >= 0:
             free += text[at:found]
-            block = self._begun_block(text, found, tools, marks)
-            calls += block.calls
-            if block.end is None:
-                return BegunText(free.strip(), tuple(calls), None, block.is_cut)
-            at = block.end
+            block = self._read_block(text, found, tools, marks)
+            calls += [BegunCall(c.call.id, c.call.name, c.arguments) for c in block.calls]
+            if not block.is_whole:
+                begun = self._begun_call(text, block.behind, tools, marks)
+                return BegunText(free.strip(), (*calls, *begun), None, bool(begun))
+            at = block.calls[-1].end
         free += text[at : len(text) - begun_length(text[at:], trigger)]
         return BegunText(free.strip(), tuple(calls))
 
-    def _begun_block(
-        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
-    ) -> _BegunBlock:
-        opening, separator, closing = map(marks.mark, (self.opening, self.separator, self.closing))
-        calls: list[BegunCall] = []
-        if not text.startswith(opening, at):
-            return _BegunBlock(calls)
-        at += len(opening)
-        while (read := self._read_call(text, at, tools, marks)) is not None:
-            calls.append(BegunCall(read.call.id, read.call.name, read.arguments))
-            at = read.end
-            if not opening or text.startswith(closing, at):
-                return _BegunBlock(calls, at + len(closing))
-            if not text.startswith(separator, at):
-                return _BegunBlock(calls)
-            at += len(separator)
-        begun = self._begun_call(text, at, tools, marks)
-        return _BegunBlock(calls if begun is None else [*calls, begun], None, begun is not None)
-
     def _begun_call(
-        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
-    ) -> BegunCall | None:
-        """A call whose arguments have begun. None where they are not JSON: they come as a whole."""
-        for tool in tools if self.argument is None else ():
+        self, text: str, at: int | None, tools: Sequence[Tool], marks: MarkedText
+    ) -> list[BegunCall]:
+        """A call whose arguments have begun; none where they are not JSON: they come as a whole."""
+        if at is None or self.argument is not None:
+            return []
+        for tool in tools:
             header = self._header(tool, text, at, marks)
             arguments = None if header is None else begun_object(text, header.end)
             if header is not None and arguments is not None:
-                return BegunCall(header.id, tool.name, arguments)
-        return None
+                return [BegunCall(header.id, tool.name, arguments)]
+        return []
 
     def _call(self, tool: Tool) -> dict[str, Any]:
         begin, end = self._around_arguments(tool)
         content = arguments_content(tool, self.argument)
         if "{id}" in begin:
             begin, behind = begin.split("{id}")
-            parts = [
-                {"type": "regex", "pattern": self._id_of(tool)},
-                {"type": "const_string", "value": behind},
-            ]
-            content = {"type": "sequence", "elements": [*parts, content]}
+            written = {"type": "regex", "pattern": self._id_of(tool)}
+            content = in_sequence(written, literal(behind), content)
         return {"type": "tag", "begin": begin, "content": content, "end": end}
 
     def _id_of(self, tool: Tool) -> str:
@@ -170,21 +158,21 @@ class DelimitedFormat:
         }
         return {"type": "tag", "begin": self.opening, "content": content, "end": self.closing}
 
-    def _read_block(
-        self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
-    ) -> Iterator[tuple[ToolCall, int]]:
-        """The calls of one block and where each ends; without an opening there is one."""
+    def _read_block(self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText) -> _Block:
+        """The calls of one block; without an opening there is one."""
         opening, separator, closing = map(marks.mark, (self.opening, self.separator, self.closing))
+        calls: list[_CallRead] = []
         if not text.startswith(opening, at):
-            return
+            return _Block(calls)
         at += len(opening)
         while (read := self._read_call(text, at, tools, marks)) is not None:
             at = read.end
-            is_last = not opening or text.startswith(closing, at)
-            yield read.call, at + len(closing) * is_last
-            if is_last or not text.startswith(separator, at):
-                return
+            is_whole = not opening or text.startswith(closing, at)
+            calls.append(read._replace(end=at + len(closing) * is_whole))
+            if is_whole or not text.startswith(separator, at):
+                return _Block(calls, is_whole=is_whole)
             at += len(separator)
+        return _Block(calls, at)
 
     def _read_call(
         self, text: str, at: int, tools: Sequence[Tool], marks: MarkedText
@@ -236,12 +224,12 @@ class _Around(NamedTuple):
     end: str
 
 
-class _BegunBlock(NamedTuple):
-    """Its calls, where it ends (None: not yet), and whether the last call is not whole."""
+class _Block(NamedTuple):
+    """Its whole calls, where the next one may have begun, and whether it is closed."""
 
-    calls: list[BegunCall]
-    end: int | None = None
-    is_cut: bool = False
+    calls: list[_CallRead]
+    behind: int | None = None
+    is_whole: bool = False
 
 
 _ANALYSIS = "<|channel|>analysis<|message|>"
@@ -273,76 +261,68 @@ class HarmonyFormat:
         """The format of a structural tag. Raises ConfigError naming the tool."""
         last = [_call(tool, rules) for tool in rules.tools if rules.choice != "none"]
         if rules.choice in ("auto", "none"):
-            last.append(_sequence(_const(_FINAL), {"type": "any_text"}))
+            last.append(in_sequence(literal(_FINAL), {"type": "any_text"}))
         first = [
             {"type": "tag", "begin": begin, "content": {"type": "any_text"}, "end": _END}
             for begin in (_ANALYSIS, _COMMENTARY)
         ]
-        message = _sequence(_or(first), _const(_NEXT))
-        return _sequence({"type": "star", "content": message}, _or(last))
+        message = in_sequence(either(first), literal(_NEXT))
+        return in_sequence({"type": "star", "content": message}, either(last))
 
     def read(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> ReadText:
         """Take apart what the grammar has written and ``marks`` has read."""
-        reasoning, shown, at = list[str](), list[str](), 0
-        sinks = ((_ANALYSIS, reasoning), (_COMMENTARY, shown), (_FINAL, shown))
-        next_message = marks.mark(_NEXT)
-        while at < len(text):
-            for begin, sink in sinks:
-                if text.startswith(marks.mark(begin), at):
-                    at += len(marks.mark(begin))
-                    end = -1 if begin == _FINAL else text.find(marks.mark(_END), at)
-                    sink.append(marks.show(text[at:] if end < 0 else text[at:end]).strip())
-                    at = len(text) if end < 0 else end + len(marks.mark(_END))
-                    break
-            else:
-                return self._read_last(text[at:], tools, marks, reasoning, shown)
-            if text.startswith(next_message, at):
-                at += len(next_message)
-        return ReadText("\n".join(shown), (), "\n".join(reasoning) or None)
+        found = _read_messages(text, marks)
+        rest = text[found.end :]
+        call = _read_call(rest, tools, marks)
+        shown = [*found.shown, rest] if call is None and rest else found.shown
+        reasoning = marks.show("\n".join(found.reasoning)) or None
+        return ReadText(marks.show("\n".join(shown)), () if call is None else (call,), reasoning)
 
     def read_begun(self, text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunText:
         """``read`` of a text that goes on, with whitespace around it left out."""
-        reasoning, shown, at = list[str](), list[str](), 0
-        sinks = ((_ANALYSIS, reasoning), (_COMMENTARY, shown), (_FINAL, shown))
-        end, next_message = marks.mark(_END), marks.mark(_NEXT)
-        is_open = False
-        while not is_open:
-            for begin, sink in sinks:
-                if text.startswith(marks.mark(begin), at):
-                    at += len(marks.mark(begin))
-                    stop = text.find(end, at)
-                    is_open = stop < 0
-                    stop = len(text) - begun_length(text[at:], end) if is_open else stop
-                    sink.append(text[at:stop].strip())
-                    at = stop + len(end)
-                    break
-            else:
-                break
-            if text.startswith(next_message, at):
-                at += len(next_message)
-        begun = None if is_open else _begun_call(text[at:], tools, marks)
+        found = _read_messages(text[: len(text) - begun_length(text, marks.mark(_END))], marks)
+        rest = "" if found.is_open else text[found.end :]
+        begun = _begun_call(rest, tools, marks)
+        is_cut = begun is not None and _read_call(rest, tools, marks) is None
         calls = () if begun is None else (begun,)
-        is_cut = begun is not None and _read_call(text[at:], tools, marks) is None
-        return BegunText("\n".join(shown), calls, "\n".join(reasoning) or None, is_cut)
+        return BegunText("\n".join(found.shown), calls, "\n".join(found.reasoning) or None, is_cut)
 
-    @staticmethod
-    def _read_last(
-        text: str, tools: Sequence[Tool], marks: MarkedText, reasoning: list[str], shown: list[str]
-    ) -> ReadText:
-        """What is neither reasoning nor an answer: a call, or what was cut off."""
-        call = _read_call(text, tools, marks)
-        if call is None and text:
-            shown = [*shown, marks.show(text)]
-        calls = () if call is None else (call,)
-        return ReadText("\n".join(shown), calls, "\n".join(reasoning) or None)
+
+class _Messages(NamedTuple):
+    """Messages of a text, where the last of them ends, and whether it may go on."""
+
+    reasoning: list[str]
+    shown: list[str]
+    end: int
+    is_open: bool
+
+
+def _read_messages(text: str, marks: MarkedText) -> _Messages:
+    found, at = _Messages([], [], 0, is_open=False), 0
+    sinks = ((_ANALYSIS, found.reasoning), (_COMMENTARY, found.shown), (_FINAL, found.shown))
+    end, next_message = marks.mark(_END), marks.mark(_NEXT)
+    while True:
+        for begin, sink in sinks:
+            if text.startswith(marks.mark(begin), at):
+                at += len(marks.mark(begin))
+                stop = -1 if begin == _FINAL else text.find(end, at)
+                sink.append((text[at:] if stop < 0 else text[at:stop]).strip())
+                if stop < 0:
+                    return found._replace(end=len(text), is_open=True)
+                at = stop + len(end)
+                break
+        else:
+            return found._replace(end=at)
+        if text.startswith(next_message, at):
+            at += len(next_message)
 
 
 def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
-    headers = [_const(header.replace("{name}", tool.name)) for header in _HEADERS]
+    headers = [literal(header.replace("{name}", tool.name)) for header in _HEADERS]
     arguments = {"type": "json_schema", "json_schema": tool.parameters}
     # As a rule <|call|> ends the text by itself, and then no tag can hold it.
-    end = [] if _CALL in rules.stop_names else [_const(_CALL)]
-    return _sequence(_or(headers), arguments, *end)
+    end = [] if _CALL in rules.stop_names else [literal(_CALL)]
+    return in_sequence(either(headers), arguments, *end)
 
 
 def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall | None:
@@ -365,22 +345,18 @@ def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCal
     return None
 
 
-def _const(value: str) -> dict[str, Any]:
-    return {"type": "const_string", "value": value}
-
-
-def _sequence(*elements: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "sequence", "elements": list(elements)}
-
-
-def _or(options: list[dict[str, Any]]) -> dict[str, Any]:
-    return options[0] if len(options) == 1 else {"type": "or", "elements": options}
-
-
 _DEEPSEEK_OPENING, _DEEPSEEK_CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _DEEPSEEK_CALL, _DEEPSEEK_END = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
 _DEEPSEEK_JSON = "{name}\n```json\n{arguments}\n```"
 _MISTRAL_CALL = '{"name": "{name}", "arguments": {arguments}}'
+
+ToolFormat = DelimitedFormat | HarmonyFormat
+"""One family's way to write calls: a grammar and the reader of its texts.
+
+name: what ``tool_format`` calls it. hints: a template that holds all of them is of the family.
+literals: what it writes besides names and arguments. holds_reasoning: the reasoning is part of it,
+so that it reads texts without tools as well.
+"""
 
 _FORMATS: tuple[ToolFormat, ...] = (
     HarmonyFormat(),

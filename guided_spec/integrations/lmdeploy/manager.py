@@ -23,7 +23,7 @@ from guided_spec.errors import (
     GuidedSpecError,
     ModelError,
 )
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
@@ -263,9 +263,9 @@ class GuidedManager:
             self.error = error
         else:
             pipeline = GrammarPipeline(
-                build_backend("auto", self.vocabulary),
+                BackendChoice("auto", self.vocabulary),
                 GrammarLimits(),
-                make=partial(build_backend, "auto"),
+                make=partial(BackendChoice, "auto"),
             )
             self._queue = GrammarCompileQueue(pipeline)
         _managers.add(self)

@@ -15,7 +15,7 @@ from functools import cache, partial
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError, GrammarStateError, GuidedSpecError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
@@ -268,8 +268,8 @@ class GuidedBackend:
     def __init__(self, kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> None:
         super().__init__()
         self._any_whitespace = any_whitespace
-        backend = build_backend(kind, vocabulary)
-        make = partial(build_backend, kind)
+        backend = BackendChoice(kind, vocabulary)
+        make = partial(BackendChoice, kind)
         self._compiler = GrammarPipeline(backend, GrammarLimits(), make=make)
 
     def dispatch_json(self, key_string: str) -> Any:

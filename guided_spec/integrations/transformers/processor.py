@@ -20,9 +20,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedModel
 
 from guided_spec.errors import ConfigError, GrammarDeadEndError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import GrammarBackendName
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import Markers
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
@@ -327,5 +327,5 @@ def _backend(
     key = (name, stop_token_ids, size, len(tokenizer))
     if key not in made:
         vocabulary = Vocabulary.from_tokenizer(tokenizer, size, stop_token_ids)
-        made[key] = build_backend(name, vocabulary)
+        made[key] = BackendChoice(name, vocabulary)
     return made[key]

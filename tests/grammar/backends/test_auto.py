@@ -9,7 +9,7 @@ import pytest
 
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.backends import auto
-from guided_spec.grammar.backends.auto import AutoBackend, build_backend
+from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
@@ -148,7 +148,7 @@ def test_the_same_reason_is_given_once() -> None:
 
 @pytest.mark.parametrize("name", ["auto", "llguidance"])
 def test_unsupported_schemas_may_be_narrowed_or_loosened(name: str) -> None:
-    backend = build_backend(name, BYTES)
+    backend = BackendChoice(name, BYTES)
     narrow = backend.compile(GrammarSpec.json_schema(UNIQUE, unsupported="rewrite"))
     assert accepts(narrow, '{"a": [1]}')
     assert not accepts(narrow, '{"a": [1, 2]}')
@@ -181,7 +181,7 @@ def test_auto_gives_both_reasons() -> None:
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="grammar_backend='outlines'.*xgrammar"):
-        build_backend("outlines", BYTES)
+        BackendChoice("outlines", BYTES)
     with pytest.raises(ConfigError, match="grammar_backend='outlines'.*xgrammar"):
         make_llm("llama", grammar_backend="outlines")
 

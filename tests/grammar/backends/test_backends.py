@@ -16,7 +16,7 @@ import pytest
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError, GrammarCompileError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.backends.registry import (
     ENTRY_POINT_GROUP,
     GRAMMAR_BACKENDS,
@@ -58,8 +58,8 @@ def test_a_registered_backend_compiles_what_asks_for_it(factory: Any) -> None:
     register_grammar_backend("listed", factory)
     assert grammar_backend_names() == ["auto", "listed", "llguidance", "xgrammar"]
     for backend, spec in (
-        (build_backend("listed", BYTES), WORDS),
-        (build_backend("xgrammar", BYTES), WORDS.with_backend("listed")),
+        (BackendChoice("listed", BYTES), WORDS),
+        (BackendChoice("xgrammar", BYTES), WORDS.with_backend("listed")),
     ):
         compiled = backend.compile(spec)
         assert getattr(compiled, "backend", "") == "listed"
@@ -74,7 +74,7 @@ def test_a_registered_backend_compiles_what_asks_for_it(factory: Any) -> None:
 def test_a_backend_may_hand_on_what_it_gets() -> None:
     """The grammar is then xgrammar's own, with all that belongs to one."""
     register_grammar_backend("handing", Handing)
-    compiled = build_backend("handing", BYTES).compile(WORDS.with_backend("handing"))
+    compiled = BackendChoice("handing", BYTES).compile(WORDS.with_backend("handing"))
     assert getattr(compiled, "backend", "") == "xgrammar"
     assert accepts(compiled, "red")
 
@@ -107,7 +107,7 @@ def test_names_that_nobody_registered() -> None:
     with pytest.raises(ConfigError, match=f"backend='mine': {known}"):
         WORDS.with_backend("mine")
     for build in (
-        lambda: build_backend("mine", BYTES),
+        lambda: BackendChoice("mine", BYTES),
         lambda: make_llm("llama", grammar_backend="mine"),
     ):
         with pytest.raises(ConfigError, match=f"grammar_backend='mine': {known}"):
@@ -115,7 +115,7 @@ def test_names_that_nobody_registered() -> None:
     spec = WORDS.with_backend("listed")
     del GRAMMAR_BACKENDS["listed"]
     with pytest.raises(ConfigError, match="^backend='listed': must be one of"):
-        build_backend("auto", BYTES).compile(spec)
+        BackendChoice("auto", BYTES).compile(spec)
 
 
 def test_an_unknown_name_is_said_before_a_model_is_loaded() -> None:
@@ -126,7 +126,7 @@ def test_an_unknown_name_is_said_before_a_model_is_loaded() -> None:
 def test_a_name_that_is_registered_anew() -> None:
     """As in a notebook: what was made stays until the name has another factory."""
     register_grammar_backend("mine", Listed)
-    choice = build_backend("auto", BYTES)
+    choice = BackendChoice("auto", BYTES)
     spec = WORDS.with_backend("mine")
     assert getattr(choice.compile(spec), "backend", "") == "mine"
     del GRAMMAR_BACKENDS["mine"]
@@ -166,16 +166,16 @@ UNUSABLE: list[tuple[Any, str]] = [
 def test_a_backend_that_cannot_be_made(factory: Any, message: str) -> None:
     register_grammar_backend("mine", factory)
     with pytest.raises(ConfigError, match=f"^grammar_backend='mine': .*{message}"):
-        build_backend("mine", BYTES)
+        BackendChoice("mine", BYTES)
     with pytest.raises(ConfigError, match=f"^backend='mine': .*{message}"):
-        build_backend("auto", BYTES).compile(WORDS.with_backend("mine"))
+        BackendChoice("auto", BYTES).compile(WORDS.with_backend("mine"))
 
 
 def test_what_a_factory_refuses_itself_goes_through() -> None:
     register_grammar_backend("mine", _refuse)
     for compile_ in (
-        lambda: build_backend("mine", BYTES),
-        lambda: build_backend("auto", BYTES).compile(WORDS.with_backend("mine")),
+        lambda: BackendChoice("mine", BYTES),
+        lambda: BackendChoice("auto", BYTES).compile(WORDS.with_backend("mine")),
     ):
         with pytest.raises(ConfigError, match="^table='x.txt': no such file"):
             compile_()
@@ -191,7 +191,7 @@ def test_an_installed_package_adds_one(tmp_path: Path, monkeypatch: pytest.Monke
     assert "listed" in grammar_backend_names()
     assert "listed" not in GRAMMAR_BACKENDS
     assert import_path("listed") == "tests.grammar.backends.own_backends:Listed"
-    compiled = build_backend("auto", BYTES).compile(WORDS.with_backend("listed"))
+    compiled = BackendChoice("auto", BYTES).compile(WORDS.with_backend("listed"))
     assert accepts(compiled, "red")
 
 

@@ -7,8 +7,7 @@ from itertools import product
 
 import numpy as np
 
-from guided_spec.grammar.markers.marker import BYTES, Marker, symbols_of
-from guided_spec.grammar.markers.markers import Markers
+from guided_spec.grammar.markers import BYTES, Marker, Markers, symbols_of
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 

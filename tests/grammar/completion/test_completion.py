@@ -254,7 +254,7 @@ def test_any_matcher_s_texts_end_within_their_budgets(rule: int, seed: int) -> N
 def test_a_search_is_never_better_than_the_shortest_text(rule: int) -> None:
     compiled = ToyCompiled(hashed_rule(rule, longest=5))
     endings = SearchEndings(compiled, TOYS)
-    assert endings.cost(endings.start) == _shortest(compiled.rule)
+    assert endings.cost(endings.start) >= _shortest(compiled.rule)
 
 
 def _shortest(rule: Callable[[tuple[int, ...]], frozenset[int]]) -> int:

@@ -16,9 +16,9 @@ from guided_spec.errors import BudgetTooSmallError, GrammarStateError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.completion.endings import pack_row
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
+from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
 from guided_spec.types import SamplingParams
@@ -54,7 +54,7 @@ class Forgetful:
         return False
 
     def row(self, state: int, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
-        return pack_row(np.ones(SIZE, dtype=np.bool_))
+        return full_row(SIZE)
 
     def admits(self, state: int, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
         return token_id != self._refused

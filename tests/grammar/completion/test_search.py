@@ -12,13 +12,9 @@ import pytest
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, CompletingMatcher
 from guided_spec.grammar.completion.search import SearchEndings
-from guided_spec.grammar.completion.spelling import (
-    SearchTokens,
-    Spelling,
-    first_tokens,
-    spread_tokens,
-)
+from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
+from guided_spec.grammar.rows import first_tokens, spread_tokens
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.completion.test_completion import check_agreement, legal
@@ -118,13 +114,13 @@ def test_a_fork_and_its_original_look_once(monkeypatch: pytest.MonkeyPatch) -> N
     compiled = compiled_of("open")
     endings = endings_of(compiled)
     looks: list[bytes] = []
-    straight = SearchEndings._straight
+    find = SearchEndings._find
 
     def counted(self: SearchEndings, matcher: Any, before: bytes, most: int) -> bytes | None:
         looks.append(before)
-        return straight(self, matcher, before, most)
+        return find(self, matcher, before, most)
 
-    monkeypatch.setattr(SearchEndings, "_straight", counted)
+    monkeypatch.setattr(SearchEndings, "_find", counted)
     original = CompletingGrammar(compiled, endings, 30).new_matcher()
     fork = original.fork()
     text = b'{"name": "abc", "k": [1, {"x": null'

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
 
-BACKENDS = {name: build_backend(name, BYTES) for name in ("auto", "llguidance", "xgrammar")}
+BACKENDS = {name: BackendChoice(name, BYTES) for name in ("auto", "llguidance", "xgrammar")}
 INTEGER = {"type": "integer"}
 A, B = ({"type": "object", "properties": {name: INTEGER}} for name in "ab")
 Validator = jsonschema.Draft202012Validator

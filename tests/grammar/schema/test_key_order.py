@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from benchmarks.schema_corpus import Instance, SchemaCase
 from benchmarks.schema_judge import Judge, random_text
 from guided_spec.errors import ConfigError, UnsatisfiableGrammarError, UnsupportedSchemaError
-from guided_spec.grammar.backends.auto import AutoBackend, build_backend
+from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.places import RuleEndings
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -98,7 +98,7 @@ def instances(schema: Any) -> st.SearchStrategy[Any]:
 
 @cache
 def backend(name: str) -> GrammarBackend:
-    return build_backend(name, BYTES)
+    return BackendChoice(name, BYTES)
 
 
 def compiled(name: str, schema: Any, *, any_whitespace: bool = False) -> CompiledGrammar | None:

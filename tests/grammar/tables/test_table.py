@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GrammarCompileError, UnsupportedSchemaError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -63,7 +63,7 @@ RECORD = {
 
 @cache
 def backend(name: str = "xgrammar") -> Any:
-    return build_backend(name, SMALL)
+    return BackendChoice(name, SMALL)
 
 
 @cache
@@ -120,7 +120,7 @@ def test_tables_of_schemas_equal_their_matchers(schema: dict[str, Any], spaces: 
     ids=lambda spec: spec.kind,
 )
 def test_random_texts_of_a_real_vocabulary(spec: GrammarSpec) -> None:
-    compiled = tabled_part(build_backend("auto", bundled()).compile(spec))
+    compiled = tabled_part(BackendChoice("auto", bundled()).compile(spec))
     table = proven_table(compiled, Spelling(bundled()), TableLimits(states=1500))
     walked = walk_both(table, compiled, 5_000, seed=1)
     assert walked.difference is None
@@ -192,7 +192,7 @@ def test_a_table_lacks_what_its_matcher_lacks() -> None:
     table = proven_table(replace(fewer, pattern=more.pattern), Spelling(SMALL), LIMITS)
     require_equal(fewer, table)
     assert table.after(table.after(0, ord("x")), ord("b")) == REFUSED
-    error = build_backend("xgrammar", ERRORS).compile(GrammarSpec.choice(["error", "off"]))
+    error = BackendChoice("xgrammar", ERRORS).compile(GrammarSpec.choice(["error", "off"]))
     require_equal(error, proven_table(error, Spelling(ERRORS), LIMITS))
 
 

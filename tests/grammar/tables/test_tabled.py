@@ -15,18 +15,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from benchmarks.tables import finished
 from guided_spec.errors import ConfigError, GrammarStateError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.maker import TableMaker, table_bytes
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.table import TokenTable
-from guided_spec.grammar.tables.tabled import TabledGrammar, TabledMatcher, finished
+from guided_spec.grammar.tables.tabled import (
+    TabledGrammar,
+    TabledMatcher,
+    TableMaker,
+    table_bytes,
+)
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
@@ -180,7 +185,7 @@ def test_what_is_wrong_is_said() -> None:
 
 def pipeline(when: Any, name: str = "auto") -> GrammarPipeline:
     endings = EndingsCache(SMALL)
-    own = partial(build_backend, name)
+    own = partial(BackendChoice, name)
     return GrammarPipeline(own(SMALL), endings=endings, tables=when, make=own, name=name)
 
 

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import Phase, given, reject, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.markers.marker import MarkedText, begun_length
-from guided_spec.grammar.tools.format import BegunText
+from guided_spec.grammar.tools.format import BegunText, MarkedText, begun_length
 from guided_spec.grammar.tools.formats import TOOL_FORMATS
 from tests.grammar.tools.test_tool_formats import (
     CALLS,

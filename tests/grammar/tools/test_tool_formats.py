@@ -17,10 +17,16 @@ from hypothesis import strategies as st
 from guided_spec.engine.chat import BEGINNINGS, Reasoning
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers.marker import MarkedText
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tools.format import ReadText, Tool, ToolRules, read_choice, read_tools
+from guided_spec.grammar.tools.format import (
+    MarkedText,
+    ReadText,
+    Tool,
+    ToolRules,
+    read_choice,
+    read_tools,
+)
 from guided_spec.grammar.tools.formats import TOOL_FORMATS, find_tool_format, get_tool_format
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.chat_templates import PLAIN, TEMPLATES

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter
@@ -86,7 +86,7 @@ class Server:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def grammar(self, spec: GrammarSpec) -> GuidedGrammar:
-        compiled = build_backend("xgrammar", self.vocabulary).compile(spec)
+        compiled = BackendChoice("xgrammar", self.vocabulary).compile(spec)
         return GuidedGrammar(Place.at_start(compiled), "xgrammar", None)
 
     def draft(self, outputs: dict[str, str], grammars: Sequence[object]) -> list[list[int]]:

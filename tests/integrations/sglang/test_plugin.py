@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError
-from guided_spec.grammar.backends.auto import build_backend
+from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.sglang.backend import Place, spec_of
@@ -65,7 +65,7 @@ def test_both_forms_of_tags_mean_the_same() -> None:
         spec_of("structural_tag", json.dumps(form), any_whitespace=True) for form in (old, new)
     ]
     assert specs[0] == specs[1]
-    compiled = build_backend("auto", letters()).compile(specs[0])
+    compiled = BackendChoice("auto", letters()).compile(specs[0])
     place = Place.at_start(compiled)
     for letter in "<f>[1]</f>":
         place.accept(ord(letter))
@@ -126,7 +126,7 @@ def test_a_place_is_a_list_of_tokens(moves: list[tuple[str, int]]) -> None:
 @given(choice=st.data())
 def test_both_libraries_roll_back(kind: str, choice: st.DataObject) -> None:
     pytest.importorskip(kind)
-    compiled = build_backend(kind, VOCABULARY).compile(GrammarSpec.regex("a(b|cd)*[01]{0,3}"))
+    compiled = BackendChoice(kind, VOCABULARY).compile(GrammarSpec.regex("a(b|cd)*[01]{0,3}"))
     place, rows = Place.at_start(compiled), list[list[int]]()
     while len(rows) < 8 and not place.is_terminated:
         rows.append(row_of(place, VOCAB_SIZE))

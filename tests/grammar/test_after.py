@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.markers.after import AfterGrammar, AfterMatcher
+from guided_spec.grammar.markers import AfterGrammar, AfterMatcher
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec, Start

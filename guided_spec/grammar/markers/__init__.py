@@ -1,1 +1,0 @@
-"""Markers in a text: where reasoning ends and a constraint begins."""
