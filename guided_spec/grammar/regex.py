@@ -93,6 +93,7 @@ Place = Literal["text", "json_string"]
 
 _parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
 _SHORT = 4096  # characters of a pattern that is remembered
+_MOST_WRITTEN_OUT = 128  # beyond it xgrammar makes an automaton of its own of what is repeated
 _NEWLINE: Ranges = ((10, 10),)
 # Characters by their bytes in UTF-8: at most two, three, four.
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
@@ -131,7 +132,7 @@ def _write(pattern: str, place: Place) -> str:
         # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
-        return _Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge())
+        return _with_one_end(_Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge()))
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
 
@@ -196,6 +197,8 @@ class _Writer:
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
         if not body:
             return ""
+        if (low if high is _parser.MAXREPEAT else high) > _MOST_WRITTEN_OUT:
+            body = _with_one_end(body)
         if high is not _parser.MAXREPEAT:
             return f"(?:{body}){{{low},{high}}}"
         # xgrammar 0.2.8 takes (?:-[a-z]{1,3}){1,} to allow "-a-abcd", and {2,} likewise.
@@ -258,6 +261,15 @@ class _Writer:
 
     def _refuse(self, what: str, fix: str) -> GrammarCompileError:
         return GrammarCompileError(f"regex {self.pattern!r}: {what} is not supported; {fix}")
+
+
+def _with_one_end(written: str) -> str:
+    """``written``, with an empty group behind it where its automaton could have several ends.
+
+    xgrammar 0.2.8 makes one state of those that are entered alike, and in the same pass one of all
+    ends that nothing follows: of a|a{1,2} it makes a+. All ways into one end are joined correctly.
+    """
+    return f"{written}(?:)" if ")" in written else written
 
 
 def _can_be_empty(op: str, value: Any) -> bool:
