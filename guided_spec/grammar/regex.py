@@ -93,11 +93,7 @@ Place = Literal["text", "json_string"]
 
 _parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
 _SHORT = 4096  # characters of a pattern that is remembered
-# Beyond this count xgrammar 0.2.8 makes an automaton of its own of what is repeated, and one state
-# that counts. It must not merge that state with the one before it, or with another that counts, as
-# in b*a{2,200}: so two ways lead to it, neither of which is like another.
-_MOST_WRITTEN_OUT = 128
-_DOORS = "(?:|(?:|)(?:|))"
+_MOST_WRITTEN_OUT = 128  # beyond it xgrammar counts in one state, by an automaton of its own
 _NEWLINE: Ranges = ((10, 10),)
 # Characters by their bytes in UTF-8: at most two, three, four.
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
@@ -201,14 +197,10 @@ class _Writer:
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
         if not body:
             return ""
-        if high is _parser.MAXREPEAT and low == 1:
-            return f"(?:{body})+"
-        if high is _parser.MAXREPEAT:
-            # xgrammar 0.2.8 takes (?:-[a-z]{1,3}){2,} to allow "-a-abcd", and {1,} likewise.
-            return f"{self._repeat((low, low, inner), flags, edge)}(?:{body})*"
-        if high > _MOST_WRITTEN_OUT:
-            return f"{_DOORS}(?:{_with_one_end(body)}){{{low},{high}}}"
-        return f"(?:{body}){{{low},{high}}}"
+        if high is not _parser.MAXREPEAT:
+            return _counted(body, low, high)
+        # xgrammar 0.2.8 takes (?:-[a-z]{1,3}){1,} to allow "-a-abcd", and {2,} likewise.
+        return f"(?:{body})+" if low == 1 else f"{_counted(body, low, low)}(?:{body})*"
 
     def _looped(self, items: Any, flags: int) -> list[str]:
         """Parts that can take each other's place: any number of them is any number of ``items``.
@@ -276,6 +268,18 @@ def _with_one_end(written: str) -> str:
     ends that nothing follows: of a|a{1,2} it makes a+. All ways into one end are joined correctly.
     """
     return f"{written}(?:)" if ")" in written else written
+
+
+def _counted(body: str, low: int, high: int) -> str:
+    """What stands inside a group, ``low`` to ``high`` times.
+
+    xgrammar 0.2.8 merges the state that counts with the one before it, as in b*a{2,200}, and with
+    others that begin alike, and counts wrongly from then on. A state that two others lead to, not
+    only one, stays as it is: so the texts before it are two, both empty.
+    """
+    if high <= _MOST_WRITTEN_OUT:
+        return f"(?:{body}){{{low},{high}}}"
+    return f"(?:|(?:|)(?:|))(?:{_with_one_end(body)}){{{low},{high}}}"
 
 
 def _can_be_empty(op: str, value: Any) -> bool:
