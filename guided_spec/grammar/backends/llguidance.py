@@ -37,7 +37,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.backends.llguidance_matcher import LLGuidanceMatcher, LLGuidanceSource
 from guided_spec.grammar.document import SpecDocument, compile_as_asked
-from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.lowering import Lowered
 from guided_spec.grammar.schema.report import Unenforced, describe, narrowing
@@ -52,7 +52,6 @@ __all__ = [
     "prepare_for_llguidance",
 ]
 
-_parser: Any = importlib.import_module("re._parser")
 _ONE = frozenset({"additionalProperties", "items"})
 _LISTS = frozenset({"anyOf", "allOf", "prefixItems"})
 _MAPS = frozenset({"properties", "$defs"})
@@ -205,7 +204,7 @@ def _rewrite_patterns(
 
 
 def _key(pattern: str) -> _Key:
-    parsed = _parser.parse(pattern)
+    parsed = RE_PARSER.parse(pattern)
     ends = len(parsed) > 0 and str(parsed[-1][1]) == "AT_END"
     return _Key(_search(pattern), not _categories(parsed), ends)
 
