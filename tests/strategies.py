@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["json_values", "regexes", "schemas"]
+__all__ = ["json_values", "regexes", "regexes_of_two_letters", "schemas"]
 
 _NAMES = st.sampled_from(["a", "b", "name", "é", 'q"', "x/y", "~", ""])
 _PATTERNS = st.sampled_from(
@@ -100,6 +100,23 @@ def regexes() -> st.SearchStrategy[str]:
     )
     patterns = st.recursive(characters | classes, _compounds, max_leaves=6).flatmap(_anchored)
     return patterns.filter(_is_pattern)  # a group's name may have been drawn twice
+
+
+def regexes_of_two_letters() -> st.SearchStrategy[str]:
+    """Regular expressions over a and b, whose parts match much alike in many ways."""
+
+    def compounds(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
+        repeats = st.sampled_from(
+            ["*", "+", "?", "{2}", "{0,2}", "{1,2}", "{1,3}", "{2,}", "{1,129}", "{2,200}"]
+        )
+        options = st.lists(inner | st.just(""), min_size=2, max_size=3, unique=True)
+        return st.one_of(
+            st.lists(inner, min_size=2, max_size=3).map("".join),
+            options.map(lambda parts: f"(?:{'|'.join(parts)})"),
+            st.tuples(inner, repeats).map(lambda two: f"(?:{two[0]}){two[1]}"),
+        )
+
+    return st.recursive(st.sampled_from(["a", "b", "[ab]"]), compounds, max_leaves=8)
 
 
 def _is_pattern(pattern: str) -> bool:

@@ -21,6 +21,7 @@ from guided_spec.errors import GrammarCompileError
 __all__ = [
     "ANY_CHARACTER",
     "JSON_PLAIN",
+    "RE_PARSER",
     "Place",
     "Ranges",
     "category",
@@ -91,8 +92,11 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
 
 Place = Literal["text", "json_string"]
 
-_parser: Any = importlib.import_module("re._parser")  # the module that re.compile itself uses
+RE_PARSER: Any = importlib.import_module("re._parser")
+"""What ``re.compile`` itself parses with."""
+
 _SHORT = 4096  # characters of a pattern that is remembered
+_MOST_WRITTEN_OUT = 128  # beyond it xgrammar counts in one state, by an automaton of its own
 _NEWLINE: Ranges = ((10, 10),)
 # Characters by their bytes in UTF-8: at most two, three, four.
 _LENGTHS: tuple[Ranges, ...] = (((0, 0x7FF),), ((0x800, 0xFFFF),), ((0x10000, 0x10FFFF),))
@@ -126,12 +130,12 @@ def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
 
 def _write(pattern: str, place: Place) -> str:
     try:
-        parsed = _parser.parse(pattern)
+        parsed = RE_PARSER.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
         # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
-        return _Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge())
+        return _with_one_end(_Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge()))
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
 
@@ -160,8 +164,8 @@ class _Writer:
         written = []
         nodes = list(items)
         for index, (op, value) in enumerate(nodes):
-            first = edge.first and all(_is_begin(*node) for node in nodes[:index])
-            last = edge.last and all(_is_end(*node) for node in nodes[index + 1 :])
+            first = edge.first and _are_at(nodes[:index], _BEGIN)
+            last = edge.last and _are_at(nodes[index + 1 :], _END)
             written.append(self.item(str(op), value, flags, _Edge(first, last)))
         return "".join(written)
 
@@ -189,17 +193,17 @@ class _Writer:
         low, high, inner = value
         if high == 0:
             return ""
-        if high is _parser.MAXREPEAT and (low == 0 or _is_nullable(inner)):
+        if high is RE_PARSER.MAXREPEAT and (low == 0 or _is_nullable(inner)):
             parts = dict.fromkeys(part for part in self._looped(inner, flags) if part)
             return f"(?:{'|'.join(parts)})*" if parts else ""
         once = high == 1
         body = self.sequence(inner, flags, _Edge(edge.first and once, edge.last and once))
         if not body:
             return ""
-        if high is not _parser.MAXREPEAT:
-            return f"(?:{body}){{{low},{high}}}"
+        if high is not RE_PARSER.MAXREPEAT:
+            return _counted(body, low, high)
         # xgrammar 0.2.8 takes (?:-[a-z]{1,3}){1,} to allow "-a-abcd", and {2,} likewise.
-        return f"(?:{body})+" if low == 1 else f"(?:{body}){{{low},{low}}}(?:{body})*"
+        return f"(?:{body})+" if low == 1 else f"{_counted(body, low, low)}(?:{body})*"
 
     def _looped(self, items: Any, flags: int) -> list[str]:
         """Parts that can take each other's place: any number of them is any number of ``items``.
@@ -260,6 +264,27 @@ class _Writer:
         return GrammarCompileError(f"regex {self.pattern!r}: {what} is not supported; {fix}")
 
 
+def _with_one_end(written: str) -> str:
+    """``written``, with an empty group behind it where its automaton could have several ends.
+
+    xgrammar 0.2.8 makes one state of those that are entered alike, and in the same pass one of all
+    ends that nothing follows: of a|a{1,2} it makes a+. All ways into one end are joined correctly.
+    """
+    return f"{written}(?:)" if ")" in written else written
+
+
+def _counted(body: str, low: int, high: int) -> str:
+    """What stands inside a group, ``low`` to ``high`` times.
+
+    xgrammar 0.2.8 merges the state that counts with the one before it, as in b*a{2,200}, and with
+    others that begin alike, and counts wrongly from then on. A state that two others lead to, not
+    only one, stays as it is: so the texts before it are two, both empty.
+    """
+    if high <= _MOST_WRITTEN_OUT:
+        return f"(?:{body}){{{low},{high}}}"
+    return f"(?:|(?:|)(?:|))(?:{_with_one_end(body)}){{{low},{high}}}"
+
+
 def _can_be_empty(op: str, value: Any) -> bool:
     """Whether one item matches the empty text; True for what is refused anyway."""
     match op:
@@ -278,12 +303,8 @@ def _is_nullable(items: Any) -> bool:
     return all(_can_be_empty(str(op), value) for op, value in items)
 
 
-def _is_begin(op: Any, value: Any) -> bool:
-    return str(op) == "AT" and str(value) in _BEGIN
-
-
-def _is_end(op: Any, value: Any) -> bool:
-    return str(op) == "AT" and str(value) in _END
+def _are_at(nodes: list[Any], anchors: tuple[str, ...]) -> bool:
+    return all(str(op) == "AT" and str(value) in anchors for op, value in nodes)
 
 
 def _set_of(op: str, value: Any, flags: int) -> Ranges:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import GrammarCompileError
@@ -17,7 +18,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
-from tests.strategies import regexes
+from tests.strategies import regexes, regexes_of_two_letters
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
 BACKENDS: dict[str, GrammarBackend] = {"xgrammar": BACKEND, "llguidance": LLGuidanceBackend(BYTES)}
@@ -44,6 +45,65 @@ def test_every_match_is_accepted(pattern: str, data: st.DataObject) -> None:
     text = data.draw(st.from_regex(re.compile(pattern, re.ASCII), fullmatch=True))
     if "\0" not in text and text.isprintable():
         assert accepts(grammar, text)
+
+
+SHORT = ["".join(text) for size in range(7) for text in itertools.product("ab", repeat=size)]
+
+
+def in_tag(pattern: str) -> GrammarSpec:
+    begin = {"type": "const_string", "value": "c"}
+    parts = [begin, {"type": "regex", "pattern": pattern}]
+    return GrammarSpec.structural_tag(
+        {"type": "structural_tag", "format": {"type": "sequence", "elements": parts}}
+    )
+
+
+def in_string(pattern: str) -> GrammarSpec:
+    return GrammarSpec.json_schema({"type": "string", "pattern": f"^(?:{pattern})$"})
+
+
+def in_key(pattern: str) -> GrammarSpec:
+    keys = {f"^(?:{pattern})$": {"const": 1}}
+    return GrammarSpec.json_schema({"patternProperties": keys, "minProperties": 1})
+
+
+PLACES = {
+    "text": (GrammarSpec.regex, "{}"),
+    "string": (in_string, '"{}"'),
+    "key": (in_key, '{{"{}": 1}}'),
+    "tag": (in_tag, "c{}"),
+}
+
+
+def differing(backend: GrammarBackend, place: str, pattern: str) -> list[str]:
+    """Of all texts of up to six letters a and b, those that the grammar or ``re`` takes alone."""
+    spec, around = PLACES[place]
+    grammar = backend.compile(spec(pattern))
+    return [
+        text
+        for text in SHORT
+        if accepts(grammar, around.format(text)) != bool(re.fullmatch(pattern, text))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [*(("xgrammar", place) for place in PLACES), ("llguidance", "text"), ("llguidance", "string")],
+)
+@given(pattern=regexes_of_two_letters())
+@example(pattern="a|a{1,2}")
+@example(pattern="b*a{2,130}")
+@example(pattern="a{1,130}|b{1,130}")
+@example(pattern="(a|a{1,2}){129}|b")
+def test_a_grammar_holds_what_re_matches(name: str, place: str, pattern: str) -> None:
+    assert differing(BACKENDS[name], place, pattern) == []
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(pattern=regexes_of_two_letters(), place=st.sampled_from(sorted(PLACES)))
+def test_many_grammars_hold_what_re_matches(pattern: str, place: str) -> None:
+    assert differing(BACKEND, place, pattern) == []
 
 
 @given(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=6))

@@ -41,7 +41,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, require_first_token
-from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
 from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
@@ -59,7 +59,6 @@ __all__ = [
     "prepare_for_llguidance",
 ]
 
-_parser: Any = importlib.import_module("re._parser")
 _KEPT = HOLDS_PARTS | frozenset(
     {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
@@ -203,7 +202,7 @@ def _rewrite_patterns(
 
 
 def _key(pattern: str) -> _Key:
-    parsed = _parser.parse(pattern)
+    parsed = RE_PARSER.parse(pattern)
     ends = len(parsed) > 0 and str(parsed[-1][1]) == "AT_END"
     return _Key(_search(pattern), not _categories(parsed), ends)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from dataclasses import dataclass, field
@@ -12,12 +11,12 @@ from typing import Any
 import jsonschema
 import referencing.exceptions
 
+from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.dialect import Document, spell
 from guided_spec.grammar.schema.values import ALL_TYPES, type_of
 
 __all__ = ["Demands", "Disjointness"]
 
-_parser: Any = importlib.import_module("re._parser")
 _OTHER = "é"  # stands for everything beyond ASCII
 _ASCII = [chr(code) for code in range(128)]
 _DEPTH = 8
@@ -36,7 +35,7 @@ def _first_characters(pattern: str) -> frozenset[str] | None:
 
     None where the pattern is not anchored, may be empty, or begins with what is not seen through.
     """
-    parsed = _parser.parse(pattern)
+    parsed = RE_PARSER.parse(pattern)
     items = list(parsed)
     if parsed.state.flags & (re.IGNORECASE | re.MULTILINE):
         return None

@@ -7,13 +7,12 @@ and groups of two levels at most.
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import Any
+
+from guided_spec.grammar.regex import RE_PARSER
 
 __all__ = ["FORMATS", "fits_length", "format_within"]
 
-_parser: Any = importlib.import_module("re._parser")
 _BOUNDS = (16, 8, 4, 2, 1, 0)
 _REPEAT = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?:"
@@ -130,10 +129,10 @@ def format_within(name: str, low: int, high: int | None) -> str | None:
 def fits_length(pattern: str, low: int, high: int | None) -> bool:
     """Whether every string that ``pattern`` covers has ``low`` to ``high`` characters."""
     try:
-        shortest, longest = _parser.parse(pattern).getwidth()
+        shortest, longest = RE_PARSER.parse(pattern).getwidth()
     except (re.error, OverflowError, RecursionError):
         return False
-    unlimited = longest >= int(_parser.MAXREPEAT)
+    unlimited = longest >= int(RE_PARSER.MAXREPEAT)
     return shortest >= low and (high is None or (longest <= high and not unlimited))
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import JSON_PLAIN, to_fullmatch
+from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.parts import all_parts
 
 __all__ = [
@@ -54,7 +53,6 @@ def _is_plain(name: str) -> bool:
     return all(any(low <= ord(char) <= high for low, high in JSON_PLAIN) for char in name)
 
 
-_parser: Any = importlib.import_module("re._parser")
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 _OWN = frozenset({"type", "properties", "additionalProperties", "patternProperties", "items"})
 _COMBINED = frozenset({"$ref", "anyOf", "allOf"})
@@ -143,7 +141,7 @@ def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
 def _parse(pattern: str) -> Any:
     """A pattern that covers the whole key, as ``to_fullmatch`` writes it, anchored or not."""
     readable = _CODE.sub(lambda match: f"\\U{int(match[1], 16):08x}", pattern)
-    return _flat(_parser.parse(readable.removeprefix("^").removesuffix("$")))
+    return _flat(RE_PARSER.parse(readable.removeprefix("^").removesuffix("$")))
 
 
 def _is_endless(nodes: list[Any]) -> bool:
@@ -153,7 +151,7 @@ def _is_endless(nodes: list[Any]) -> bool:
     op, value = nodes[-1]
     match op:
         case "MAX_REPEAT":
-            return value[1] is _parser.MAXREPEAT and _is_written(value[2])
+            return value[1] is RE_PARSER.MAXREPEAT and _is_written(value[2])
         case "BRANCH":
             return all(_is_endless(_flat(option)) for option in value[1])
     return False
@@ -190,7 +188,7 @@ def _is_loose(nodes: list[Any]) -> bool:
 
 def _is_loop(node: Any) -> bool:
     op, value = node
-    if op != "MAX_REPEAT" or value[0] > 0 or value[1] is not _parser.MAXREPEAT:
+    if op != "MAX_REPEAT" or value[0] > 0 or value[1] is not RE_PARSER.MAXREPEAT:
         return False
     return [name for name, _ in _flat(value[2])] in _SETS
 

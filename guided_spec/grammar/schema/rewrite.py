@@ -18,7 +18,6 @@ String and number schemas in the backend's subset.
 
 from __future__ import annotations
 
-import importlib
 import math
 import re
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_within
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
@@ -43,7 +42,6 @@ __all__ = [
     "rewrite_string",
 ]
 
-_parser: Any = importlib.import_module("re._parser")
 _MAX_VALUES = 1000
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
 _INT64 = 2**63 - 1
@@ -79,7 +77,7 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
 
 def is_anchored(pattern: str) -> bool:
     """Whether ``pattern`` says itself where the string begins and ends."""
-    parsed = _parser.parse(pattern)
+    parsed = RE_PARSER.parse(pattern)
     ends = ("AT_END", "AT_END_STRING")
     return (
         len(parsed) > 1
