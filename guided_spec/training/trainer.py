@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import math
+import multiprocessing
+import os
 import shutil
 import signal
 import threading
@@ -42,10 +44,10 @@ __all__ = [
     "Trainer",
     "TrainingData",
     "TrainingResult",
+    "WorkerSignals",
     "check_folder",
     "check_output",
     "choose_layout",
-    "ignore_stop_signals",
     "make_optimizer",
     "rate_factor",
 ]
@@ -129,14 +131,32 @@ class StopRequest:
         self._received = number
 
 
-def ignore_stop_signals(worker: int) -> None:
-    """For ``DataLoader(worker_init_fn=...)``: the trainer ends its workers, once it has saved.
+class WorkerSignals:
+    """Stop signals of a loader's workers, for ``DataLoader(worker_init_fn=...)``.
 
-    A signal often goes to all processes of a job, and a worker that dies takes the trainer along.
+    They are ignored, because a signal often goes to all processes of a job, and a worker that dies
+    takes the trainer along. Once the training is over, however it ended, they end a worker: Python
+    waits at its exit for the processes that it has told to stop.
     """
-    del worker
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+
+    def __init__(self) -> None:
+        self._is_over = multiprocessing.Event()
+
+    def __call__(self, worker: int) -> None:
+        del worker
+        for number in SIGNALS:
+            signal.signal(number, self._take)
+
+    def __enter__(self) -> None:
+        """The training goes on until the end of the block."""
+
+    def __exit__(self, *error: object) -> None:
+        self._is_over.set()
+
+    def _take(self, number: int, frame: FrameType | None) -> None:
+        del number, frame
+        if self._is_over.is_set():
+            os._exit(0)
 
 
 CHECKPOINTS = "checkpoints"  # in the output folder of a run
@@ -253,11 +273,12 @@ class Checkpoints:
 class TrainingData(NamedTuple):
     """Batches, as ``DataLoader``s whose ``batch_sampler`` is a ``TokenBatches``.
 
-    heldout: None where nothing is kept for validation.
+    heldout: None where nothing is kept for validation. signals: of the workers of both.
     """
 
     train: Any
     heldout: Any
+    signals: WorkerSignals
 
 
 class TrainingResult(NamedTuple):
@@ -325,6 +346,7 @@ class Trainer:
             shape_free_kernels(),
             log,
             StopRequest(self._accelerator) as stop,
+            self._data.signals,
         ):
             if self._accelerator.device.type == "cuda":
                 self._state_memory(log)

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 
 from guided_spec.errors import TrainingStoppedError
 from guided_spec.training.run import TrainingReport, train
-from guided_spec.training.trainer import StopRequest, ignore_stop_signals
+from guided_spec.training.trainer import StopRequest, WorkerSignals
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -165,9 +166,24 @@ def test_a_thread_takes_no_signals() -> None:
 def test_workers_leave_signals_to_the_trainer() -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        ignore_stop_signals(0)
+        WorkerSignals()(0)
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def test_workers_end_with_a_trainer_that_ends_with_an_error() -> None:
+    code = """
+        from torch.utils.data import DataLoader
+        from guided_spec.training.trainer import WorkerSignals
+        signals = WorkerSignals()
+        options = dict(num_workers=1, persistent_workers=True, worker_init_fn=signals)
+        with signals:
+            batches = iter(DataLoader(range(4), **options))
+            next(batches)
+        raise SystemExit(7)
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, timeout=120)
+    assert done.returncode == 7

@@ -50,7 +50,7 @@ from guided_spec.training.data.records import (
 )
 from guided_spec.training.data.sources import Line, read_lines
 from guided_spec.training.options import TrainOptions
-from guided_spec.training.trainer import TrainingData, ignore_stop_signals
+from guided_spec.training.trainer import TrainingData, WorkerSignals
 from guided_spec.types import MAX_SEED, SamplingParams
 
 if TYPE_CHECKING:
@@ -346,8 +346,9 @@ class Corpus:
 
     def batches(self, accelerator: Any) -> TrainingData:
         """The batches of this process."""
-        heldout = self._loader(self.heldout, accelerator) if len(self.heldout) else None
-        return TrainingData(self._loader(self.train, accelerator), heldout)
+        signals = WorkerSignals()
+        heldout = self._loader(self.heldout, accelerator, signals) if len(self.heldout) else None
+        return TrainingData(self._loader(self.train, accelerator, signals), heldout, signals)
 
     def figures(self) -> CorpusFigures:
         """For the card of what is trained on it."""
@@ -366,7 +367,7 @@ class Corpus:
             for row in islice(rows, limit)
         ]
 
-    def _loader(self, dataset: Any, accelerator: Any) -> Any:
+    def _loader(self, dataset: Any, accelerator: Any, signals: WorkerSignals) -> Any:
         options = self.options
         sampler = TokenBatches(
             dataset["seq_len"][:],
@@ -381,7 +382,7 @@ class Corpus:
             dataset,
             batch_sampler=sampler,
             collate_fn=collator,
-            worker_init_fn=ignore_stop_signals,
+            worker_init_fn=signals,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=accelerator.device.type == "cuda",
