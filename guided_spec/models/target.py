@@ -63,17 +63,16 @@ class TargetEnds:
         weight = getattr(self._head, "weight", None)
         return _plain_rows(weight, token_ids, width)
 
-    def without_copy(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def without_copies(
+        self, tensors: Mapping[str, Tensor], *, output: bool = True
+    ) -> dict[str, Tensor]:
         """The tensors of a head, but for an ``embed_tokens.weight`` that is the target's own.
 
         It may be rounded to another dtype. What a head was trained with, and shares, needs no
-        memory of its own.
+        memory of its own. output: so it is with an ``lm_head.weight``.
         """
-        return _without(tensors, "embed_tokens.weight", self._embedding)
-
-    def without_copies(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """``without_copy``, nor an ``lm_head.weight`` that is the target's own."""
-        return _without(self.without_copy(tensors), "lm_head.weight", self._head)
+        kept = _without(tensors, "embed_tokens.weight", self._embedding)
+        return _without(kept, "lm_head.weight", self._head) if output else kept
 
     def embedding_rows(self, width: int) -> Tensor | None:
         """A copy of the embedding, float32 [V, width], or None as of ``output_rows``."""

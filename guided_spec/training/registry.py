@@ -30,9 +30,9 @@ _BUILT_IN = "guided_spec.training.algorithms."
 ALGORITHMS: dict[str, type | str] = {
     "dflash": "guided_spec.training.algorithms.dflash",
     "draft_model": "guided_spec.training.algorithms.draft_model",
-    "eagle": "guided_spec.training.algorithms.eagle",
-    "eagle3": "guided_spec.training.algorithms.eagle3",
-    "mtp": "guided_spec.training.algorithms.mtp",
+    "eagle": "guided_spec.training.algorithms.heads",
+    "eagle3": "guided_spec.training.algorithms.heads",
+    "mtp": "guided_spec.training.algorithms.heads",
 }
 # Their options, in a module that loads no torch.
 _CONFIGS = {

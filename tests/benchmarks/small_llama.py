@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from benchmarks.widening.shape import Shape
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Options, eagle3_layout_for
+from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_model
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
@@ -57,8 +57,8 @@ def small_target(**options: Any) -> LlamaForCausalLM:
 def small_head(target: PreTrainedModel) -> Eagle3Head:
     """It scores every second token."""
     torch.manual_seed(1)
-    options = Eagle3Options(HEAD_SHAPE, aux_hidden_layers=(1, 2, 3), draft_vocab_size=200)
-    layout = eagle3_layout_for(target, options)
+    sizes: Any = {"aux_hidden_layers": (1, 2, 3), "draft_vocab_size": 200}
+    layout = Eagle3Layout.fresh(target, HEAD_SHAPE, **sizes)
     vocabulary = DraftVocabulary(torch.arange(200) * 2, VOCAB_SIZE)
     return _randomize(Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout))
 

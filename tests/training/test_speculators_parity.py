@@ -16,7 +16,7 @@ from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.loading import load_model
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
-from guided_spec.training.head_training import forward_head
+from guided_spec.training.algorithms.heads import forward_head
 from guided_spec.training.objective import Objective
 from guided_spec.training.target_rows import TargetHead
 from tests.models.heads import mtp_checkpoints

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
-from guided_spec.training.head_training import unroll, unroll_mask
+from guided_spec.training.algorithms.heads import unroll, unroll_mask
 from tests.learned_heads import TARGETS, write_head
 
 VOCAB = 64

@@ -23,7 +23,7 @@ __all__ = [
     "check_fit",
     "copy_layers",
     "derive_head_config",
-    "initialize",
+    "start_head",
     "start_modules",
 ]
 
@@ -181,8 +181,13 @@ def _plain_rope(text_config: Any) -> dict[str, Any]:
     return {"rope_type": "default", **kept, "rope_theta": theta}
 
 
-def check_fit(source: str, expected: Mapping[str, object], found: Mapping[str, object]) -> None:
-    """Raise one ModelError that lists every value in which a head differs from its target."""
+def check_fit(source: str, target: PreTrainedModel, found: Mapping[str, int]) -> None:
+    """Raise one ModelError that lists every value in which a head differs from its target.
+
+    found: fields of the target's text configuration, perhaps with "target_" before them.
+    """
+    text_config: Any = target.config.get_text_config(decoder=True)
+    expected = {name: getattr(text_config, name.removeprefix("target_")) for name in found}
     wrong = [name for name in expected if expected[name] != found[name]]
     if wrong:
         listed = ", ".join(
@@ -199,17 +204,21 @@ Initialize = Literal["target", "random"]
 
 
 @torch.no_grad()
-def initialize(head: nn.Module, std: float) -> None:
-    """Weights of ``Linear`` and ``Embedding`` from normal(0, std), biases zero; norms stay ones.
+def start_head(build: Callable[[], Head], target: PreTrainedModel, std: float) -> Head:
+    """A head of layers of Llama or Qwen3, on the target's device, in float32 and in train mode.
 
-    This is what transformers does to layers of Llama and Qwen3. Drawn from torch's own generator of
-    the weights' device, in the order of the head's modules.
+    build: makes the head on torch's default device. Weights of ``Linear`` and ``Embedding`` come
+    from normal(0, std), biases are zero, norms stay ones, as transformers has it: drawn from
+    torch's own generator of the device, in the order of the head's modules.
     """
+    with torch.device(target.device):
+        head = build().float()
     for module in head.modules():
         if isinstance(module, nn.Linear | nn.Embedding):
             nn.init.normal_(module.weight, std=std)
         if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
+    return head
 
 
 @torch.no_grad()

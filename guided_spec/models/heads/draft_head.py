@@ -10,17 +10,23 @@ target's V tokens. Their checkpoints hold ``d2t`` int64 [D], offsets: draft id i
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.config import start_head
+from guided_spec.models.heads.weights import fill_head, follow_biases, read_tensors
+from guided_spec.models.target import TargetEnds
 
 __all__ = [
     "DraftHead",
     "DraftVocabulary",
+    "LayoutHead",
     "VocabularyTensors",
 ]
 
@@ -94,6 +100,10 @@ class DraftVocabulary:
             )
         return cls.from_offsets(offsets.to(target.device), text_config.vocab_size, source)
 
+    def to(self, device: torch.device) -> DraftVocabulary:
+        """The same vocabulary on ``device``."""
+        return DraftVocabulary(self.target_ids.to(device), self.target_size)
+
     def tensors(self) -> VocabularyTensors:
         """The tensors that ``from_offsets`` and other runtimes read, on the vocabulary's device."""
         target_ids = self.target_ids
@@ -154,3 +164,118 @@ class DraftHead(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Recycled hidden states [..., H] to draft logits [..., D]."""
         ...
+
+
+class LayoutHead(nn.Module):
+    """A ``DraftHead`` that its config.json describes; made by ``from_checkpoint`` or ``fresh``.
+
+    layout: ``config``, ``aux_hidden_layers``, ``draft_vocab_size``, and what else a subclass wants.
+    names: the tensors of the checkpoint; an embedding, and an output head, that are not among them
+    are the target's where the sizes allow it, and no parameters. Biases exist where there are
+    tensors for them: what configurations say about them cannot be relied on. vocabulary: None where
+    it is the target's.
+
+    The parameters are on torch's current default device, with weights not yet set.
+
+    A subclass reads its layout, and builds its modules. ignored: how the names of tensors begin
+    that checkpoints hold for training or for other runtimes. trains_output: whether a fresh head
+    has an output head of its own though its vocabulary is the target's.
+    """
+
+    ignored: ClassVar[tuple[str, ...]] = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
+    trains_output: ClassVar[bool] = False
+    num_modules = 1
+
+    def __init__(
+        self,
+        layout: Any,
+        names: Collection[str],
+        vocabulary: DraftVocabulary | None,
+        target: PreTrainedModel,
+    ) -> None:
+        super().__init__()
+        config: Any = layout.config
+        self.layout, self.config, self.vocabulary = layout, config, vocabulary
+        self.hidden_size: int = config.hidden_size
+        self.aux_hidden_layers: tuple[int, ...] = layout.aux_hidden_layers
+        self._target = TargetEnds(target)
+        text_config: Any = target.config.get_text_config(decoder=True)
+        fits = text_config.hidden_size == self.hidden_size
+        self.embed_tokens: nn.Embedding | None = None
+        if "embed_tokens.weight" in names or not fits:
+            self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
+        self.lm_head: nn.Linear | None = None
+        if "lm_head.weight" in names or not fits or vocabulary is not None:
+            self.lm_head = nn.Linear(self.hidden_size, layout.draft_vocab_size)
+        rotary_class = self._build()
+        follow_biases(self, names)
+        with torch.device(target.device):
+            self.rotary_emb: nn.Module = rotary_class(config)
+
+    @classmethod
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> Self:
+        """Load a head on the target's device and in its dtype, for inference.
+
+        The target is not changed; its embedding and output head are used as they are where the
+        checkpoint has no other. Raises ModelError, listing what was expected and what was found,
+        for a checkpoint of another kind of head or for another target.
+        """
+        source = checkpoint.source
+        kept = [name for name in sorted(checkpoint.names) if not name.startswith(cls.ignored)]
+        read = read_tensors(checkpoint, {name: cls._own_name(name) for name in kept}, target.dtype)
+        tensors = TargetEnds(target).without_copies(read, output=not cls.trains_output)
+        layout = cls._read_layout(checkpoint.config, tensors, target, source)
+        offsets = tensors.pop("d2t", None)
+        vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
+        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+
+    @classmethod
+    def fresh(
+        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None = None, layout: Any
+    ) -> Self:
+        """A new head to be trained, on the target's device, in float32 and in train mode.
+
+        vocabulary: which target tokens it scores; None is all. Its output head, if it has one,
+        starts as the target's rows of these tokens; the embedding is the target's, and no
+        parameter. There are no biases. Other weights are those of ``start_head``.
+        """
+        names = ("lm_head.weight",) if cls.trains_output else ()
+        known = None if vocabulary is None else vocabulary.to(target.device)
+        std = layout.config.initializer_range
+        head = start_head(lambda: cls(layout, names, known, target), target, std)
+        ids = None if known is None else known.target_ids
+        if head.lm_head is not None:
+            rows = head._target.output_rows(ids, head.hidden_size)
+            if rows is not None:
+                head.lm_head.weight.data.copy_(rows)
+        return head
+
+    @classmethod
+    def _own_name(cls, name: str) -> str:
+        return name
+
+    @classmethod
+    def _read_layout(
+        cls,
+        config: Mapping[str, Any],
+        tensors: dict[str, Tensor],
+        target: PreTrainedModel,
+        source: str,
+    ) -> Any:
+        raise NotImplementedError
+
+    def _build(self) -> Any:
+        """Make all modules but the ends; returns the class of the rotary embedding."""
+        raise NotImplementedError
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to [..., H]."""
+        embed: Any = self._target.embed if self.embed_tokens is None else self.embed_tokens
+        embedded: Tensor = embed(token_ids)
+        return embedded
+
+    def score(self, normed: Tensor) -> Tensor:
+        """What is behind the last norm, [..., H], to [..., D]."""
+        head: Any = self._target.logits if self.lm_head is None else self.lm_head
+        scores: Tensor = head(normed)
+        return scores

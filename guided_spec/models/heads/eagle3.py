@@ -21,14 +21,13 @@ each predicts the token behind the one that the place before it predicts.
 What the config.json of an EAGLE-3 head says, in the two dialects that are written.
 
 SafeAILab and SpecForge describe the layer at the top level, with an optional ``eagle_config``;
-speculators in ``transformer_layer_config``, with its flags at the top level. ``eagle3_layout_for``
-says the same of a head that is yet to be made.
+speculators in ``transformer_layer_config``, with its flags at the top level.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -37,36 +36,21 @@ from transformers.models.llama import modeling_llama as llama
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import (
     CLASSES,
     HeadShape,
     build_head_config,
     check_fit,
     derive_head_config,
-    initialize,
 )
-from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.weights import (
-    check_quantization,
-    fill_head,
-    follow_biases,
-    read_tensors,
-)
-from guided_spec.models.target import TargetEnds
+from guided_spec.models.heads.draft_head import DraftVocabulary, LayoutHead
 from guided_spec.models.transformers_version import cache_keyword
 
-__all__ = [
-    "LAYER_IDS",
-    "Eagle3Head",
-    "Eagle3Layout",
-    "Eagle3Options",
-    "eagle3_layout_for",
-    "read_layout",
-]
+__all__ = ["LAYER_IDS", "NORM_FLAGS", "Eagle3Head", "Eagle3Layout"]
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-FLAGS = ("use_aux_hidden_state", "norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
+NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+FLAGS = ("use_aux_hidden_state", *NORM_FLAGS)
 MASK = "mask_hidden"
 MASK_NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -94,112 +78,96 @@ class Eagle3Layout(NamedTuple):
     norm_output: bool
     mask_token_id: int | None = None
 
+    @classmethod
+    def fresh(
+        cls,
+        target: PreTrainedModel,
+        shape: HeadShape = HeadShape(),  # noqa: B008 - a tuple, never changed
+        model_type: str = "llama",
+        aux_hidden_layers: Sequence[int] | None = None,
+        draft_vocab_size: int | None = None,
+        **flags: bool,
+    ) -> Eagle3Layout:
+        """Of a new head for ``target``, as wide as it.
 
-class Eagle3Options(NamedTuple):
-    """What a new EAGLE-3 head is like; see ``Eagle3Layout`` for the flags.
+        model_type: of its layers, "llama" or "qwen3". aux_hidden_layers: by default
+        (2, n // 2, n - 3) of the target's n, as all runtimes have it, or what a shallow target has
+        of these. draft_vocab_size: D; by default all of the target's tokens. flags: as of the
+        layout, of its norms; False by default.
 
-    shape: sizes of its layers. model_type: their kind, "llama" or "qwen3". aux_hidden_layers: None
-    is (2, n // 2, n - 3) of the target's n, as all runtimes have it, or what a shallow target has
-    of these. draft_vocab_size: D; None is the target's vocabulary.
-    """
-
-    shape: HeadShape = HeadShape()
-    model_type: str = "llama"
-    aux_hidden_layers: tuple[int, ...] | None = None
-    draft_vocab_size: int | None = None
-    norm_before_fc: bool = False
-    fc_norm: bool = False
-    norm_before_residual: bool = False
-    norm_output: bool = False
-
-
-def eagle3_layout_for(
-    target: PreTrainedModel,
-    options: Eagle3Options = Eagle3Options(),  # noqa: B008 - a tuple, never changed
-) -> Eagle3Layout:
-    """The layout of a new EAGLE-3 head for ``target``, as wide as it.
-
-    Raises ConfigError, naming the option, for what cannot be made.
-    """
-    text_config: Any = target.config.get_text_config(decoder=True)
-    if options.model_type not in CLASSES:
-        fix = f"must be one of {', '.join(sorted(CLASSES))}"
-        raise ConfigError("model_type", options.model_type, fix)
-    if options.norm_before_fc and options.fc_norm:
-        raise ConfigError(
-            "fc_norm", options.fc_norm, "excludes norm_before_fc: choose one of the two"
+        Raises ConfigError, naming the option, for what cannot be made.
+        """
+        text_config: Any = target.config.get_text_config(decoder=True)
+        if model_type not in CLASSES:
+            fix = f"must be one of {', '.join(sorted(CLASSES))}"
+            raise ConfigError("model_type", model_type, fix)
+        chosen = dict.fromkeys(NORM_FLAGS, False) | flags
+        if chosen["norm_before_fc"] and chosen["fc_norm"]:
+            fix = "excludes norm_before_fc: choose one of the two"
+            raise ConfigError("fc_norm", chosen["fc_norm"], fix)
+        largest = text_config.vocab_size
+        if draft_vocab_size is not None and not 1 <= draft_vocab_size <= largest:
+            fix = f"must be 1 to {largest}, the size of the target's vocabulary"
+            raise ConfigError("draft_vocab_size", draft_vocab_size, fix)
+        return cls(
+            config=derive_head_config(target, model_type, shape),
+            aux_hidden_layers=_choose_layers(aux_hidden_layers, text_config.num_hidden_layers),
+            target_hidden_size=text_config.hidden_size,
+            draft_vocab_size=draft_vocab_size or largest,
+            use_aux_hidden_state=True,
+            **chosen,
         )
-    size, largest = options.draft_vocab_size, text_config.vocab_size
-    if size is not None and not 1 <= size <= largest:
-        fix = f"must be 1 to {largest}, the size of the target's vocabulary"
-        raise ConfigError("draft_vocab_size", size, fix)
-    return Eagle3Layout(
-        config=derive_head_config(target, options.model_type, options.shape),
-        aux_hidden_layers=_choose_layers(options, text_config.num_hidden_layers),
-        target_hidden_size=text_config.hidden_size,
-        draft_vocab_size=size or largest,
-        use_aux_hidden_state=True,
-        norm_before_fc=options.norm_before_fc,
-        fc_norm=options.fc_norm,
-        norm_before_residual=options.norm_before_residual,
-        norm_output=options.norm_output,
-    )
+
+    @classmethod
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        target: PreTrainedModel,
+        source: str,
+    ) -> Eagle3Layout:
+        """Read config.json; ``tensors`` say how many hidden states ``fc`` takes.
+
+        Raises ModelError, naming ``source``, for layers of another kind and for another target.
+        """
+        eagle = config.get("eagle_config") or {}
+        layer = config.get("transformer_layer_config")
+        if layer is None:
+            # Much of such a config.json is often copied from the target: the layer is Llama's
+            # whatever model_type says, and attends to everything whatever layer_types says.
+            values, model_type = {"num_hidden_layers": 1, **config, "layer_types": None}, "llama"
+        else:
+            values, model_type = layer, layer.get("model_type", "qwen3")
+        head = build_head_config(values, model_type, target, source)
+        target_hidden_size = config.get("target_hidden_size") or head.hidden_size
+        found = {"target_hidden_size": target_hidden_size, "vocab_size": head.vocab_size}
+        check_fit(source, target, found)
+        flags = {
+            name: bool(eagle.get(name, config.get(name, name == "use_aux_hidden_state")))
+            for name in FLAGS
+        }
+        width = tensors["fc.weight"].shape[-1] if "fc.weight" in tensors else 3 * target_hidden_size
+        count = width // target_hidden_size if flags["use_aux_hidden_state"] else 0
+        return cls(
+            config=head,
+            aux_hidden_layers=_read_layer_ids(config, count, target, source),
+            target_hidden_size=target_hidden_size,
+            draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
+            **flags,
+            mask_token_id=_read_mask(config, head.vocab_size, source) if MASK in tensors else None,
+        )
 
 
-def _choose_layers(options: Eagle3Options, depth: int) -> tuple[int, ...]:
+def _choose_layers(asked: Sequence[int] | None, depth: int) -> tuple[int, ...]:
     """Ascending, as checkpoints are read: index i is the input of layer i."""
-    if options.aux_hidden_layers is None:
+    if asked is None:
         wanted = (2, depth // 2, depth - 3)
         return tuple(sorted({min(max(index, 1), depth) for index in wanted}))
-    chosen = tuple(sorted(set(options.aux_hidden_layers)))
-    is_distinct = len(chosen) == len(options.aux_hidden_layers)
-    if not chosen or not is_distinct or chosen[0] < 0 or chosen[-1] > depth:
+    chosen = tuple(sorted(set(asked)))
+    if not chosen or len(chosen) != len(asked) or chosen[0] < 0 or chosen[-1] > depth:
         fix = f"must be different hidden states, 0 to {depth}: i is the input of layer i"
-        raise ConfigError("aux_hidden_layers", options.aux_hidden_layers, fix)
+        raise ConfigError("aux_hidden_layers", asked, fix)
     return chosen
-
-
-def read_layout(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, Tensor],
-    target: PreTrainedModel,
-    source: str,
-) -> Eagle3Layout:
-    """Read config.json; ``tensors`` say how many hidden states ``fc`` takes.
-
-    Raises ModelError, naming ``source``, for layers of another kind and for another target.
-    """
-    eagle = config.get("eagle_config") or {}
-    layer = config.get("transformer_layer_config")
-    if layer is None:
-        # Much of such a config.json is often copied from the target: the layer is Llama's whatever
-        # model_type says, and attends to everything whatever layer_types says.
-        values, model_type = {"num_hidden_layers": 1, **config, "layer_types": None}, "llama"
-    else:
-        values, model_type = layer, layer.get("model_type", "qwen3")
-    head = build_head_config(values, model_type, target, source)
-    text_config: Any = target.config.get_text_config(decoder=True)
-    target_hidden_size = config.get("target_hidden_size") or head.hidden_size
-    found = {"target_hidden_size": target_hidden_size, "vocab_size": head.vocab_size}
-    expected = {"target_hidden_size": text_config.hidden_size, "vocab_size": text_config.vocab_size}
-    check_fit(source, expected, found)
-    flags = {
-        name: bool(eagle.get(name, config.get(name, name == "use_aux_hidden_state")))
-        for name in FLAGS
-    }
-    aux_hidden_layers: tuple[int, ...] = (-1,)
-    if flags["use_aux_hidden_state"]:
-        depth, width = text_config.num_hidden_layers, tensors.get("fc.weight")
-        count = 3 if width is None else width.shape[-1] // target_hidden_size
-        aux_hidden_layers = _read_layer_ids(config, count, depth, source)
-    return Eagle3Layout(
-        config=head,
-        aux_hidden_layers=aux_hidden_layers,
-        target_hidden_size=target_hidden_size,
-        draft_vocab_size=config.get("draft_vocab_size") or head.vocab_size,
-        **flags,
-        mask_token_id=_read_mask(config, head.vocab_size, source) if MASK in tensors else None,
-    )
 
 
 def _read_mask(config: Mapping[str, Any], vocab_size: int, source: str) -> int:
@@ -214,13 +182,17 @@ def _read_mask(config: Mapping[str, Any], vocab_size: int, source: str) -> int:
 
 
 def _read_layer_ids(
-    config: Mapping[str, Any], count: int, depth: int, source: str
+    config: Mapping[str, Any], count: int, target: PreTrainedModel, source: str
 ) -> tuple[int, ...]:
     """The ``count`` layers whose inputs ``fc`` takes, ascending, as all runtimes collect them.
 
     At the top level (speculators, vLLM) id i is the input of layer i; in ``eagle_config``
-    (SpecForge, SGLang, ModelOpt) it is the output of layer i, one further.
+    (SpecForge, SGLang, ModelOpt) it is the output of layer i, one further. Without an ``fc`` the
+    head is fed with the last state.
     """
+    if not count:
+        return (-1,)
+    depth: int = target.config.get_text_config(decoder=True).num_hidden_layers
     ids = config.get(LAYER_IDS)
     if not ids:
         ids = [index + 1 for index in (config.get("eagle_config") or {}).get(LAYER_IDS) or ()]
@@ -233,10 +205,6 @@ def _read_layer_ids(
             f"fc.weight takes, from 0 to {depth}, found {ids}; pass a head for this target"
         )
     return tuple(ids)
-
-
-# Held by checkpoints for training or for other runtimes; what they say is known without them.
-IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
 
 
 class Parts(NamedTuple):
@@ -294,97 +262,53 @@ class FirstLayer(nn.Module):
         return output
 
 
-class Eagle3Head(nn.Module):
-    """See ``DraftHead``; made by ``from_checkpoint`` or ``fresh``.
+class Eagle3Head(LayoutHead):
+    """See the module's docstring."""
 
-    layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
-    output head, that are not among them are the target's where the sizes allow it, and no
-    parameters. vocabulary: None where it is the target's.
-
-    The parameters are on torch's current default device, with weights not yet set.
-    """
-
-    def __init__(
-        self,
-        layout: Eagle3Layout,
-        names: Collection[str],
-        vocabulary: DraftVocabulary | None,
-        target: PreTrainedModel,
-    ) -> None:
-        super().__init__()
-        self.layout = layout
-        self.config = layout.config
-        self.hidden_size: int = layout.config.hidden_size
-        self.aux_hidden_layers = layout.aux_hidden_layers
-        self.num_modules = 1
-        self.vocabulary = vocabulary
-        self.norm_output = layout.norm_output
-        self._target = TargetEnds(target)
-        parts = PARTS[self.config.model_type]
-        self._build_ends(layout, names)
-        self._build_fusion(layout)
-        self.mask_hidden: nn.Parameter | None = None
-        if layout.mask_token_id is not None:
-            width = len(layout.aux_hidden_layers) * layout.target_hidden_size
-            self.mask_hidden = nn.Parameter(torch.empty(width))
-        further = (
-            parts.layer(self.config, index) for index in range(1, self.config.num_hidden_layers)
-        )
-        self.layers = nn.ModuleList([FirstLayer(layout), *further])
-        self.norm = parts.norm(self.hidden_size, self.config.rms_norm_eps)
-        follow_biases(self, names)
-        with torch.device(target.device):
-            self.rotary_emb = parts.rotary(self.config)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> Eagle3Head:
-        """Load a head on the target's device and in its dtype, for inference.
-
-        The target is not changed; its embedding and output head are used as they are where the
-        checkpoint has no other. Raises ModelError, listing what was expected and what was found,
-        for a checkpoint that is no EAGLE-3 head or was made for another target.
-        """
-        source = checkpoint.source
-        check_quantization(checkpoint.config, source)
-        kept = sorted(checkpoint.names.difference(IGNORED))
-        names = {name: name.replace("midlayer.", "layers.0.") for name in kept}
-        read = read_tensors(checkpoint, names, target.dtype)
-        tensors = TargetEnds(target).without_copy(read)
-        if MASK in tensors:
-            tensors[MASK] = tensors[MASK].flatten()
-        layout = read_layout(checkpoint.config, tensors, target, source)
-        offsets = tensors.pop("d2t", None)
-        vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
-        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
+    layout: Eagle3Layout
+    trains_output = True
 
     @classmethod
     def fresh(
-        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None, layout: Eagle3Layout
-    ) -> Eagle3Head:
-        """A new head to be trained, on the target's device, in float32 and in train mode.
-
-        vocabulary: which target tokens it scores; None is all. layout: ``eagle3_layout_for``. Its
-        output head starts as the target's rows of these tokens; the embedding is the target's, and
-        no parameter. There are no biases. Other weights come from torch's generator as
-        transformers draws them.
-
-        Raises ConfigError when the two are not for one another.
-        """
+        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None = None, layout: Any
+    ) -> Self:
+        """See ``LayoutHead``. Raises ConfigError when the two are not for one another."""
         size = layout.config.vocab_size if vocabulary is None else vocabulary.target_size
         kept = size if vocabulary is None else len(vocabulary)
         if (kept, size) != (layout.draft_vocab_size, layout.config.vocab_size):
             fix = f"must have {layout.draft_vocab_size} of {layout.config.vocab_size} tokens"
             raise ConfigError("vocabulary", f"{kept} of {size} tokens", fix)
-        if vocabulary is not None:
-            vocabulary = DraftVocabulary(vocabulary.target_ids.to(target.device), size)
-        with torch.device(target.device):
-            head = cls(layout, ("lm_head.weight",), vocabulary, target).float()
-        initialize(head, layout.config.initializer_range)
-        ids = None if vocabulary is None else vocabulary.target_ids
-        rows = head._target.output_rows(ids, head.hidden_size)
-        if rows is not None and head.lm_head is not None:
-            head.lm_head.weight.data.copy_(rows)
-        return head
+        return super().fresh(target, vocabulary=vocabulary, layout=layout)
+
+    @classmethod
+    def _own_name(cls, name: str) -> str:
+        return name.replace("midlayer.", "layers.0.")
+
+    @classmethod
+    def _read_layout(
+        cls,
+        config: Mapping[str, Any],
+        tensors: dict[str, Tensor],
+        target: PreTrainedModel,
+        source: str,
+    ) -> Eagle3Layout:
+        if MASK in tensors:
+            tensors[MASK] = tensors[MASK].flatten()
+        return Eagle3Layout.read(config, tensors, target, source)
+
+    def _build(self) -> Any:
+        layout, config = self.layout, self.config
+        parts = PARTS[config.model_type]
+        self.norm_output = layout.norm_output
+        self._build_fusion(layout)
+        self.mask_hidden: nn.Parameter | None = None
+        if layout.mask_token_id is not None:
+            width = len(layout.aux_hidden_layers) * layout.target_hidden_size
+            self.mask_hidden = nn.Parameter(torch.empty(width))
+        further = (parts.layer(config, index) for index in range(1, config.num_hidden_layers))
+        self.layers = nn.ModuleList([FirstLayer(layout), *further])
+        self.norm = parts.norm(self.hidden_size, config.rms_norm_eps)
+        return parts.rotary
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """Target states [..., len(aux_hidden_layers) * H_target] fused to [..., H]."""
@@ -430,28 +354,6 @@ class Eagle3Head(nn.Module):
         """[..., H] to [..., D]."""
         normed = hidden if self.norm_output else self.norm(hidden)
         return self.score(normed)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """Token ids int64 [...] to [..., H]."""
-        embed = self._target.embed if self.embed_tokens is None else self.embed_tokens
-        embedded: Tensor = embed(token_ids)
-        return embedded
-
-    def score(self, normed: Tensor) -> Tensor:
-        """What is behind the last norm, [..., H], to [..., D]."""
-        scores: Tensor
-        scores = self._target.logits(normed) if self.lm_head is None else self.lm_head(normed)
-        return scores
-
-    def _build_ends(self, layout: Eagle3Layout, names: Collection[str]) -> None:
-        config = layout.config
-        fits = layout.target_hidden_size == self.hidden_size
-        self.embed_tokens: nn.Embedding | None = None
-        if "embed_tokens.weight" in names or not fits:
-            self.embed_tokens = nn.Embedding(config.vocab_size, self.hidden_size)
-        self.lm_head: nn.Linear | None = None
-        if "lm_head.weight" in names or not fits or self.vocabulary is not None:
-            self.lm_head = nn.Linear(self.hidden_size, layout.draft_vocab_size)
 
     def _build_fusion(self, layout: Eagle3Layout) -> None:
         norm, eps = PARTS[self.config.model_type].norm, self.config.rms_norm_eps

@@ -25,10 +25,10 @@ into the target.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypedDict, Unpack, get_args
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, cast, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -40,7 +40,7 @@ from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import EagleHead
-from guided_spec.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from guided_spec.models.heads.eagle3 import LAYER_IDS, NORM_FLAGS, Eagle3Head
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.heads.mtp import OWN_NAMES, MtpHead, QwenMtpHead
 from guided_spec.models.heads.weights import check_tensors, split_experts
@@ -175,6 +175,7 @@ def speculators_config(
 
 
 Tensors = Mapping[str, Tensor]
+ENDS = ("embed_tokens.weight", "lm_head.weight")
 
 SIZES = (
     "model_type",
@@ -191,7 +192,6 @@ SIZES = (
 )
 WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 SLIDING = "sliding_attention"
-NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def eagle_safeailab(
@@ -205,7 +205,7 @@ def eagle_safeailab(
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(options.dtype),
     }
-    return HeadFiles(config, _with_embedding(tensors, target, options, head.hidden_size))
+    return HeadFiles(config, _complete(head, tensors, target, options, ENDS[:1]))
 
 
 def eagle3_safeailab(
@@ -365,35 +365,33 @@ def _layer_fields(config: Any, tensors: Tensors) -> dict[str, Any]:
 
 
 def _complete(
-    head: Eagle3Head | BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+    head: EagleHead | Eagle3Head | BlockHead,
+    tensors: Tensors,
+    target: PreTrainedModel,
+    options: SaveOptions,
+    names: Sequence[str] = ENDS,
 ) -> dict[str, Tensor]:
-    complete = _with_embedding(tensors, target, options, head.hidden_size)
-    if options.embedding == "copy" and "lm_head.weight" not in complete:
-        complete["lm_head.weight"] = _borrowed(
-            TargetEnds(target).output_rows(None, head.hidden_size), "output head"
-        )
+    """With the draft vocabulary and, where ``options`` ask for it, the ``names`` that lack."""
+    complete = dict(tensors)
+    if options.embedding == "copy":
+        missing = [name for name in names if name not in complete]
+        complete |= _borrow(target, head.hidden_size, missing)
     if head.vocabulary is not None:
         complete |= head.vocabulary.tensors()._asdict()
     return complete
 
 
-def _with_embedding(
-    tensors: Tensors, target: PreTrainedModel, options: SaveOptions, width: int
-) -> dict[str, Tensor]:
-    complete = dict(tensors)
-    if options.embedding == "copy" and "embed_tokens.weight" not in complete:
-        rows = TargetEnds(target).embedding_rows(width)
-        complete["embed_tokens.weight"] = _borrowed(rows, "embedding")
-    return complete
-
-
-def _borrowed(rows: Tensor | None, what: str) -> Tensor:
-    if rows is None:
+def _borrow(target: PreTrainedModel, width: int, names: Sequence[str] = ENDS) -> dict[str, Tensor]:
+    """Copies of the target's embedding and output head, or one of them."""
+    ends = TargetEnds(target)
+    rows = {ENDS[0]: ends.embedding_rows(width), ENDS[1]: ends.output_rows(None, width)}
+    found = {name: rows[name] for name in names}
+    if lacking := [name for name, tensor in found.items() if tensor is None]:
         raise ModelError(
-            f"embedding='copy': expected plain weights of the target's {what}, found others; save "
-            "it as 'safeailab', with embedding='omit'"
+            f"embedding='copy': expected plain weights of the target as {', '.join(lacking)}, "
+            "found others; pass embedding='omit', in a layout that takes it"
         )
-    return rows
+    return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def _refusal(layout: str, problem: str, other: str) -> ModelError:
@@ -422,7 +420,7 @@ def mtp_deepseek(
         stem = own.get(prefix, "") + rest.removeprefix(prefix)
         named[f"model.layers.{first + int(number)}.{stem}"] = tensor
     if options.embedding == "copy":
-        ends = _ends(target, head.hidden_size)
+        ends = _borrow(target, head.hidden_size)
         for module in range(head.num_modules):
             layer = f"model.layers.{first + module}."
             named[f"{layer}embed_tokens.weight"] = ends["embed_tokens.weight"]
@@ -440,7 +438,7 @@ def mtp_qwen(
     """
     named = {f"mtp.{name}": tensor for name, tensor in split_experts(dict(tensors)).items()}
     if options.embedding == "copy":
-        ends = _ends(target, head.hidden_size)
+        ends = _borrow(target, head.hidden_size)
         named["model.embed_tokens.weight"] = ends["embed_tokens.weight"]
         named["lm_head.weight"] = ends["lm_head.weight"]
     config = _target_config(target, options, "mtp_num_hidden_layers", head.num_modules)
@@ -468,22 +466,7 @@ def _plain(config: Any) -> dict[str, Any]:
     return {"model_type": config.model_type, **values}
 
 
-def _ends(target: PreTrainedModel, width: int) -> dict[str, Tensor]:
-    ends = TargetEnds(target)
-    rows = {
-        "embed_tokens.weight": ends.embedding_rows(width),
-        "lm_head.weight": ends.output_rows(None, width),
-    }
-    found = {name: tensor for name, tensor in rows.items() if tensor is not None}
-    if len(found) < len(rows):
-        raise ModelError(
-            "embedding='copy': expected plain weights of the target's embedding and output head, "
-            "found others; pass embedding='omit'"
-        )
-    return found
-
-
-Describe = Callable[[Any, Mapping[str, Tensor], PreTrainedModel, SaveOptions], HeadFiles]
+Describe = Callable[[Any, Tensors, PreTrainedModel, SaveOptions], HeadFiles]
 
 # The first is the one to choose where nothing speaks for another.
 LAYOUTS: dict[type[nn.Module], dict[str, Describe]] = {
@@ -524,7 +507,7 @@ def save_head(
     have and for a target without a name where the layout wants one; ModelError for tensors that
     do not fit the head, listing them, and for what a layout cannot say of this head.
     """
-    layouts, module = _find_layouts(head), _as_module(head)
+    layouts, module = _find_layouts(head), cast(nn.Module, head)
     if layout not in layouts:
         fix = f"must be {' or '.join(map(repr, layouts))} for {type(head).__name__}"
         raise ConfigError("layout", layout, fix)
@@ -551,12 +534,6 @@ def _find_layouts(head: DraftHead) -> dict[str, Describe]:
             return layouts
     known = ", ".join(kind.__name__ for kind in LAYOUTS)
     raise ModelError(f"head={type(head).__name__}: expected one of {known}; write it yourself")
-
-
-def _as_module(head: DraftHead) -> nn.Module:
-    module: Any = head
-    found: nn.Module = module
-    return found
 
 
 def _store(name: str, tensor: Tensor, files: HeadFiles, options: SaveOptions) -> Tensor:

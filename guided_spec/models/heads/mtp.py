@@ -15,8 +15,7 @@ modules of any target's layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +26,7 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import Initialize, copy_layers, start_modules
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.weights import check_quantization, fill_head, read_tensors
+from guided_spec.models.heads.weights import fill_head, read_tensors
 from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
 from guided_spec.models.transformers_version import cache_keyword
 
@@ -44,23 +43,16 @@ OWN_NAMES = {
 UNREAD = ("embed_tokens.", "shared_head.head.", "self_attn.rotary_emb.")
 
 
-_Modules = TypeVar("_Modules", bound=nn.Module)
+class _TargetModules(nn.Module):
+    """L modules of the target's own kind of decoder layer; see ``DraftHead`` for its attributes.
 
-
-class MtpHead(nn.Module):
-    """L modules, run by transformers' ``MtpLayer``; see ``DraftHead`` for its attributes.
-
-    With token embedding e and hidden state h, of the target's last layer after its final norm::
-
-        y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
-
-    h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
-    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
-    not, and it is one key of a text.
+    Embedding, rotary embedding and output layer are the target's. A subclass says how the tensors
+    of a checkpoint are called, builds its modules, and runs one of them.
     """
 
     aux_hidden_layers: tuple[int, ...] = (-1,)
     vocabulary: DraftVocabulary | None = None
+    layers: nn.ModuleList
 
     def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
         """Modules with weights not yet set, on torch's current default device."""
@@ -71,29 +63,28 @@ class MtpHead(nn.Module):
         self.num_modules = num_modules
         types = getattr(self.config, "layer_types", None)
         self._layer_types: list[str] = types or ["full_attention"] * num_modules
-        classes = self._kind.layer_class, self._kind.norm_class
-        self.layers = nn.ModuleList(MtpLayer(self.config, *classes, i) for i in range(num_modules))
+        self._build()
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> MtpHead:
-        """The modules in the target's own checkpoint, on the target's device and in its dtype.
+    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> Self:
+        """The modules in a checkpoint, on the target's device and in its dtype.
 
-        Nothing else of the checkpoint is read. The head borrows the target's embedding, rotary
-        embedding and output layer; it is in eval mode, and its weights take no gradient.
+        Nothing else of the checkpoint is read. The head is in eval mode, and its weights take no
+        gradient.
 
         Raises ModelError, listing what was expected and found, when the checkpoint has no such
         modules, belongs to another target, or is quantized in a way that cannot be read.
         """
-        check_quantization(checkpoint.config, checkpoint.source)
-        first: int = target.config.get_text_config(decoder=True).num_hidden_layers
-        num_modules = _count_modules(checkpoint)
-        names = _module_names(checkpoint, first, num_modules)
-        return _load(lambda: cls(target, num_modules), checkpoint, names, target)
+        num_modules, names = cls._find(checkpoint, target)
+        tensors = read_tensors(checkpoint, names, target.dtype)
+        exact = TargetLayers(target).exact
+        source = checkpoint.source
+        return fill_head(lambda: cls(target, num_modules), tensors, target, source, exact=exact)
 
     @classmethod
     def fresh(
         cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
-    ) -> MtpHead:
+    ) -> Self:
         """New modules to be trained, on the target's device, in float32 and in train mode.
 
         initialize: "target" starts their decoder layers as the target's last one, where that
@@ -103,16 +94,19 @@ class MtpHead(nn.Module):
         Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
         not run alone.
         """
-        _check_count(num_modules)
+        if num_modules < 1:
+            raise ConfigError("num_modules", num_modules, "must be at least 1")
         head = start_modules(lambda: cls(target, num_modules), target)
-        blocks: list[Any] = [*head.layers]
-        copy_layers([layer.mtp_block for layer in blocks], head._kind, initialize)
+        blocks = (getattr(layer, "mtp_block", layer) for layer in head.layers)
+        copy_layers(blocks, head._kind, initialize)
         return head
 
-    def features(self, hidden_states: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
-        first: Any = self.layers[0]
-        return hidden_states.to(first.eh_proj.weight.dtype)
+    @classmethod
+    def _find(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> _Found:
+        raise NotImplementedError
+
+    def _build(self) -> None:
+        raise NotImplementedError
 
     def forward(
         self,
@@ -124,46 +118,78 @@ class MtpHead(nn.Module):
         attention_mask: Any,
         cache: Any,
     ) -> Tensor:
-        """See ``DraftHead``: [B, T, H] after the module's norm."""
-        output: Tensor = self.layers[module](
-            self._ends.embed(token_ids).to(hidden.dtype),
-            hidden,
-            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
+        """See ``DraftHead``: [B, T, H] behind the last norm."""
+        arguments = {
+            "position_embeddings": self._kind.rotate(
+                hidden, position_ids, self._layer_types[module]
+            ),
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
             **cache_keyword(self.layers[module], cache),
-        )
-        return output
+        }
+        return self._run(module, self._ends.embed(token_ids).to(hidden.dtype), hidden, arguments)
+
+    def _run(
+        self, module: int, embedded: Tensor, hidden: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        raise NotImplementedError
 
     def logits(self, hidden: Tensor) -> Tensor:
         """See ``DraftHead``: the target's output layer."""
         return self._ends.logits(hidden)
 
 
-def _load(
-    build: Callable[[], _Modules],
-    checkpoint: Checkpoint,
-    names: Mapping[str, str],
-    target: PreTrainedModel,
-) -> _Modules:
-    """The head that ``build`` makes, filled with the tensors ``names`` of the checkpoint."""
-    tensors = read_tensors(checkpoint, names, target.dtype)
-    exact = TargetLayers(target).exact
-    return fill_head(build, tensors, target, checkpoint.source, exact=exact)
+class _Found(NamedTuple):
+    """How many modules a checkpoint has, and the head's name of each tensor that is to be read."""
+
+    num_modules: int
+    names: dict[str, str]
 
 
-def _check_count(num_modules: int) -> None:
-    if num_modules < 1:
-        raise ConfigError("num_modules", num_modules, "must be at least 1")
+class MtpHead(_TargetModules):
+    """Modules run by transformers' ``MtpLayer``.
+
+    With token embedding e and hidden state h, of the target's last layer after its final norm::
+
+        y = layer(eh_proj([enorm(e); hnorm(h)]));   h' = shared_head.norm(y);   logits = output(h')
+
+    h' is also what the next pass takes, as in transformers and SGLang. lmdeploy, and vLLM for
+    GLM-4.5, hand on y instead, before the norm. vLLM also zeroes e at position 0; the others do
+    not, and it is one key of a text.
+    """
+
+    @classmethod
+    def _find(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> _Found:
+        first: int = target.config.get_text_config(decoder=True).num_hidden_layers
+        count = _count(checkpoint, "num_nextn_predict_layers")
+        return _Found(count, _module_names(checkpoint, first, count))
+
+    def _build(self) -> None:
+        classes = self._kind.layer_class, self._kind.norm_class
+        self.layers = nn.ModuleList(
+            MtpLayer(self.config, *classes, index) for index in range(self.num_modules)
+        )
+
+    def features(self, hidden_states: Tensor) -> Tensor:
+        """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
+        first: Any = self.layers[0]
+        return hidden_states.to(first.eh_proj.weight.dtype)
+
+    def _run(
+        self, module: int, embedded: Tensor, hidden: Tensor, arguments: dict[str, Any]
+    ) -> Tensor:
+        output: Tensor = self.layers[module](embedded, hidden, **arguments)
+        return output
 
 
-def _count_modules(checkpoint: Checkpoint) -> int:
+def _count(checkpoint: Checkpoint, name: str, default: object = None) -> int:
+    """As many modules as the configuration says."""
     config = checkpoint.config.get("text_config", checkpoint.config)
-    count = config.get("num_nextn_predict_layers")
+    count = config.get(name, default)
     if not isinstance(count, int) or count < 1:
         raise ModelError(
-            f"checkpoint={checkpoint.source!r}: config.json: expected num_nextn_predict_layers of "
-            f"at least 1, found {count}; pass a checkpoint that has MTP modules"
+            f"checkpoint={checkpoint.source!r}: config.json: expected {name} of at least 1, found "
+            f"{count}; pass a checkpoint that has MTP modules"
         )
     return count
 
@@ -206,8 +232,8 @@ SPECULATORS_NAMES = {
 }
 
 
-class QwenMtpHead(nn.Module):
-    """Decoder layers of the target's kind between a projection and a norm; see ``DraftHead``.
+class QwenMtpHead(_TargetModules):
+    """Decoder layers of the target's kind between a projection and a norm that they share.
 
     With token embedding e and hidden state h, of the target's last layer after its final norm::
 
@@ -215,106 +241,40 @@ class QwenMtpHead(nn.Module):
         h' = norm(layer(x));   logits = output(h')
 
     h' is also what the next pass takes. The norms are of the target's class; Qwen's scale
-    by 1 + weight. Embedding, rotary embedding and output layer are the target's. The equations are
-    those of the serving engines (vLLM ``qwen3_next_mtp``, SGLang ``qwen3_next_mtp``).
+    by 1 + weight. The equations are those of the serving engines (vLLM ``qwen3_next_mtp``, SGLang
+    ``qwen3_next_mtp``).
     """
 
-    aux_hidden_layers: tuple[int, ...] = (-1,)
-    vocabulary: DraftVocabulary | None = None
+    @classmethod
+    def _find(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> _Found:
+        del target
+        # Qwen3-Next's configuration does not say how many, and it has one.
+        config = checkpoint.config.get("text_config", checkpoint.config)
+        default = config.get("num_nextn_predict_layers", 1)
+        count = _count(checkpoint, "mtp_num_hidden_layers", default)
+        return _Found(count, _qwen_names(checkpoint))
 
-    def __init__(self, target: PreTrainedModel, num_modules: int) -> None:
-        """Modules with weights not yet set, on torch's current default device."""
-        super().__init__()
-        self._ends, self._kind = TargetEnds(target), TargetLayers(target)
-        self.config: Any = cut_config(self._kind, num_modules)
-        self.hidden_size: int = self.config.hidden_size
-        self.num_modules = num_modules
-        types = getattr(self.config, "layer_types", None)
-        self._layer_types: list[str] = types or ["full_attention"] * num_modules
+    def _build(self) -> None:
         layer_class, norm_class = self._kind.layer_class, self._kind.norm_class
         width, eps = self.hidden_size, self.config.rms_norm_eps
         self.pre_fc_norm_embedding = norm_class(width, eps=eps)
         self.pre_fc_norm_hidden = norm_class(width, eps=eps)
         self.fc = nn.Linear(2 * width, width, bias=False)
-        self.layers = nn.ModuleList(layer_class(self.config, i) for i in range(num_modules))
+        self.layers = nn.ModuleList(
+            layer_class(self.config, index) for index in range(self.num_modules)
+        )
         self.norm = norm_class(width, eps=eps)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> QwenMtpHead:
-        """The module in the target's own checkpoint, or in one of speculators.
-
-        It is on the target's device and in its dtype, in eval mode, and its weights take no
-        gradient. Nothing else of the checkpoint is read.
-
-        Raises ModelError, listing what was expected and found, when the checkpoint has no such
-        module, belongs to another target, or is quantized in a way that cannot be read.
-        """
-        check_quantization(checkpoint.config, checkpoint.source)
-        num_modules = _count_qwen_modules(checkpoint)
-        names = _qwen_names(checkpoint)
-        return _load(lambda: cls(target, num_modules), checkpoint, names, target)
-
-    @classmethod
-    def fresh(
-        cls, target: PreTrainedModel, num_modules: int = 1, *, initialize: Initialize = "target"
-    ) -> QwenMtpHead:
-        """New modules to be trained, on the target's device, in float32 and in train mode.
-
-        initialize: "target" starts their decoder layers as the target's last one, where that
-        attends and is not quantized; "random" does not. The rest is drawn from torch's generator
-        as the target's class draws its own.
-
-        Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
-        not run alone.
-        """
-        _check_count(num_modules)
-        head = start_modules(lambda: cls(target, num_modules), target)
-        copy_layers(head.layers, head._kind, initialize)
-        return head
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """See ``DraftHead``: the target's last hidden states, in the head's dtype."""
         return hidden_states.to(self.fc.weight.dtype)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        *,
-        module: int,
-        position_ids: Tensor,
-        attention_mask: Any,
-        cache: Any,
+    def _run(
+        self, module: int, embedded: Tensor, hidden: Tensor, arguments: dict[str, Any]
     ) -> Tensor:
-        """See ``DraftHead``: [B, T, H] after the last norm, which all modules share."""
-        embedded = self.pre_fc_norm_embedding(self._ends.embed(token_ids).to(hidden.dtype))
-        states = self.fc(torch.cat([embedded, self.pre_fc_norm_hidden(hidden)], -1))
-        states = self.layers[module](
-            states,
-            position_embeddings=self._kind.rotate(hidden, position_ids, self._layer_types[module]),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            **cache_keyword(self.layers[module], cache),
-        )
-        output: Tensor = self.norm(states)
+        both = [self.pre_fc_norm_embedding(embedded), self.pre_fc_norm_hidden(hidden)]
+        output: Tensor = self.norm(self.layers[module](self.fc(torch.cat(both, -1)), **arguments))
         return output
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """See ``DraftHead``: the target's output layer."""
-        return self._ends.logits(hidden)
-
-
-def _count_qwen_modules(checkpoint: Checkpoint) -> int:
-    """As many as the configuration says; Qwen3-Next's does not, and has one."""
-    config = checkpoint.config.get("text_config", checkpoint.config)
-    default = config.get("num_nextn_predict_layers", 1)
-    count = config.get("mtp_num_hidden_layers", default)
-    if not isinstance(count, int) or count < 1:
-        raise ModelError(
-            f"checkpoint={checkpoint.source!r}: config.json: expected mtp_num_hidden_layers of at "
-            f"least 1, found {count}; pass a checkpoint that has an MTP module"
-        )
-    return count
 
 
 def _qwen_names(checkpoint: Checkpoint) -> dict[str, str]:

@@ -123,8 +123,10 @@ def read_tensors(
     names: what the head calls each tensor of the checkpoint that is to be read, scales of fp8
         weights among them. dtype: of what was quantized; the rest keeps its own.
 
-    Raises ModelError as ``Checkpoint.read``, ``dequantize`` and ``fuse_experts`` do.
+    Raises ModelError as ``check_quantization``, ``Checkpoint.read``, ``dequantize`` and
+    ``fuse_experts`` do.
     """
+    check_quantization(checkpoint.config, checkpoint.source)
     plain = dequantize(checkpoint.read([*names]), checkpoint.config, dtype=dtype)
     return fuse_experts({names[name]: tensor for name, tensor in plain.items()})
 

@@ -1,1 +1,1 @@
-"""Training algorithms, one folder each: its options in ``config``, its module in ``core``."""
+"""Training algorithms: their modules, and in ``options`` what each is told."""

@@ -22,8 +22,8 @@ from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
+from guided_spec.training.algorithms.heads import HeadTraining, head_shape, make_trainable
 from guided_spec.training.algorithms.options import DFlashConfig
-from guided_spec.training.head_training import HeadTraining, head_shape, make_trainable
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetRows

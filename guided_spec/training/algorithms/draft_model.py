@@ -23,8 +23,13 @@ from guided_spec.training.algorithm import (
     TrainingBatch,
     TrainingOutput,
 )
+from guided_spec.training.algorithms.heads import (
+    FrozenTarget,
+    own_tensors,
+    source_of,
+    trainer_kwargs,
+)
 from guided_spec.training.algorithms.options import DraftModelConfig
-from guided_spec.training.head_training import FrozenTarget, own_tensors, source_of, trainer_kwargs
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows

@@ -342,7 +342,7 @@ class Corpus:
             found = select_draft_vocabulary(counts, size, keep)
         except ConfigError as error:
             raise ConfigError("draft_vocab_size", size, error.fix) from error
-        return DraftVocabulary(found.target_ids.to(device), found.target_size)
+        return found.to(device)
 
     def batches(self, accelerator: Any) -> TrainingData:
         """The batches of this process."""

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle import EagleHead
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Options, eagle3_layout_for
+from guided_spec.models.heads.eagle import EagleHead, EagleLayout
+from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 
@@ -29,16 +30,18 @@ def vocabulary_of(size: int, target_size: int = 64) -> DraftVocabulary:
 def fresh_head(kind: str, target: PreTrainedModel, **options: Any) -> Any:
     """A head of one of KINDS, drawn with seed 0; of EAGLE-3, over 24 tokens unless it says else.
 
-    options: fields of ``Eagle3Options``, or arguments of the other kinds' ``fresh``.
+    options: arguments of the kind's own ``fresh``, or of its layout's.
     """
     torch.manual_seed(0)
+    if kind == "eagle":
+        shape = options.get("shape", HeadShape())
+        return EagleHead.fresh(target, layout=EagleLayout.fresh(target, shape))
     if kind != "eagle3":
-        heads: dict[str, Any] = {"eagle": EagleHead, "mtp": MtpHead, "qwen_mtp": QwenMtpHead}
+        heads: dict[str, Any] = {"mtp": MtpHead, "qwen_mtp": QwenMtpHead}
         return heads[kind].fresh(target, **options)
-    chosen = Eagle3Options(**{"draft_vocab_size": 24, **options})
-    size = chosen.draft_vocab_size
+    size = options.setdefault("draft_vocab_size", 24)
     vocabulary = None if size is None else vocabulary_of(size, target.config.vocab_size)
-    layout = eagle3_layout_for(target, chosen)
+    layout = Eagle3Layout.fresh(target, **options)
     return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.config import HeadShape
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Options, eagle3_layout_for
+from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
 from guided_spec.models.target import TargetLayers
 from tests.models.heads.fresh import KINDS, fresh_head, spread, vocabulary_of
 from tests.models.heads.head_steps import draft_logits
@@ -177,7 +177,7 @@ def _bare(embedding: nn.Embedding) -> nn.Embedding:
 @given(depth=st.integers(1, 12))
 def test_default_layers_are_those_of_all_runtimes(depth: int) -> None:
     target = build("llama", num_hidden_layers=depth)
-    layers = eagle3_layout_for(target).aux_hidden_layers
+    layers = Eagle3Layout.fresh(target).aux_hidden_layers
     wanted = (2, depth // 2, depth - 3)
     assert [*layers] == sorted({*layers})
     assert layers[0] >= 1
@@ -188,9 +188,8 @@ def test_default_layers_are_those_of_all_runtimes(depth: int) -> None:
 
 def test_a_layout_says_what_it_was_asked_for() -> None:
     shape = HeadShape(2, num_attention_heads=8, num_key_value_heads=4, head_dim=6)
-    options = Eagle3Options(shape, "qwen3", (4, 0), 30, fc_norm=True, norm_output=True)
     target = build("llama3_rope")
-    layout = eagle3_layout_for(target, options)
+    layout = Eagle3Layout.fresh(target, shape, "qwen3", (4, 0), 30, fc_norm=True, norm_output=True)
     config = layout.config
     assert (config.model_type, config.num_hidden_layers, config.head_dim) == ("qwen3", 2, 6)
     assert (config.num_attention_heads, config.num_key_value_heads) == (8, 4)
@@ -206,9 +205,9 @@ def test_a_layout_says_what_it_was_asked_for() -> None:
 
 
 def test_compressed_keys_and_partial_rotations_do_not_reach_a_head() -> None:
-    config = eagle3_layout_for(build("deepseek_v3")).config
+    config = Eagle3Layout.fresh(build("deepseek_v3")).config
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (2, 2, 12)
-    rope = eagle3_layout_for(build("qwen3_5")).config.rope_parameters
+    rope = Eagle3Layout.fresh(build("qwen3_5")).config.rope_parameters
     assert set(rope) == {"rope_type", "rope_theta"}
 
 
@@ -228,12 +227,12 @@ def test_compressed_keys_and_partial_rotations_do_not_reach_a_head() -> None:
 )
 def test_what_cannot_be_made(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        eagle3_layout_for(build("llama"), Eagle3Options(**options))
+        Eagle3Layout.fresh(build("llama"), **options)
 
 
 def test_a_vocabulary_of_another_size_is_an_error() -> None:
     target = build("llama")
-    layout = eagle3_layout_for(target, Eagle3Options(draft_vocab_size=20))
+    layout = Eagle3Layout.fresh(target, draft_vocab_size=20)
     for vocabulary in (vocabulary_of(24), None):
         with pytest.raises(ConfigError, match="vocabulary=.* must have 20 of 64 tokens"):
             Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)

@@ -125,9 +125,8 @@ class BlockLayout(NamedTuple):
         is_speculators = config.get("speculators_model_type") is not None
         found = _speculators(config) if is_speculators else _zlab(config, source)
         head = build_head_config(found.pop("layers"), "qwen3", target, source)
-        text_config: Any = target.config.get_text_config(decoder=True)
-        expected = {name: getattr(text_config, name) for name in ("hidden_size", "vocab_size")}
-        check_fit(source, expected, {name: getattr(head, name) for name in expected})
+        sizes = {"hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
+        check_fit(source, target, sizes)
         layout = cls(
             config=head,
             draft_vocab_size=int(config.get("draft_vocab_size") or head.vocab_size),

@@ -23,7 +23,7 @@ kernel is made from what goes in, n, in groups of channels:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,26 +32,13 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.candidates import Transition
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.block.transitions import CandidateSelector, MarkovHead
-from guided_spec.models.heads.config import initialize
-from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.weights import (
-    check_quantization,
-    fill_head,
-    follow_biases,
-    read_tensors,
-)
-from guided_spec.models.target import TargetEnds
+from guided_spec.models.heads.draft_head import LayoutHead
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["BlockContext", "BlockHead"]
-
-# For training, or nowhere used: the confidence head says how far a draft is to be believed.
-IGNORED = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
-IGNORED_PART = "confidence_head."
 
 
 class BlockContext(NamedTuple):
@@ -201,86 +188,38 @@ class _Places(NamedTuple):
         return torch.cat([before, own.expand(len(before), -1, -1)], 2).unsqueeze(1)
 
 
-class BlockHead(nn.Module):
-    """See the module's docstring; made by ``from_checkpoint`` or ``fresh``.
+class BlockHead(LayoutHead):
+    """See the module's docstring. transition: how a place depends on the one before."""
 
-    layout: what its config.json says. names: the tensors of the checkpoint; an embedding, and an
-    output head, that are not among them are the target's, and no parameters. vocabulary,
-    num_modules: see ``DraftHead``. transition: how a place depends on the one before; None: it does
-    not.
+    layout: BlockLayout
+    # What is nowhere used besides: the confidence head says how far a draft is to be believed.
+    ignored = (*LayoutHead.ignored, "confidence_head.")
 
-    The parameters are on torch's current default device, with weights not yet set.
-    """
-
-    def __init__(
-        self,
-        layout: BlockLayout,
-        names: Collection[str],
-        vocabulary: DraftVocabulary | None,
+    @classmethod
+    def _read_layout(
+        cls,
+        config: Mapping[str, Any],
+        tensors: dict[str, Tensor],
         target: PreTrainedModel,
-    ) -> None:
-        super().__init__()
-        config = layout.config
-        self.layout, self.config = layout, config
-        self.hidden_size: int = config.hidden_size
-        self.aux_hidden_layers = layout.aux_hidden_layers
-        self.num_modules = 1
-        self.vocabulary = vocabulary
-        self._target = TargetEnds(target)
-        count = len(layout.aux_hidden_layers)
-        self.fc = nn.Linear(count * self.hidden_size, self.hidden_size)
-        self.hidden_norm = qwen3.Qwen3RMSNorm(self.hidden_size, config.rms_norm_eps)
+        source: str,
+    ) -> BlockLayout:
+        del tensors
+        return BlockLayout.read(config, target, source)
+
+    def _build(self) -> Any:
+        layout, config, size = self.layout, self.config, self.hidden_size
+        self.fc = nn.Linear(len(layout.aux_hidden_layers) * size, size)
+        self.hidden_norm = qwen3.Qwen3RMSNorm(size, config.rms_norm_eps)
         self.layers = nn.ModuleList(
             _Layer(layout, index) for index in range(config.num_hidden_layers)
         )
-        self.norm = qwen3.Qwen3RMSNorm(self.hidden_size, config.rms_norm_eps)
-        self._build_ends(names)
-        self._build_transition()
-        follow_biases(self, names)
-        with torch.device(target.device):
-            self.rotary_emb = qwen3.Qwen3RotaryEmbedding(config)
-
-    @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint, target: PreTrainedModel) -> BlockHead:
-        """Load a head on the target's device and in its dtype, for inference.
-
-        Raises ModelError, listing what was expected and what was found, for a checkpoint that is no
-        block head or was made for another target.
-        """
-        source = checkpoint.source
-        check_quantization(checkpoint.config, source)
-        layout = BlockLayout.read(checkpoint.config, target, source)
-        kept = sorted(checkpoint.names.difference(IGNORED))
-        names = {name: name for name in kept if not name.startswith(IGNORED_PART)}
-        read = read_tensors(checkpoint, names, target.dtype)
-        tensors = TargetEnds(target).without_copies(read)
-        vocabulary = DraftVocabulary.of_checkpoint(
-            tensors.pop("d2t", None), layout.draft_vocab_size, target, source
-        )
-        return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
-
-    @classmethod
-    def fresh(
-        cls, target: PreTrainedModel, *, vocabulary: DraftVocabulary | None, layout: BlockLayout
-    ) -> BlockHead:
-        """A new head to be trained, on the target's device, in float32 and in train mode.
-
-        vocabulary: which target tokens it scores; its output head then starts as the target's rows
-        of these. None is all, by the target's own output head, which is no parameter, nor is the
-        embedding. Other weights come from torch's generator as transformers draws them.
-        """
-        names = () if vocabulary is None else ("lm_head.weight",)
-        if vocabulary is not None:
-            ids = vocabulary.target_ids.to(target.device)
-            vocabulary = DraftVocabulary(ids, vocabulary.target_size)
-        with torch.device(target.device):
-            head = cls(layout, names, vocabulary, target).float()
-        initialize(head, layout.config.initializer_range)
-        if vocabulary is not None and head.lm_head is not None:
-            rows = head._target.output_rows(vocabulary.target_ids, head.hidden_size)
-            if rows is not None:
-                head.lm_head.weight.data.copy_(rows)
-        return head
+        self.norm = qwen3.Qwen3RMSNorm(size, config.rms_norm_eps)
+        self.markov_head = self.candidate_selector = None
+        if layout.markov is not None:
+            self.markov_head = MarkovHead(layout.markov, size, config.vocab_size, self.vocabulary)
+        if layout.selector is not None:
+            self.candidate_selector = CandidateSelector(layout.selector, size, config.vocab_size)
+        return qwen3.Qwen3RotaryEmbedding
 
     @property
     def transition(self) -> Transition | None:
@@ -334,7 +273,7 @@ class BlockHead(nn.Module):
     ) -> Tensor:
         count = width + (not self.layout.from_anchor)
         masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
-        x = self._embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
+        x = self.embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
         places = _Places.of(starts, count)
         rotation = self._rotation(x, places.position)
@@ -350,33 +289,9 @@ class BlockHead(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Outputs [..., H] to [..., D], of each place by itself."""
-        head: Any = self._target.logits if self.lm_head is None else self.lm_head
-        scores: Tensor = head(hidden) * self.layout.logit_scale
+        scores = self.score(hidden) * self.layout.logit_scale
         cap = self.layout.softcap
         return torch.tanh(scores / cap) * cap if cap > 0 else scores
-
-    def _embed(self, token_ids: Tensor) -> Tensor:
-        embed: Any = self._target.embed if self.embed_tokens is None else self.embed_tokens
-        embedded: Tensor = embed(token_ids)
-        return embedded
-
-    def _build_ends(self, names: Collection[str]) -> None:
-        size, layout = self.hidden_size, self.layout
-        self.embed_tokens: nn.Embedding | None = None
-        if "embed_tokens.weight" in names:
-            self.embed_tokens = nn.Embedding(self.config.vocab_size, size)
-        self.lm_head: nn.Linear | None = None
-        if "lm_head.weight" in names or self.vocabulary is not None:
-            self.lm_head = nn.Linear(size, layout.draft_vocab_size)
-
-    def _build_transition(self) -> None:
-        sizes = (self.hidden_size, self.config.vocab_size)
-        markov, selector = self.layout.markov, self.layout.selector
-        self.markov_head = self.candidate_selector = None
-        if markov is not None:
-            self.markov_head = MarkovHead(markov, *sizes, self.vocabulary)
-        if selector is not None:
-            self.candidate_selector = CandidateSelector(selector, *sizes)
 
     def _rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         cos, sin = self.rotary_emb(like, position_ids)

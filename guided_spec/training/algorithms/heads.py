@@ -1,6 +1,6 @@
-"""What the algorithms that train a draft head share: the unroll, scored against the target.
+"""Training of draft heads that draft token by token: EAGLE, EAGLE-3 and multi-token prediction.
 
-A draft head run over whole documents as it will run when it drafts: training-time test.
+A head is run over whole documents as it will run when it drafts: training-time test.
 
 EAGLE-3 (arXiv:2503.01840, section 3.2). At depth s the head at place p is given token p + 1 + s of
 the document and its own output of the depth before, and attends to what drafting would find in the
@@ -21,22 +21,36 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from guided_spec.errors import ModelError
+from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary
+from guided_spec.models.heads.eagle import EagleHead, EagleLayout
+from guided_spec.models.heads.eagle3 import NORM_FLAGS, Eagle3Head, Eagle3Layout
 from guided_spec.models.heads.export import head_layouts, save_head
+from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.training.algorithm import (
     TargetStates,
     TrainerKwargs,
     TrainingBatch,
     TrainingOutput,
 )
-from guided_spec.training.algorithms.options import LossOptions, ShapeOptions
+from guided_spec.training.algorithms.options import (
+    Eagle3Config,
+    EagleConfig,
+    LossOptions,
+    MtpConfig,
+    ShapeOptions,
+)
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
+from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
 __all__ = [
+    "Eagle3Training",
+    "EagleTraining",
     "FrozenTarget",
     "HeadTraining",
+    "MtpTraining",
     "forward_head",
     "head_shape",
     "make_trainable",
@@ -276,3 +290,80 @@ class HeadTraining(nn.Module):
             tensors=own_tensors(tensors, "head."),
             speculative_tokens=self._config.ttt_steps,
         )
+
+
+@register("eagle")
+class EagleTraining(HeadTraining):
+    """EAGLE, arXiv:2401.15077, by EAGLE-3's training-time test.
+
+    The paper regresses the target's next hidden state; drafting needs the distribution only, and
+    the unroll trains the head on its own states, which the regression was there for.
+    """
+
+    config_class = EagleConfig
+
+    @classmethod
+    def make_head(
+        cls, config: EagleConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> EagleHead:
+        """A fresh head, or the one of ``init``; ``vocabulary`` has to be None."""
+        del vocabulary
+        if config.init is not None:
+            return make_trainable(EagleHead.from_checkpoint(Checkpoint.open(config.init), target))
+        layout = EagleLayout.fresh(target, HeadShape(num_layers=config.num_layers))
+        return EagleHead.fresh(target, layout=layout)
+
+
+@register("eagle3")
+class Eagle3Training(HeadTraining):
+    """EAGLE-3: training-time test, arXiv:2503.01840."""
+
+    config_class = Eagle3Config
+    reduced_vocabulary = True
+
+    @classmethod
+    def make_head(
+        cls, config: Eagle3Config, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> Eagle3Head:
+        """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
+        if config.init is not None:
+            return make_trainable(Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target))
+        layout = Eagle3Layout.fresh(
+            target,
+            head_shape(config),
+            config.layer_type,
+            config.aux_layers,
+            None if vocabulary is None else len(vocabulary),
+            **{name: getattr(config, name) for name in NORM_FLAGS},
+        )
+        return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
+
+
+# Targets by model_type whose own modules follow DeepSeek's equations.
+DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe")
+
+
+@register("mtp")
+class MtpTraining(HeadTraining):
+    """Multi-token prediction modules, DeepSeek-V3's report, section 2.2.
+
+    A single module is repeated when it drafts, and trained so: FastMTP, arXiv:2509.18362. Its
+    attention follows what drafting leaves in the cache, as EAGLE-3's training-time test does.
+    """
+
+    config_class = MtpConfig
+
+    @classmethod
+    def make_head(
+        cls, config: MtpConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> MtpHead | QwenMtpHead:
+        """Fresh modules, or those of ``init``; ``vocabulary`` has to be None."""
+        del vocabulary
+        is_deepseek = config.form == "deepseek"
+        if config.form == "auto":
+            is_deepseek = target.config.model_type in DEEPSEEK
+        kind = MtpHead if is_deepseek else QwenMtpHead
+        if config.init is None:
+            return kind.fresh(target, config.num_modules, initialize=config.initialize)
+        source = source_of(target) if config.init == "target" else config.init
+        return make_trainable(kind.from_checkpoint(Checkpoint.open(source), target))
