@@ -13,7 +13,7 @@ import typer
 
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import draw, read_figure
+from guided_spec.evaluate.plots import draw, read_figure
 
 __all__ = ["draw_all", "main"]
 

@@ -21,7 +21,7 @@ from guided_spec.cli.console import (
     working,
 )
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import require_matplotlib
+from guided_spec.evaluate.plots import require_matplotlib
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch

@@ -14,12 +14,12 @@ from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_json, print_table, stderr, working
 from guided_spec.cli.options import Device, Dtype, Model, NumDraftTokens
-from guided_spec.evaluate.figure import require_matplotlib
+from guided_spec.evaluate.plots import require_matplotlib
 from guided_spec.training.options import read_device_map
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
-    from guided_spec.evaluate.acceptance import Acceptance
+    from guided_spec.evaluate.measurement import Acceptance
 
 __all__ = ["evaluate"]
 
@@ -81,8 +81,8 @@ def _measure(
     limit: int,
 ) -> list[Acceptance]:
     from guided_spec.engine.llm import LLM
-    from guided_spec.evaluate.acceptance import measure_acceptance, read_asked
-    from guided_spec.training.data.sources import check_sources
+    from guided_spec.evaluate.measurement import measure_acceptance, read_asked
+    from guided_spec.training.data.records import check_sources
 
     check_sources(data)
     with working("loading the model"):

@@ -8,11 +8,13 @@ draft is. So nothing has to be known of the head's own distribution.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
@@ -33,10 +35,58 @@ from guided_spec.proposers.drafting import (
     read_policy,
     used_policies,
 )
-from guided_spec.proposers.lattice import Lattice
 from guided_spec.types import Draft, DraftPolicy
 
-__all__ = ["BlockDrafter", "Compute"]
+__all__ = ["BlockDrafter", "Compute", "Lattice"]
+
+
+class Lattice(NamedTuple):
+    """One text's block on the host; see ``Candidates``.
+
+    token_ids: int64 [W, C]. scores: float32 [W, C]. gains: float32 [W, C, C] or None.
+    """
+
+    token_ids: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    gains: NDArray[np.float32] | None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    def options(self, place: int, previous: int | None) -> list[int]:
+        """The candidate tokens of a place behind ``previous``, the best first.
+
+        previous: the draft's token before; None: the text's own last one, at place 0. One that is
+        no candidate of the place before changes nothing.
+        """
+        scores = self.scores[place]
+        if self.gains is not None:
+            scores = self._behind(place, previous)
+        pairs = zip(self.token_ids[place].tolist(), scores.tolist(), strict=True)
+        found = [pair for pair in pairs if pair[1] > -math.inf]
+        if self.gains is not None:
+            found.sort(key=lambda pair: -pair[1])
+        return [token for token, _ in found]
+
+    def first_paths(self, place: int, drafted: Sequence[int]) -> Iterator[list[int]]:
+        """The tokens to try at each place from ``place`` on, the best first, as they are asked for.
+
+        drafted: where whoever asks appends the one that it took.
+        """
+        for at in range(place, len(self)):
+            previous = drafted[-1] if at else None
+            yield self.options(at, previous)
+
+    def _behind(self, place: int, previous: int | None) -> NDArray[np.float32]:
+        row, scores = 0, self.scores[place]
+        assert self.gains is not None
+        if place:
+            found = np.flatnonzero(self.token_ids[place - 1] == previous)
+            if not len(found):
+                return np.asarray(scores)
+            row = int(found[0])
+        return np.asarray(scores + self.gains[place, row])
+
 
 CANDIDATES = 256  # of a place: with fewer, drafts starve (docs/lattice.md)
 FOLLOWING = 32  # of them where each is scored behind each of the place before

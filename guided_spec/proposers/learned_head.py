@@ -25,9 +25,13 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import is_packed_on
 from guided_spec.models.heads.block.candidates import Block
-from guided_spec.models.heads.block.masked import MaskedReader
 from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.block.runner import BlockReader, BlockRunner, ContextReader
+from guided_spec.models.heads.block.runner import (
+    BlockReader,
+    BlockRunner,
+    ContextReader,
+    MaskedReader,
+)
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head

@@ -44,8 +44,7 @@ from guided_spec.server.middleware import BoundedBody, CountedRequests, Required
 from guided_spec.server.service import Service
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.streaming import open_stream, whole_answer
-from guided_spec.trace.page import asset
-from guided_spec.trace.steps import legend
+from guided_spec.trace.page import asset, legend
 
 __all__ = ["Playground", "build_app", "build_server", "render_playground", "serve"]
 

@@ -43,7 +43,7 @@ from guided_spec.training.card import (
     write_plots,
 )
 from guided_spec.training.data.corpus import Corpus
-from guided_spec.training.data.sources import check_sources
+from guided_spec.training.data.records import check_sources
 from guided_spec.training.features import (
     Features,
     KeptFeatures,

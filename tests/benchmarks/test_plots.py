@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from benchmarks.plots import draw_all, main
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import Figure, draw, read_figure
+from guided_spec.evaluate.plots import Figure, draw, read_figure
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 FIGURE = Figure(

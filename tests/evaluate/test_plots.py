@@ -13,9 +13,14 @@ from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.figure import read_figure
 from guided_spec.evaluate.measurement import Measurement
-from guided_spec.evaluate.plots import Origin, bench_figures, draw_all, training_figures
+from guided_spec.evaluate.plots import (
+    Origin,
+    bench_figures,
+    draw_all,
+    read_figure,
+    training_figures,
+)
 from tests.benchmarks.test_plots import description, texts
 
 ORIGIN = Origin("guided-spec bench", "none", "none", "2026-11-23")

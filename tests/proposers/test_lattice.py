@@ -14,10 +14,14 @@ from hypothesis import strategies as st
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.models.heads.block.candidates import Block, choose_candidates
-from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
+from guided_spec.models.heads.block.candidates import (
+    Block,
+    MarkovHead,
+    MarkovShape,
+    choose_candidates,
+)
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.proposers.lattice import Lattice
+from guided_spec.proposers.block_draft import Lattice
 from tests.toys import CPU, EOS, VOCAB_SIZE, Rule, ToyCompiled, hashed_rule
 
 PLACES, COUNT = 4, 3

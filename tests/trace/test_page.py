@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
-from guided_spec.trace.page import render_page
+from guided_spec.trace.page import SIGNS, render_page
 from guided_spec.trace.record import Trace
-from guided_spec.trace.steps import SIGNS
 from tests.trace.traces import make_step, make_token, make_trace
 
 HOSTILE = (

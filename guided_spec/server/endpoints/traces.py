@@ -11,9 +11,8 @@ from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.server.endpoints.replies import TraceReply
 from guided_spec.server.faults import invalid_value
 from guided_spec.server.service import Service
-from guided_spec.trace.page import summary
+from guided_spec.trace.page import StepMarkup, summary
 from guided_spec.trace.record import StepTrace, Trace
-from guided_spec.trace.steps import StepMarkup
 
 __all__ = ["SampleTraces"]
 

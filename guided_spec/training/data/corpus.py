@@ -46,9 +46,10 @@ from guided_spec.training.data.records import (
     CHAT_NAMES,
     SHAREGPT_ROLES,
     Example,
+    Line,
     read_example,
+    read_lines,
 )
-from guided_spec.training.data.sources import Line, read_lines
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.trainer import TrainingData, WorkerSignals
 from guided_spec.types import MAX_SEED, SamplingParams

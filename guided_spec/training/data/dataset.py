@@ -26,8 +26,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.training.data.records import Example, read_example
-from guided_spec.training.data.sources import read_lines, require_datasets
+from guided_spec.training.data.records import Example, read_example, read_lines, require_datasets
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.candidates import Block, choose_candidates
-from guided_spec.models.heads.block.masked import MaskedReader
-from guided_spec.models.heads.block.runner import BlockRunner, ContextReader
+from guided_spec.models.heads.block.runner import BlockRunner, ContextReader, MaskedReader
 from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.models.heads.slot_head import SlotRoom
 from guided_spec.models.packed.blocks import BLOCK, Blocks

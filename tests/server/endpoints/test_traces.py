@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from guided_spec.engine.llm import LLM
+from guided_spec.trace.page import StepMarkup
 from guided_spec.trace.record import Trace, from_json
-from guided_spec.trace.steps import StepMarkup
 from tests.server.running import ASK, Contact, Running, running
 
 CHAT: dict[str, Any] = {

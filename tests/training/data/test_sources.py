@@ -11,8 +11,7 @@ import datasets
 import pytest
 
 from guided_spec.errors import ConfigError
-from guided_spec.training.data.records import read_example
-from guided_spec.training.data.sources import PRESETS, check_sources, read_lines
+from guided_spec.training.data.records import PRESETS, check_sources, read_example, read_lines
 
 ROWS: dict[str, dict[str, Any]] = {
     "jsonschemabench": {"json_schema": '{"type": "string"}', "unique_id": "a"},

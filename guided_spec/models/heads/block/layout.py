@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.heads.block.transitions import MarkovShape, SelectorShape
+from guided_spec.models.heads.block.candidates import MarkovShape, SelectorShape
 from guided_spec.models.heads.config import (
     HeadShape,
     build_head_config,

@@ -32,9 +32,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.models.heads.block.candidates import Transition
+from guided_spec.models.heads.block.candidates import CandidateSelector, MarkovHead, Transition
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
-from guided_spec.models.heads.block.transitions import CandidateSelector, MarkovHead
 from guided_spec.models.heads.draft_head import LayoutHead
 from guided_spec.ops.slot_attention import KeyValues
 

@@ -2,7 +2,8 @@
 
 ``BlockRunner`` keeps the outputs of each slot's block, and goes along it. Who reads the text, and
 computes a block behind it, is a ``BlockReader``: ``ContextReader`` for heads that see the target's
-hidden states as keys and values, over the target's tables.
+hidden states as keys and values, over the target's tables, and ``MaskedReader`` for P-EAGLE, whose
+equations are in ``guided_spec.models.heads.eagle3``.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.candidates import Block, Transition
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
-from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.heads.eagle3 import MASK, Eagle3Head
+from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
-__all__ = ["BlockReader", "BlockRunner", "ContextReader"]
+__all__ = ["BlockReader", "BlockRunner", "ContextReader", "MaskedReader"]
 
 
 class BlockReader(Protocol):
@@ -314,3 +317,45 @@ def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
     """
     found = buffer[tables].transpose(1, 2).flatten(2, 3)[:, :, : held.shape[1]]
     return found.masked_fill(~held[:, None, :, None], 0)
+
+
+class MaskedReader:
+    """A ``BlockReader``: masks behind the last verified position, all by one forward.
+
+    width: tokens of a draft at most.
+
+    Raises ModelError for an EAGLE-3 head that has nothing to put at the places behind a text.
+    """
+
+    transition = None
+
+    def __init__(
+        self,
+        head: Eagle3Head,
+        room: SlotRoom,
+        width: int,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+    ) -> None:
+        if head.mask_hidden is None:
+            raise ModelError(f"proposer='p_eagle': expected a head with a {MASK}, found none")
+        self.head, self.width, self.size = head, width, head.hidden_size
+        self._slots = SlotHead(head, room, device=device, dtype=dtype)
+        self.max_length = self._slots.max_length
+        self.length, self.release = self._slots.length, self._slots.release
+        self.adopt, self.read = self._slots.adopt, self._slots.read
+        self.copy_slot = self._slots.copy_slot
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See ``BlockReader``."""
+        return self.head.logits(outputs)
+
+    def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
+        """See ``BlockReader``; the last token has been read already."""
+        head = self.head
+        assert head.mask_hidden is not None
+        assert head.layout.mask_token_id is not None
+        masks = last.new_full((len(slots), width - 1), head.layout.mask_token_id)
+        hidden = head.features(head.mask_hidden).expand(*masks.shape, -1)
+        return self._slots.masked(slots, masks, hidden)
