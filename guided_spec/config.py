@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, require_int
 from guided_spec.types import Verifier
 
 if TYPE_CHECKING:
@@ -105,10 +105,5 @@ def _require_one_of(name: str, value: str, names: tuple[str, ...]) -> None:
 
 
 def _require(name: str, value: int | None, *, low: int, high: int | None = None) -> None:
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(name, value, "must be an int")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(name, value, f"must be {bound}")
+    if value is not None:
+        require_int(name, value, low=low, high=high)

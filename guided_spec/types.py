@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, require_int
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
@@ -191,11 +191,11 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         object.__setattr__(self, "stop", tuple(self.stop))
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _require_int("max_tokens", self.max_tokens, low=1)
-        _require_int("top_k", self.top_k, low=0)
-        _require_int("n", self.n, low=1)
+        require_int("max_tokens", self.max_tokens, low=1)
+        require_int("top_k", self.top_k, low=0)
+        require_int("n", self.n, low=1)
         if self.seed is not None:
-            _require_int("seed", self.seed, low=0, high=MAX_SEED)
+            require_int("seed", self.seed, low=0, high=MAX_SEED)
         _require_range("temperature", self.temperature, low=0.0, high=100.0)
         _require_range("top_p", self.top_p, low=0.0, high=1.0)
         _require_range("min_p", self.min_p, low=0.0, high=1.0)
@@ -205,7 +205,7 @@ class SamplingParams:
             if not isinstance(text, str) or not text:
                 raise ConfigError("stop", text, "each stop string must be a non-empty str")
         for token in self.stop_token_ids:
-            _require_int("stop_token_ids", token, low=0)
+            require_int("stop_token_ids", token, low=0)
         if self.grammar is not None:
             object.__setattr__(self, "grammar", _read_grammar(self.grammar))
         if self.complete and self.grammar is None:
@@ -247,26 +247,18 @@ class SamplingParams:
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
         if self.allowed_token_ids is not None:
             for token in self.allowed_token_ids:
-                _require_int("allowed_token_ids", token, low=0)
+                require_int("allowed_token_ids", token, low=0)
             allowed = tuple(sorted(set(self.allowed_token_ids)))
             if not allowed:
                 raise ConfigError("allowed_token_ids", (), "allow a token, or pass None for all")
             object.__setattr__(self, "allowed_token_ids", allowed)
-        _require_int("min_tokens", self.min_tokens, low=0)
+        require_int("min_tokens", self.min_tokens, low=0)
         if self.min_tokens > self.max_tokens:
             fix = f"must be at most max_tokens, which is {self.max_tokens}"
             raise ConfigError("min_tokens", self.min_tokens, fix)
         _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
-
-
-def _require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(name, value, "must be an int")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(name, value, f"must be {bound}")
 
 
 def _require_range(name: str, value: object, *, low: float, high: float) -> None:
@@ -286,7 +278,7 @@ def _require_cache_and_policy(salt: object, policy: object) -> None:
 
 def _require_logprobs(logprobs: object, mode: object) -> None:
     if logprobs is not None:
-        _require_int("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
+        require_int("logprobs", logprobs, low=0, high=MAX_LOGPROBS)
     if mode not in get_args(LogprobsMode):
         fix = f"must be one of {', '.join(get_args(LogprobsMode))}"
         raise ConfigError("logprobs_mode", mode, fix)
@@ -304,7 +296,7 @@ def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
     except (TypeError, ValueError):
         raise ConfigError("logit_bias", bias, "must map token ids to numbers") from None
     for token, value in pairs.items():
-        _require_int("logit_bias", token, low=0)
+        require_int("logit_bias", token, low=0)
         if value != float("-inf"):
             _require_range(f"logit_bias[{token}]", value, low=-MAX_BIAS, high=MAX_BIAS)
     return tuple(sorted((token, float(value)) for token, value in pairs.items()))
@@ -319,5 +311,5 @@ def _read_words(words: object) -> tuple[str | tuple[int, ...], ...]:
         if not isinstance(word, Sequence) or not word:
             raise ConfigError("bad_words", word, "each must be a non-empty str or token ids")
         for token in () if isinstance(word, str) else word:
-            _require_int("bad_words", token, low=0)
+            require_int("bad_words", token, low=0)
     return tuple(word if isinstance(word, str) else tuple(word) for word in words)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, require_int
 from guided_spec.ops.bitmask import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
@@ -183,8 +183,7 @@ class Objective:
 
         Raises ConfigError for steps below 1, a decay outside (0, 1], and an unknown loss.
         """
-        if steps < 1:
-            raise ConfigError("steps", steps, "must be at least 1")
+        require_int("steps", steps, low=1)
         if not 0 < decay <= 1:
             raise ConfigError("decay", decay, "must be above 0 and at most 1")
         weights = tuple(decay**depth for depth in range(steps))

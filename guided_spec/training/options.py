@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, require_int
 from guided_spec.training.algorithms.options import option
 
 __all__ = ["BEST", "TRACKERS", "TrainOptions", "read_device_map"]
@@ -103,15 +103,18 @@ class TrainOptions:
     workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
 
     def __post_init__(self) -> None:
-        for name in _AT_LEAST_1:
-            _require_int(name, getattr(self, name), low=1)
-        for name in _AT_LEAST_0:
-            _require_int(name, getattr(self, name), low=0)
+        for name in (*_AT_LEAST_1, *_AT_LEAST_0):
+            value: int | None = getattr(self, name)
+            if value is not None:
+                require_int(name, value, low=int(name in _AT_LEAST_1))
         _require(self.learning_rate > 0, "learning_rate", self.learning_rate, "must be above 0")
         _require(self.clip_norm > 0, "clip_norm", self.clip_norm, "must be above 0")
         _require(self.weight_decay >= 0, "weight_decay", self.weight_decay, "must be at least 0")
-        _require_share("warmup_share", self.warmup_share)
-        _require_share("heldout_share", self.heldout_share)
+        for name, share in (
+            ("warmup_share", self.warmup_share),
+            ("heldout_share", self.heldout_share),
+        ):
+            _require(0 <= share < 1, name, share, "must be at least 0, below 1")
         if self.device_map is not None:
             read_device_map(self.device_map)
         temperature = self.regenerate_temperature
@@ -133,16 +136,6 @@ def read_device_map(text: str) -> str | dict[str, Any]:
     fix = f'must be one of {", ".join(DEVICE_MAPS)}, or JSON such as {{"": "cuda:1"}}'
     _require(isinstance(found, dict) and found, "device_map", text, fix)
     return dict(found)
-
-
-def _require_int(name: str, value: int | None, *, low: int) -> None:
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int)):
-        raise ConfigError(name, value, "must be an int")
-    _require(value is None or value >= low, name, value, f"must be at least {low}")
-
-
-def _require_share(name: str, value: float) -> None:
-    _require(0 <= value < 1, name, value, "must be at least 0, below 1")
 
 
 def _require(condition: object, name: str, value: object, fix: str) -> None:

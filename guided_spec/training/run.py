@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -29,7 +29,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
-from guided_spec.evaluate.workload import WorkItem
 from guided_spec.models.ends import has_layers, load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
@@ -60,7 +59,8 @@ from guided_spec.training.trainer import (
     check_output,
     choose_layout,
 )
-from guided_spec.training.validation import check_decoding, decode_heldout, decoding_params
+from guided_spec.training.validation import HeldoutDecoding
+from guided_spec.types import SamplingParams
 
 __all__ = [
     "REPORT",
@@ -115,26 +115,18 @@ class Rehearsal:
     def __exit__(self, *exc_info: object) -> None:
         self._clean()
 
-    def decode(self, items: Sequence[WorkItem]) -> None:
-        """Begin to decode ``items`` with the untrained draft.
+    def decode(self, decoding: HeldoutDecoding) -> None:
+        """Begin with ``decoding``, by the untrained draft.
 
-        Raises ConfigError where ``decode_heldout`` would raise something.
+        Raises ConfigError where all of it would raise something.
         """
-        options = self.options
-        if not items:
+        if not decoding.items:
             return
         try:
-            check_decoding(
-                self.target,
-                self.tokenizer,
-                self.folder,
-                items,
-                decoding_params(options),
-                num_draft_tokens=options.num_draft_tokens,
-            )
+            decoding.check(self.folder)
         except GuidedSpecError as error:
             fix = f"{error}; correct that, or pass --decode-limit 0"
-            raise ConfigError("decode_limit", options.decode_limit, fix) from error
+            raise ConfigError("decode_limit", self.options.decode_limit, fix) from error
 
     def _export(self) -> None:
         device = self.target.device
@@ -316,9 +308,12 @@ def _run(
         if accelerator.is_main_process:
             stack.enter_context(rehearsal)
         corpus = Corpus.load(options, accelerator, target, tokenizer)
+        params = SamplingParams(max_tokens=options.decode_max_tokens)
         items = corpus.decode_items(options.decode_limit)
+        count = options.num_draft_tokens
+        decoding = HeldoutDecoding(target, tokenizer, items, params, count)
         if accelerator.is_main_process:
-            rehearsal.decode(items)
+            rehearsal.decode(decoding)
             if repository is not None:
                 repository.create()
     model = algorithm.from_training_args(
@@ -336,7 +331,9 @@ def _run(
     report = _report(options, algorithm_options, result, layout)
     if accelerator.is_main_process:
         report.write()
-        report = _decode(report, options, target, tokenizer, items)
+        if decoding.items:
+            report = replace(report, decoded=decoding.run(Path(options.output)).as_dict())
+            report.write()
         _describe(report, corpus, algorithm.config_class)
         if repository is not None:
             report = replace(report, pushed=repository.push(Path(options.output)))
@@ -432,26 +429,3 @@ def _report(
         options=asdict(options),
         algorithm_options=dict(algorithm_options),
     )
-
-
-def _decode(
-    report: TrainingReport,
-    options: TrainOptions,
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    items: Sequence[WorkItem],
-) -> TrainingReport:
-    """The report with what decoding gave, written again; unchanged where there are no items."""
-    if not items:
-        return report
-    counted = decode_heldout(
-        target,
-        tokenizer,
-        Path(options.output),
-        items,
-        decoding_params(options),
-        num_draft_tokens=options.num_draft_tokens,
-    )
-    report = replace(report, decoded=counted.as_dict())
-    report.write()
-    return report

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,15 +21,12 @@ from guided_spec.evaluate.measurement import Measurement, measure_completions, v
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.training.algorithm import Metric, TrainingBatch
 from guided_spec.training.features import Features
-from guided_spec.training.options import TrainOptions
 from guided_spec.types import SamplingParams
 
 __all__ = [
+    "HeldoutDecoding",
     "MetricSums",
     "acceptance_lengths",
-    "check_decoding",
-    "decode_heldout",
-    "decoding_params",
     "evaluate",
 ]
 
@@ -104,91 +101,64 @@ def evaluate(
     return {**means, **acceptance_lengths(means)}
 
 
-def decode_heldout(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    draft: Path,
-    items: Sequence[WorkItem],
-    params: SamplingParams,
-    *,
-    num_draft_tokens: int,
-) -> Measurement:
-    """Decode the answers of ``items`` with the exported draft, each under its own grammar.
+class HeldoutDecoding(NamedTuple):
+    """The answers of ``items``, decoded with an exported draft, each under its own grammar.
 
-    draft: the folder it was exported to. items: at least one, with prompts of token ids. params:
-    how to sample; their grammar is not used.
-    ``valid`` and ``acceptance_length`` of the result are what to look at. Raises ModelError when
-    the draft does not load, or a request fails.
+    items: at least one, with prompts of token ids. params: how to sample; their grammar is not
+    used.
     """
-    wanted = [replace(params, grammar=item.grammar) for item in items]
-    context = _context(target, items, params)
-    with _engine(target, tokenizer, draft, context, num_draft_tokens=num_draft_tokens) as llm:
-        started = time.perf_counter()
-        outputs = llm.generate([item.prompt for item in items], wanted, on_error="return")
-        seconds = time.perf_counter() - started
-    completions = [output.completions[0] for output in outputs]
-    for completion in completions:
-        _raise_error(draft, completion)
-    valid = valid_share(completions, items)
-    return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
 
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    items: Sequence[WorkItem]
+    params: SamplingParams
+    num_draft_tokens: int
 
-def check_decoding(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    draft: Path,
-    items: Sequence[WorkItem],
-    params: SamplingParams,
-    *,
-    num_draft_tokens: int,
-) -> None:
-    """Raise what ``decode_heldout`` would, at the cost of the first tokens of every answer."""
-    context = _context(target, items, params)
-    with _engine(target, tokenizer, draft, context, num_draft_tokens=num_draft_tokens) as llm:
-        for start in range(0, len(items), BATCH_SIZE):
-            batch = items[start : start + BATCH_SIZE]
-            waiting = set(range(len(batch)))
-            wanted = [replace(params, grammar=item.grammar) for item in batch]
-            prompts = [item.prompt for item in batch]
-            for chunk in llm.stream(prompts, wanted, on_error="return"):
-                _raise_error(draft, chunk.completion)
-                waiting.discard(chunk.prompt_index)
-                if not waiting:
-                    break
+    def run(self, draft: Path) -> Measurement:
+        """``valid`` and ``acceptance_length`` of the result are what to look at.
 
+        draft: the folder that it was exported to. Raises ModelError when it does not load, or a
+        request fails.
+        """
+        items = self.items
+        with self._engine(draft) as llm:
+            started = time.perf_counter()
+            asked = [item.prompt for item in items], self._params(items)
+            outputs = llm.generate(*asked, on_error="return")
+            seconds = time.perf_counter() - started
+        completions = [output.completions[0] for output in outputs]
+        for completion in completions:
+            _raise_error(draft, completion)
+        valid = valid_share(completions, items)
+        return measure_completions(llm.proposer, completions, seconds, valid=valid, same_text=1.0)
 
-def decoding_params(options: TrainOptions) -> SamplingParams:
-    """How held-out documents are decoded at the end of a run."""
-    return SamplingParams(max_tokens=options.decode_max_tokens)
+    def check(self, draft: Path) -> None:
+        """Raise what ``run`` would, at the cost of the first tokens of every answer."""
+        with self._engine(draft) as llm:
+            for start in range(0, len(self.items), BATCH_SIZE):
+                batch = self.items[start : start + BATCH_SIZE]
+                waiting = set(range(len(batch)))
+                asked = [item.prompt for item in batch], self._params(batch)
+                for chunk in llm.stream(*asked, on_error="return"):
+                    _raise_error(draft, chunk.completion)
+                    waiting.discard(chunk.prompt_index)
+                    if not waiting:
+                        break
 
+    def _params(self, items: Sequence[WorkItem]) -> list[SamplingParams]:
+        return [replace(self.params, grammar=item.grammar) for item in items]
 
-def _engine(
-    target: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    draft: Path,
-    context: int | None,
-    *,
-    num_draft_tokens: int,
-) -> LLM:
-    settings: dict[str, Any] = {
-        "tokenizer": tokenizer,
-        "num_draft_tokens": num_draft_tokens,
-        "max_batch_size": BATCH_SIZE,
-        "max_model_len": context,
-    }
-    return LLM(target, "auto", draft=str(draft), **settings)
+    def _engine(self, draft: Path) -> LLM:
+        """With room for the longest request, as far as the target's own limit allows it."""
+        config: Any = self.target.config.get_text_config(decoder=True)
+        needed = max(len(item.prompt) for item in self.items) + self.params.max_tokens
+        longest = min(needed, getattr(config, "max_position_embeddings", None) or needed)
+        settings: dict[str, Any] = {"tokenizer": self.tokenizer, "max_model_len": longest}
+        settings |= {"num_draft_tokens": self.num_draft_tokens, "max_batch_size": BATCH_SIZE}
+        return LLM(self.target, "auto", draft=str(draft), **settings)
 
 
 def _raise_error(draft: Path, completion: Completion | None) -> None:
     if completion is not None and completion.error is not None:
         problem = f"a held-out document failed: {completion.error}"
         raise ModelError(f"draft={str(draft)!r}: {problem}")
-
-
-def _context(
-    target: PreTrainedModel, items: Sequence[WorkItem], params: SamplingParams
-) -> int | None:
-    """What the longest request takes, as far as the target's own limit allows it."""
-    config: Any = target.config.get_text_config(decoder=True)
-    needed = max(len(item.prompt) for item in items) + params.max_tokens
-    return min(needed, getattr(config, "max_position_embeddings", None) or needed)

@@ -10,7 +10,7 @@ import pytest
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.workload import load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
-from guided_spec.training.validation import decode_heldout
+from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 from tools.bundled_models.heads import HEADS, main
 
@@ -23,14 +23,14 @@ SIZE_LIMIT = 6_000_000
 def test_a_bundled_head_drafts_well(name: str, temperature: float) -> None:
     """The figures of all documents are on the head's card; these are the first twelve."""
     path = bundled_asset("target")
-    found = decode_heldout(
+    decoding = HeldoutDecoding(
         load_model(path, device="cpu"),
         load_tokenizer(path),
-        Path(bundled_asset(name)),
         load_workload(Path(bundled_asset("heldout.jsonl")), 12),
         SamplingParams(max_tokens=360, temperature=temperature, seed=0),
         num_draft_tokens=5,
     )
+    found = decoding.run(Path(bundled_asset(name)))
     assert found.valid == 1
     assert found.acceptance_length >= 3.0
 

@@ -11,7 +11,7 @@ from guided_spec.errors import ModelError
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.loading import load_model, load_tokenizer
-from guided_spec.training.validation import decode_heldout
+from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 
 SCHEMA = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
@@ -26,7 +26,7 @@ def test_the_bundled_draft_saves_forwards() -> None:
         for text in ("The order is fine.\n\nFields: ok\nJSON: ", "Nothing works.\nJSON: ")
     ]
     params = SamplingParams(max_tokens=60)
-    found = decode_heldout(target, tokenizer, draft, items, params, num_draft_tokens=3)
+    found = HeldoutDecoding(target, tokenizer, items, params, 3).run(draft)
     assert found.name == "draft_model"
     assert found.requests == 2
     assert found.valid == 1.0
@@ -34,4 +34,4 @@ def test_the_bundled_draft_saves_forwards() -> None:
     assert found.acceptance_length == found.tokens / found.forwards > 1
     long = [WorkItem([5] * 5000, None)]
     with pytest.raises(ModelError, match="a held-out document failed: prompt has 5000 tokens"):
-        decode_heldout(target, tokenizer, draft, long, params, num_draft_tokens=3)
+        HeldoutDecoding(target, tokenizer, long, params, 3).run(draft)

@@ -21,7 +21,7 @@ from guided_spec.evaluate.workload import load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import TrainingReport, train
-from guided_spec.training.validation import decode_heldout
+from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 from tools.bundled_models.documents import sample_document
 from tools.bundled_models.head_card import head_card
@@ -148,14 +148,13 @@ def _decode(config: HeadsConfig, folder: Path) -> list[Measurement]:
     tokenizer = load_tokenizer(config.target)
     items = load_workload(config.heldout, config.decode_limit)
     return [
-        decode_heldout(
+        HeldoutDecoding(
             target,
             tokenizer,
-            folder,
             items,
             SamplingParams(max_tokens=360, temperature=temperature, seed=0),
-            num_draft_tokens=STEPS,
-        )
+            STEPS,
+        ).run(folder)
         for temperature in TEMPERATURES
     ]
 

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, require_int
 from guided_spec.models.target import TargetLayers
 
 __all__ = [
@@ -127,8 +127,8 @@ def derive_head_config(target: PreTrainedModel, model_type: str, shape: HeadShap
     """
     text_config: Any = target.config.get_text_config(decoder=True)
     for name, value in shape._asdict().items():
-        if value is not None and value < 1:
-            raise ConfigError(name, value, "must be at least 1")
+        if value is not None:
+            require_int(name, value, low=1)
     values: dict[str, Any] = _layer_sizes(text_config, shape)
     heads, pairs = values["num_attention_heads"], values["num_key_value_heads"]
     if heads % pairs:

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, require_int
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
@@ -103,8 +103,7 @@ class SaveOptions:
         if not self.dtype.is_floating_point or self.dtype.itemsize < 2:
             fix = "must be torch.bfloat16, torch.float16 or torch.float32"
             raise ConfigError("dtype", self.dtype, fix)
-        if self.speculative_tokens < 1:
-            raise ConfigError("speculative_tokens", self.speculative_tokens, "must be at least 1")
+        require_int("speculative_tokens", self.speculative_tokens, low=1)
         if self.embedding not in get_args(Embedding):
             raise ConfigError("embedding", self.embedding, "must be 'auto', 'omit' or 'copy'")
 

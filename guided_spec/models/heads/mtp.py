@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ModelError, require_int
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import Initialize, copy_layers, start_modules
 from guided_spec.models.heads.draft_head import DraftVocabulary
@@ -94,8 +94,7 @@ class _TargetModules(nn.Module):
         Raises ConfigError for arguments out of range, and ModelError for a target whose layers do
         not run alone.
         """
-        if num_modules < 1:
-            raise ConfigError("num_modules", num_modules, "must be at least 1")
+        require_int("num_modules", num_modules, low=1)
         head = start_modules(lambda: cls(target, num_modules), target)
         blocks = (getattr(layer, "mtp_block", layer) for layer in head.layers)
         copy_layers(blocks, head._kind, initialize)

@@ -18,7 +18,6 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 
 __all__ = [
-    "allocate",
     "check_quantization",
     "check_tensors",
     "dequantize",
@@ -142,8 +141,7 @@ def fill_head(
     """A head for inference, filled with tensors, on the target's device and in its dtype.
 
     build: makes the head on torch's default device, which is the meta device meanwhile; what it
-        puts elsewhere stays there. tensors, source: as for ``load_tensors``. exact: as for
-        ``allocate``.
+        puts elsewhere stays there. tensors, source, exact: as for ``load_tensors``.
 
     Raises ModelError as ``load_tensors`` does, and for buffers that no checkpoint would fill.
     """
@@ -156,35 +154,10 @@ def fill_head(
             f"checkpoint={source!r}: expected layers whose every tensor is in a checkpoint, found "
             f"{unfilled[0]}, which is not; use EAGLE-3 for this target"
         )
-    allocate(head, device=target.device, dtype=target.dtype, exact=exact)
-    load_tensors(head, tensors, source)
+    load_tensors(
+        head, tensors, source, like=torch.empty(0).to(target.device, target.dtype), exact=exact
+    )
     return head.eval()
-
-
-def allocate(
-    module: nn.Module,
-    *,
-    device: torch.device,
-    dtype: torch.dtype,
-    exact: Collection[str] = (),
-) -> None:
-    """Put the parameters into fresh memory, to be loaded; they take no gradient.
-
-    exact: parts of names of tensors that are float32 whatever ``dtype`` is, such as router biases.
-    Buffers on the meta device are treated alike, others stay as they are: rotary frequencies have
-    to be float32 whatever the weights are.
-    """
-    for path, part in module.named_modules():
-        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
-        for name, tensor in tensors:
-            is_weight = isinstance(tensor, nn.Parameter)
-            if not is_weight and not tensor.is_meta:
-                continue
-            is_exact = any(fragment in f"{path}.{name}" for fragment in exact)
-            kind = torch.float32 if is_exact else dtype
-            kind = kind if tensor.is_floating_point() else tensor.dtype
-            memory = torch.empty(tensor.shape, device=device, dtype=kind)
-            setattr(part, name, nn.Parameter(memory, requires_grad=False) if is_weight else memory)
 
 
 def load_tensors(
@@ -192,36 +165,37 @@ def load_tensors(
     tensors: Mapping[str, Tensor],
     source: str,
     *,
-    optional: Collection[str] = (),
+    like: Tensor,
+    exact: Collection[str] = (),
 ) -> None:
-    """Copy the tensors into the parameters and buffers of the same names.
+    """Put copies of the tensors in the place of the parameters and buffers of the same names.
 
-    tensors: in any dtype, on any device; they are converted to the module's.
-    source: what to name in the error.
-    optional: names that may be missing; what they would fill stays as it is.
+    tensors: in any dtype, on any device. source: what to name in the error. like: of the device and
+    the dtype that they are to have. exact: parts of names of tensors that are float32 all the same,
+    such as router biases. What is not of floating point keeps the module's dtype, and what no
+    checkpoint holds stays as it is: rotary frequencies have to be float32 whatever the weights are.
 
-    Raises one ModelError that lists every missing, unexpected and wrongly shaped tensor; the module
-    is unchanged then.
+    Parameters take no gradient. Raises ModelError as ``check_tensors`` does; the module is
+    unchanged then.
     """
     expected = module.state_dict()
-    check_tensors(expected, tensors, f"checkpoint={source!r}", optional=optional)
-    with torch.no_grad():
-        for name in expected.keys() & tensors.keys():
-            expected[name].copy_(tensors[name])
+    check_tensors(expected, tensors, f"checkpoint={source!r}")
+    placed = {}
+    for name, old in expected.items():
+        is_exact = any(fragment in name for fragment in exact)
+        kind = torch.float32 if is_exact else like.dtype
+        kind = kind if old.is_floating_point() else old.dtype
+        placed[name] = tensors[name].to(like.device, kind, copy=True)
+    module.load_state_dict(placed, assign=True)
+    module.requires_grad_(requires_grad=False)
 
 
-def check_tensors(
-    expected: Mapping[str, Tensor],
-    tensors: Mapping[str, Tensor],
-    what: str,
-    *,
-    optional: Collection[str] = (),
-) -> None:
+def check_tensors(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], what: str) -> None:
     """Raise one ModelError that lists every missing, unexpected and wrongly shaped tensor.
 
-    what: where they are from, for the error. optional: names that may be missing.
+    what: where they are from, for the error.
     """
-    missing = sorted(expected.keys() - tensors.keys() - set(optional))
+    missing = sorted(expected.keys() - tensors.keys())
     unexpected = sorted(tensors.keys() - expected.keys())
     shared = sorted(expected.keys() & tensors.keys())
     misshaped = [name for name in shared if expected[name].shape != tensors[name].shape]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ConfigError, ModelError
+from guided_spec.errors import ConfigError, ModelError, require_int
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
@@ -43,8 +43,7 @@ class DFlashTraining(HeadTraining):
         cls, config: DFlashConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
     ) -> BlockHead:
         """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
-        if config.anchors < 1:
-            raise ConfigError("anchors", config.anchors, "must be at least 1")
+        require_int("anchors", config.anchors, low=1)
         if config.init is not None:
             head = BlockHead.from_checkpoint(Checkpoint.open(config.init), target)
             _require_plain(head, config)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, require_int
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 
@@ -57,8 +57,7 @@ class TokenBatches(Sampler[list[int]]):
         self._lengths = np.asarray(lengths[:], dtype=np.int64)
         if not len(self._lengths):
             raise ConfigError("lengths", [], "must have at least one document")
-        if batch_tokens < 1:
-            raise ConfigError("batch_tokens", batch_tokens, "must be at least 1")
+        require_int("batch_tokens", batch_tokens, low=1)
         if not 0 <= rank < world:
             raise ConfigError("rank", rank, f"must be at least 0 and below world, which is {world}")
         self._batch_tokens = batch_tokens

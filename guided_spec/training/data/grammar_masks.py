@@ -126,18 +126,6 @@ class GrammarMasks:
             self._forget()
         return self._known(grammar)
 
-    def rows(
-        self, input_ids: Sequence[int] | NDArray[np.int64], answer_start: int, grammar: str
-    ) -> NDArray[np.int32] | None:
-        """int32 [n, W]: row i says which tokens may stand at place ``answer_start + i``.
-
-        None where there is no grammar, where it does not compile, and where the answer does not
-        satisfy it. An answer that is cut before its end satisfies it so far.
-        """
-        table = MaskTable(len(input_ids) - answer_start, self.vocabulary.vocab_size)
-        slots = self.fill(table, input_ids, answer_start, grammar)
-        return None if slots is None else table.rows().numpy()[slots]
-
     def fill(
         self,
         table: MaskTable,
@@ -145,7 +133,12 @@ class GrammarMasks:
         answer_start: int,
         grammar: str,
     ) -> list[int] | None:
-        """``rows`` as n rows of ``table``, which is left as it was where there are none."""
+        """Rows of ``table``, [n]: which tokens may stand at each place from ``answer_start`` on.
+
+        None, and the table is left as it was, where there is no grammar, where it does not compile,
+        and where the answer does not satisfy it. An answer that is cut before its end satisfies it
+        so far.
+        """
         compiled = self.compile(grammar)
         if compiled is None:
             return None

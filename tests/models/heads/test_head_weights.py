@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from guided_spec.errors import ModelError
 from guided_spec.models.heads.weights import (
-    allocate,
     check_quantization,
     dequantize,
     fill_head,
@@ -35,7 +34,7 @@ def tensors_of(module: nn.Module) -> dict[str, Tensor]:
 def test_load_converts() -> None:
     module = layers().double()
     tensors = {name: tensor.half() for name, tensor in tensors_of(module).items()}
-    load_tensors(module, tensors, "x")
+    load_tensors(module, tensors, "x", like=torch.empty(0, dtype=torch.float64))
     for name, tensor in module.state_dict().items():
         assert tensor.dtype == torch.float64
         assert torch.equal(tensor, tensors[name].double())
@@ -49,7 +48,7 @@ def test_load_lists_everything_that_is_wrong() -> None:
     tensors["1.weight"] = torch.ones(3, 1)
     tensors["2.weight"] = torch.ones(5)
     with pytest.raises(ModelError) as caught:
-        load_tensors(module, tensors, "org/head")
+        load_tensors(module, tensors, "org/head", like=torch.empty(0))
     lines = str(caught.value).splitlines()
     assert lines[0].startswith("checkpoint='org/head': its tensors do not fit")
     assert lines[1:] == [
@@ -63,17 +62,7 @@ def test_load_lists_everything_that_is_wrong() -> None:
 def test_load_cuts_long_lists() -> None:
     module = nn.ModuleList(nn.Linear(1, 1) for _ in range(50))
     with pytest.raises(ModelError, match="and 60 more"):
-        load_tensors(module, {}, "x")
-
-
-def test_optional_tensors() -> None:
-    module = layers()
-    bias = module.state_dict()["0.bias"].clone()
-    tensors = tensors_of(module)
-    del tensors["0.bias"]
-    load_tensors(module, tensors, "x", optional=["0.bias", "other"])
-    assert torch.equal(module.state_dict()["0.bias"], bias)
-    assert torch.equal(module.state_dict()["0.weight"], tensors["0.weight"])
+        load_tensors(module, {}, "x", like=torch.empty(0))
 
 
 def test_biases_follow_names() -> None:
@@ -83,25 +72,26 @@ def test_biases_follow_names() -> None:
     assert module.state_dict()["1.bias"].shape == (1,)
 
 
-def test_allocate_leaves_buffers() -> None:
+def test_load_leaves_what_no_checkpoint_holds() -> None:
     with torch.device("meta"):
         module = layers()
-    module.frequencies = nn.Buffer(torch.ones(2))
-    allocate(module, device=torch.device("cpu"), dtype=torch.bfloat16)
+    module.frequencies = nn.Buffer(torch.ones(2), persistent=False)
+    load_tensors(module, tensors_of(layers()), "x", like=torch.empty(0, dtype=torch.bfloat16))
     assert torch.equal(module.frequencies, torch.ones(2))
     for parameter in module.parameters():
         assert (parameter.device.type, parameter.dtype) == ("cpu", torch.bfloat16)
         assert not parameter.requires_grad
 
 
-def test_allocate_keeps_what_is_exact() -> None:
+def test_load_keeps_what_is_exact() -> None:
     with torch.device("meta"):
         module = layers()
         last = module.get_submodule("1")
         last.register_buffer("bias_of_router", torch.zeros(3))
         last.register_buffer("count", torch.zeros(1, dtype=torch.int64))
-    kept = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
-    allocate(module, **kept, exact=["of_router", "0.bias"])  # type: ignore[arg-type]
+    tensors = {n: torch.ones(t.shape) for n, t in module.state_dict().items()}
+    like = torch.empty(0, dtype=torch.bfloat16)
+    load_tensors(module, tensors, "x", like=like, exact=["of_router", "0.bias"])
     dtypes = {name: tensor.dtype for name, tensor in module.state_dict().items()}
     assert dtypes == {
         "0.weight": torch.bfloat16,

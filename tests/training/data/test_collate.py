@@ -16,6 +16,7 @@ from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.data.batches import Collator, TokenBatches
 from guided_spec.training.data.dataset import load_examples
 from guided_spec.training.data.grammar_masks import GrammarMasks
+from tests.training.data.test_grammar_masks import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def test_a_batch(dataset: Any, vocabulary: Vocabulary) -> None:
         assert not batch.mask_rows[at, :start].any()
         assert not batch.mask_rows[at, length:].any()
         found = batch.bitmask[batch.mask_rows[at, start:length]]
-        expected = masks.rows(row["input_ids"], start, row["grammar"])
+        expected = rows_of(masks, row["input_ids"], start, row["grammar"])
         if row["grammar"]:
             assert expected is not None
             assert torch.equal(found, torch.from_numpy(expected))

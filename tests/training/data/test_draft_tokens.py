@@ -26,6 +26,7 @@ from guided_spec.training.data.corpus import (
 from guided_spec.training.data.dataset import load_examples, write_grammar_text
 from guided_spec.training.data.grammar_masks import GrammarMasks
 from tests.masks.walks import BYTES, EOS
+from tests.training.data.test_grammar_masks import rows_of
 
 COUNTS = st.lists(st.integers(0, 4), min_size=1, max_size=40)
 
@@ -76,7 +77,7 @@ def test_forced_tokens_of_documents(heldout: Path, tokenizer: Any, vocabulary: V
     assert 0 in forced
     selected = select_draft_vocabulary(count_tokens(dataset, 4096), len(forced) + 8, forced)
     for row in dataset:
-        rows = masks.rows(row["input_ids"], int(row["answer_start"]), row["grammar"])
+        rows = rows_of(masks, row["input_ids"], int(row["answer_start"]), row["grammar"])
         assert rows is not None
         full = torch.from_numpy(rows)
         single = torch.tensor([sum(int(w).bit_count() for w in r.view("u4")) == 1 for r in rows])

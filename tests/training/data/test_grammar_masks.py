@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
@@ -29,6 +30,15 @@ SCHEMA = write_grammar_text(
 WORDS = write_grammar_text(GrammarSpec.regex("ab*c?"))
 
 
+def rows_of(
+    masks: GrammarMasks, input_ids: Any, answer_start: int, grammar: str
+) -> NDArray[np.int32] | None:
+    """int32 [n, W]: row i says which tokens may stand at place ``answer_start + i``."""
+    table = MaskTable(len(input_ids) - answer_start, masks.vocabulary.vocab_size)
+    slots = masks.fill(table, input_ids, answer_start, grammar)
+    return None if slots is None else table.rows().numpy()[slots]
+
+
 @pytest.fixture(scope="module")
 def masks(vocabulary: Vocabulary) -> GrammarMasks:
     return GrammarMasks(vocabulary)
@@ -39,7 +49,7 @@ def test_rows_are_those_of_a_matcher(heldout: Path, tokenizer: Any, masks: Gramm
     backend = XGrammarBackend(masks.vocabulary)
     for row in dataset:
         start, grammar = int(row["answer_start"]), row["grammar"]
-        rows = masks.rows(row["input_ids"], start, grammar)
+        rows = rows_of(masks, row["input_ids"], start, grammar)
         answer = row["input_ids"][start:].tolist()
         assert rows is not None
         assert rows.shape == (len(answer), 128)
@@ -74,7 +84,7 @@ def test_rows_are_those_of_a_matcher(heldout: Path, tokenizer: Any, masks: Gramm
 )
 def test_texts_of_a_grammar_and_others(text: bytes, stop: tuple[int, ...], is_legal: bool) -> None:  # noqa: FBT001
     masks = GrammarMasks(BYTES)
-    rows = masks.rows([7, 7, *text, *stop], 2, WORDS)
+    rows = rows_of(masks, [7, 7, *text, *stop], 2, WORDS)
     assert masks.rejected == (not is_legal)
     if is_legal:
         assert rows is not None
@@ -97,30 +107,30 @@ def test_texts_of_a_grammar_and_others(text: bytes, stop: tuple[int, ...], is_le
 def test_every_kind_of_grammar(grammar: GrammarSpec) -> None:
     masks = GrammarMasks(BYTES)
     text = write_grammar_text(grammar)
-    rows = masks.rows([*b"abbc", EOS], 0, text)
+    rows = rows_of(masks, [*b"abbc", EOS], 0, text)
     assert rows is not None
     legal = unpack_bitmask(torch.from_numpy(rows), BYTES.vocab_size)
     assert legal.sum(-1).tolist()[0] == 1
-    assert masks.rows([*b"abd"], 0, text) is None
+    assert rows_of(masks, [*b"abd"], 0, text) is None
     assert (masks.rejected, masks.failed) == (1, 0)
 
 
 def test_whitespace_that_was_not_asked_for(tokenizer: Any, masks: GrammarMasks) -> None:
     spec = GrammarSpec.json_schema(json.loads(json.loads(SCHEMA)["source"]), any_whitespace=True)
     token_ids = [*tokenizer('{"a":\n"b"}')["input_ids"], 0]
-    assert masks.rows(token_ids, 0, SCHEMA) is None
-    assert masks.rows(token_ids, 0, write_grammar_text(spec)) is not None
+    assert rows_of(masks, token_ids, 0, SCHEMA) is None
+    assert rows_of(masks, token_ids, 0, write_grammar_text(spec)) is not None
 
 
 def test_broken_grammars_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     masks = GrammarMasks(BYTES, cache_size=2)
     broken = write_grammar_text(GrammarSpec.regex("("))
     with caplog.at_level(logging.WARNING):
-        assert masks.rows([97], 0, broken) is None
-        assert masks.rows([97], 0, broken) is None
-        assert masks.rows([98], 0, WORDS) is None
-        assert masks.rows([98], 0, WORDS) is None
-    assert masks.rows([98], 0, "") is None
+        assert rows_of(masks, [97], 0, broken) is None
+        assert rows_of(masks, [97], 0, broken) is None
+        assert rows_of(masks, [98], 0, WORDS) is None
+        assert rows_of(masks, [98], 0, WORDS) is None
+    assert rows_of(masks, [98], 0, "") is None
     assert (masks.failed, masks.rejected) == (1, 2)  # a failure is remembered
     assert len(caplog.messages) == 2
     assert "does not compile" in caplog.messages[0]
@@ -138,7 +148,7 @@ def test_the_least_recently_used_grammar_goes_first() -> None:
 
 
 def _rows_in_worker(masks: GrammarMasks) -> tuple[int, list[list[int]]]:
-    rows = masks.rows(b"ab", 0, WORDS)
+    rows = rows_of(masks, b"ab", 0, WORDS)
     assert rows is not None
     return os.getpid(), rows.tolist()
 
@@ -151,9 +161,9 @@ def _rows_behind_a_fork() -> tuple[int, list[list[int]], int]:
 
 
 def test_masks_travel_to_other_processes() -> None:
-    here = MASKS.rows(b"ab", 0, WORDS)
+    here = rows_of(MASKS, b"ab", 0, WORDS)
     assert here is not None
-    assert MASKS.rows(b"x", 0, WORDS) is None
+    assert rows_of(MASKS, b"x", 0, WORDS) is None
     copied = pickle.loads(pickle.dumps(MASKS))
     assert copied.rejected == 0
     assert _rows_in_worker(copied)[1] == here.tolist()
@@ -188,6 +198,6 @@ def test_a_table_keeps_each_row_once() -> None:
     assert (table.rows()[0] == -1).all()
     words = masks.fill(table, b"abc", 0, WORDS)
     assert words is not None
-    expected = masks.rows(b"abc", 0, WORDS)
+    expected = rows_of(masks, b"abc", 0, WORDS)
     np.testing.assert_array_equal(table.rows().numpy()[words], expected)
     assert torch.equal(table.rows()[:length], kept)
