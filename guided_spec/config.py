@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
 
-from guided_spec.errors import ConfigError, require_int
-from guided_spec.types import Verifier
+from guided_spec.errors import ConfigError
+from guided_spec.types import Verifier, require_int
 
 if TYPE_CHECKING:
     from guided_spec.grammar.backends.registry import GrammarBackendName

@@ -43,7 +43,6 @@ __all__ = [
     "UnsatisfiableGrammarError",
     "UnsupportedSchemaError",
     "VocabularyMismatchError",
-    "require_int",
 ]
 
 
@@ -175,12 +174,3 @@ class GrammarDeadEndError(GrammarError):
 def _shorten(value: object, limit: int = 80) -> str:
     text = repr(value)
     return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
-    """Raise ConfigError, naming the argument, for what is no int from ``low`` to ``high``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ConfigError(name, value, "must be an int")
-    if value < low or (high is not None and value > high):
-        bound = f"at least {low}" if high is None else f"between {low} and {high}"
-        raise ConfigError(name, value, f"must be {bound}")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
-from guided_spec.errors import ConfigError, require_int
+from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
@@ -28,6 +28,7 @@ __all__ = [
     "TokenLogprobs",
     "TopLogprob",
     "Verifier",
+    "require_int",
 ]
 
 LogprobsMode = Literal["raw", "masked", "processed"]
@@ -259,6 +260,15 @@ class SamplingParams:
         _require_range("repetition_penalty", self.repetition_penalty, low=0.01, high=100.0)
         _require_range("frequency_penalty", self.frequency_penalty, low=-2.0, high=2.0)
         _require_range("presence_penalty", self.presence_penalty, low=-2.0, high=2.0)
+
+
+def require_int(name: str, value: object, *, low: int, high: int | None = None) -> None:
+    """Raise ConfigError, naming the argument, for what is no int from ``low`` to ``high``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ConfigError(name, value, "must be an int")
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"between {low} and {high}"
+        raise ConfigError(name, value, f"must be {bound}")
 
 
 def _require_range(name: str, value: object, *, low: float, high: float) -> None:

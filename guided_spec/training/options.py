@@ -6,8 +6,9 @@ import json
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from guided_spec.errors import ConfigError, require_int
+from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
+from guided_spec.types import require_int
 
 __all__ = ["BEST", "TRACKERS", "TrainOptions", "read_device_map"]
 

@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -303,41 +303,50 @@ def _run(
     target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
     repository = HubRepository.of(options)
-    with ExitStack() as stack:
-        rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
-        if accelerator.is_main_process:
-            stack.enter_context(rehearsal)
-        corpus = Corpus.load(options, accelerator, target, tokenizer)
-        params = SamplingParams(max_tokens=options.decode_max_tokens)
-        items = corpus.decode_items(options.decode_limit)
-        count = options.num_draft_tokens
-        decoding = HeldoutDecoding(target, tokenizer, items, params, count)
-        if accelerator.is_main_process:
-            rehearsal.decode(decoding)
-            if repository is not None:
-                repository.create()
+    rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
+    corpus, decoding = _rehearse(rehearsal, accelerator)
+    if accelerator.is_main_process and repository is not None:
+        repository.create()
     model = algorithm.from_training_args(
         target.config.get_text_config(decoder=True),
         target=target,
         vocabulary=corpus.draft_vocabulary(accelerator.device),
         **algorithm_options,
     )
-    layout = choose_layout(options, tuple(model.layouts))
     shard_layers(accelerator, model.layers)
     features = _features(options, target, tuple(model.feature_layers), corpus)
     trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
     result = trainer.run(Path(options.output))
     trainer.export(Path(options.output))
-    report = _report(options, algorithm_options, result, layout)
+    report = _report(options, algorithm_options, result, tuple(model.layouts))
     if accelerator.is_main_process:
         report.write()
-        if decoding.items:
-            report = replace(report, decoded=decoding.run(Path(options.output)).as_dict())
-            report.write()
+        report = _decode(report, decoding)
         _describe(report, corpus, algorithm.config_class)
         if repository is not None:
             report = replace(report, pushed=repository.push(Path(options.output)))
     return report
+
+
+class _Documents(NamedTuple):
+    """What is trained on, and how the end of the run decodes what is not."""
+
+    corpus: Corpus
+    decoding: HeldoutDecoding
+
+
+def _rehearse(rehearsal: Rehearsal, accelerator: Any) -> _Documents:
+    options, target, tokenizer = rehearsal.options, rehearsal.target, rehearsal.tokenizer
+    with ExitStack() as stack:
+        if accelerator.is_main_process:
+            stack.enter_context(rehearsal)
+        corpus = Corpus.load(options, accelerator, target, tokenizer)
+        items = corpus.decode_items(options.decode_limit)
+        params = SamplingParams(max_tokens=options.decode_max_tokens)
+        decoding = HeldoutDecoding(target, tokenizer, items, params, options.num_draft_tokens)
+        if accelerator.is_main_process:
+            rehearsal.decode(decoding)
+    return _Documents(corpus, decoding)
 
 
 def _describe(report: TrainingReport, corpus: Corpus, config: type) -> None:
@@ -412,12 +421,12 @@ def _report(
     options: TrainOptions,
     algorithm_options: Mapping[str, Any],
     result: TrainingResult,
-    layout: str,
+    layouts: tuple[str, ...],
 ) -> TrainingReport:
     progress = result.progress
     return TrainingReport(
         draft=options.output,
-        layout=layout,
+        layout=choose_layout(options, layouts),
         steps=progress.step,
         tokens=progress.tokens,
         seconds=progress.seconds,
@@ -429,3 +438,11 @@ def _report(
         options=asdict(options),
         algorithm_options=dict(algorithm_options),
     )
+
+
+def _decode(report: TrainingReport, decoding: HeldoutDecoding) -> TrainingReport:
+    """The report with what decoding gave, written again; unchanged where there are no items."""
+    if decoding.items:
+        report = replace(report, decoded=decoding.run(Path(report.draft)).as_dict())
+        report.write()
+    return report

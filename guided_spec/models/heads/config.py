@@ -13,8 +13,9 @@ from torch import nn
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from guided_spec.errors import ConfigError, ModelError, require_int
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.target import TargetLayers
+from guided_spec.types import require_int
 
 __all__ = [
     "HeadShape",

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ConfigError, ModelError, require_int
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
@@ -45,6 +45,7 @@ from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.heads.mtp import OWN_NAMES, MtpHead, QwenMtpHead
 from guided_spec.models.heads.weights import check_tensors, split_experts
 from guided_spec.models.target import TargetEnds, TargetLayers
+from guided_spec.types import require_int
 
 __all__ = [
     "Embedding",

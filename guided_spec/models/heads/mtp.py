@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpLayer
 
-from guided_spec.errors import ModelError, require_int
+from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import Initialize, copy_layers, start_modules
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.weights import fill_head, read_tensors
 from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
 from guided_spec.models.transformers_version import cache_keyword
+from guided_spec.types import require_int
 
 __all__ = ["OWN_NAMES", "MtpHead", "QwenMtpHead"]
 

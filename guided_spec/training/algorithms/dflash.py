@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ConfigError, ModelError, require_int
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
@@ -27,6 +27,7 @@ from guided_spec.training.algorithms.options import DFlashConfig
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetRows
+from guided_spec.types import require_int
 
 __all__ = ["DFlashTraining"]
 

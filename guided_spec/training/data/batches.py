@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Sampler, get_worker_info
 
-from guided_spec.errors import ConfigError, require_int
+from guided_spec.errors import ConfigError
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
+from guided_spec.types import require_int
 
 __all__ = [
     "Collator",
