@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -12,16 +9,10 @@ import typer
 from rich.box import SIMPLE
 from rich.table import Column, Table
 
-from guided_spec.cli.console import (
-    Json,
-    Verbose,
-    print_json,
-    print_table,
-    stderr,
-    working,
-)
+from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
+from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.plots import require_matplotlib
+from guided_spec.evaluate.plots import bench_figures
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -34,24 +25,18 @@ DEFAULT_PROPOSERS = (
 )
 
 
+@with_options
 def bench(
     workload: Annotated[Path | None, typer.Option(help="JSON Lines; see the docs.")] = None,
     proposers: Annotated[
         str | None, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
+    *,
+    load: ModelOptions,
+    reports: ReportOptions,
     batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
     limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="For sampling.")] = 0,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder.")] = None,
     profile: Annotated[
         Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
     ] = None,
@@ -64,21 +49,14 @@ def bench(
     at batch size 1 and temperature 0 only, where it does the same work. Without --workload the
     held-out documents that come with the package are used.
     """
-    load: dict[str, Any] = {"device": device, "dtype": dtype, "draft": draft, "verifier": verifier}
-    batches = _batch_sizes(batch_size)
-    load |= {"num_draft_tokens": num_draft_tokens, "max_batch_size": max(batches)}
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
-    if plot is not None:
-        require_matplotlib("--plot", str(plot))  # before anything runs
-    names = (proposers or _default_proposers(model)).split(",")
+    batches, params = _batch_sizes(batch_size), reports.params()
+    names = (proposers or _default_proposers(load.model)).split(",")
     asked = _Asked(workload, limit, names, params, batches)
-    measurements = _compare(asked, model, load, profile)
+    settings = {"verifier": verifier, "max_batch_size": max(batches)}
+    measurements = _compare(asked, load, settings, profile)
     report = [measurement.as_dict() for measurement in measurements]
-    _keep(report, output, plot)
-    if as_json:
-        for record in report:
-            print_json(record)
-    else:
+    reports.keep(report, bench_figures, as_json=as_json)
+    if not as_json:
         print_table(_table(measurements))
 
 
@@ -93,10 +71,9 @@ class _Asked(NamedTuple):
 
 
 def _compare(
-    asked: _Asked, model: str | None, load: dict[str, Any], profile: Path | None
+    asked: _Asked, load: ModelOptions, settings: dict[str, Any], profile: Path | None
 ) -> list[Measurement]:
     from guided_spec.cli.profile import profiling
-    from guided_spec.engine.llm import LLM
     from guided_spec.engine.setup import bundled_asset
     from guided_spec.evaluate.measurement import Plan, run_plan
     from guided_spec.evaluate.workload import load_workload
@@ -105,7 +82,7 @@ def _compare(
     is_greedy = asked.params.temperature == 0
     plan = Plan(items, asked.proposers, asked.params, is_greedy, asked.batch_sizes)
     with working("loading the model"):
-        llm = LLM(model, "none", **{name: v for name, v in load.items() if v is not None})
+        llm = load.load(proposer="none", **settings)
     with llm, profiling(profile):
         return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
@@ -115,18 +92,6 @@ def _batch_sizes(text: str) -> list[int]:
     if min(sizes) < 1:
         raise ConfigError("--batch-size", text, "must be numbers of at least 1, comma-separated")
     return sizes
-
-
-def _keep(report: list[dict[str, Any]], output: Path | None, plots: Path | None) -> None:
-    """Write the report, and its plots into a folder."""
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if plots is not None:
-        from guided_spec.evaluate.plots import Origin, bench_figures, draw_all
-
-        origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
-        for path in draw_all(bench_figures(report, origin), plots):
-            stderr().print(str(path))
 
 
 def _default_proposers(model: str | None) -> str:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
-from guided_spec.cli.grammar import read_text
+from guided_spec.cli.options import read_text
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["check"]

@@ -4,20 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.status import Status
 from rich.table import Table
 
-from guided_spec.cli import options
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, working
-from guided_spec.cli.grammar import (
-    grammar_from_options,
-    read_prompt,
-    require_one_stdin,
-    starting_after,
-)
+from guided_spec.cli.options import ModelOptions, Proposer, TextOptions, with_options
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -71,27 +65,11 @@ class _Writer:
             typer.echo()
 
 
+@with_options
 def generate(
-    prompt: options.Prompt,
-    schema: options.Schema = None,
-    regex: options.Regex = None,
-    choice: options.Choice = None,
-    grammar: options.Grammar = None,
-    after: options.After = None,
-    model: options.Model = None,
-    proposer: options.Proposer = None,
-    draft: options.Draft = None,
-    num_draft_tokens: options.NumDraftTokens = 5,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    chat: options.Chat = False,
+    asked: TextOptions,
+    load: ModelOptions,
+    proposer: Proposer = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
     profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
     as_json: Json = False,
@@ -102,39 +80,16 @@ def generate(
     The text goes to stdout while it is written, the report to stderr. Without --model the bundled
     model is used.
     """
-    require_one_stdin({"PROMPT": prompt, "--schema": schema, "--grammar": grammar})
-    spec = starting_after(grammar_from_options(schema, regex, choice, grammar), after)
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    sampling |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or ()}
-    params = SamplingParams(**sampling, grammar=spec)
-    text = read_prompt(prompt)
-    message = [{"role": "user", "content": text}] if chat else text
-    load = {"model": model, "proposer": proposer, "num_draft_tokens": num_draft_tokens}
-    load |= {"draft": draft, "device": device, "dtype": dtype}
-    runs = _run(load, message, params, _Manner(as_json, compare, profile))
-    _report_json(runs) if as_json else _report(runs)
-
-
-class _Manner(NamedTuple):
-    """Whether the text is not written as it comes, plain decoding runs too, and a timeline."""
-
-    is_silent: bool
-    with_plain: bool
-    trace: Path | None
-
-
-def _run(load: dict[str, Any], prompt: Any, params: SamplingParams, manner: _Manner) -> list[_Run]:
+    params, prompt = asked.params(), asked.message(asked.text())
     with working("loading the model") as status:
-        from guided_spec.engine.llm import LLM
-
-        llm = LLM(**{name: value for name, value in load.items() if value is not None})
-        writer = _Writer(status, manner.is_silent)
-        runs = [_generate(llm, prompt, params, writer, manner.trace)]
-        if manner.with_plain:
+        llm = load.load(proposer=proposer)
+        writer = _Writer(status, is_silent=as_json)
+        runs = [_generate(llm, prompt, params, writer, profile)]
+        if compare:
             status.start()  # the text has stopped it
             writer = _Writer(status, is_silent=True)
             runs.append(_generate(llm.with_proposer("none"), prompt, params, writer))
-    return runs
+    _report_json(runs) if as_json else _report(runs)
 
 
 def _generate(

@@ -1,55 +1,219 @@
-"""The options that commands share: a grammar, a model with its proposer, and how to sample."""
+"""The options that commands share, as dataclasses: a model with its draft, a text, a report.
+
+``with_options`` makes a command of a function that takes such dataclasses: each field is an option.
+"""
 
 from __future__ import annotations
 
+import inspect
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_origin, get_type_hints
 
 import typer
 
+from guided_spec.cli.console import print_json, stderr
+from guided_spec.errors import ConfigError
+from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+
+if TYPE_CHECKING:  # this loads torch
+    from guided_spec.engine.llm import LLM
+
 __all__ = [
-    "After",
-    "Chat",
-    "Choice",
-    "Device",
-    "Draft",
-    "Dtype",
-    "Grammar",
-    "MaxTokens",
-    "MinP",
-    "Model",
-    "NumDraftTokens",
-    "Prompt",
+    "ModelOptions",
     "Proposer",
-    "Regex",
-    "Schema",
-    "Seed",
-    "Stop",
-    "Temperature",
-    "TopK",
-    "TopP",
+    "ReportOptions",
+    "TextOptions",
+    "parameters_of",
+    "pick",
+    "read_text",
+    "with_options",
 ]
 
-Prompt = Annotated[str, typer.Argument(help="The text to continue; - is standard input.")]
-Chat = Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")]
-
-Schema = Annotated[Path | None, typer.Option(help="JSON schema file; - is standard input.")]
-Regex = Annotated[str | None, typer.Option(help="Regular expression.")]
-Choice = Annotated[list[str] | None, typer.Option(help="One option; repeat it.")]
-Grammar = Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")]
-After = Annotated[str | None, typer.Option(help="Free text up to this marker.")]
-
-Model = Annotated[str | None, typer.Option(help="Hub id or folder.")]
+STDIN = "-"
 Proposer = Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")]
-Draft = Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")]
-NumDraftTokens = Annotated[int, typer.Option("--num-draft-tokens", "-k")]
-Device = Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")]
 
-MaxTokens = Annotated[int, typer.Option(help="Tokens to generate at most.")]
-Temperature = Annotated[float, typer.Option(help="0 is greedy.")]
-TopK = Annotated[int, typer.Option(help="0 keeps all tokens.")]
-TopP = Annotated[float, typer.Option(help="1 keeps all tokens.")]
-MinP = Annotated[float, typer.Option(help="0 keeps all tokens.")]
-Seed = Annotated[int | None, typer.Option(help="For repeatable sampling.")]
-Stop = Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")]
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """Which model runs, and what drafts for it."""
+
+    model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None
+    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None
+    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5
+    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None
+
+    def load(self, **others: Any) -> LLM:
+        """The model; others: further arguments of ``LLM``. None counts as not given."""
+        from guided_spec.engine.llm import LLM
+
+        given = asdict(self) | others
+        return LLM(**{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextOptions:
+    """One text: its prompt, its grammar, and how it is sampled."""
+
+    prompt: Annotated[str, typer.Argument(help="The text to continue; - is standard input.")]
+    schema: Annotated[Path | None, typer.Option(help="JSON schema file; - is standard input.")] = (
+        None
+    )
+    regex: Annotated[str | None, typer.Option(help="Regular expression.")] = None
+    choice: Annotated[list[str] | None, typer.Option(help="One option; repeat it.")] = None
+    grammar: Annotated[Path | None, typer.Option(help="EBNF file, or a .lark file.")] = None
+    after: Annotated[str | None, typer.Option(help="Free text up to this marker.")] = None
+    max_tokens: Annotated[int, typer.Option(help="Tokens to generate at most.")] = 256
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    top_k: Annotated[int, typer.Option(help="0 keeps all tokens.")] = 0
+    top_p: Annotated[float, typer.Option(help="1 keeps all tokens.")] = 1.0
+    min_p: Annotated[float, typer.Option(help="0 keeps all tokens.")] = 0.0
+    seed: Annotated[int | None, typer.Option(help="For repeatable sampling.")] = None
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeat it.")] = None
+    chat: Annotated[bool, typer.Option("--chat", help="Send it as a chat message.")] = False
+
+    def params(self) -> SamplingParams:
+        """How to sample, under the grammar that was asked for.
+
+        Raises ConfigError when two grammars are given, two of these are standard input, or a file
+        cannot be read.
+        """
+        given = {"PROMPT": self.prompt, "--schema": self.schema, "--grammar": self.grammar}
+        asking = [name for name, value in given.items() if str(value) == STDIN]
+        if len(asking) > 1:
+            fix = f"is standard input, which {asking[0]} reads already; name a file"
+            raise ConfigError(asking[1], STDIN, fix)
+        spec = self._grammar()
+        if self.after is not None:
+            if spec is None:
+                raise ConfigError("--after", self.after, "needs a grammar; give one")
+            spec = spec.after(self.after)
+        names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+        chosen: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return SamplingParams(**chosen, stop=tuple(self.stop or ()), grammar=spec)
+
+    def text(self) -> str:
+        """The prompt itself; of ``-``, standard input without the end of its last line."""
+        if self.prompt != STDIN:
+            return self.prompt
+        return read_text("PROMPT", Path(self.prompt)).removesuffix("\n").removesuffix("\r")
+
+    def message(self, text: str) -> Any:
+        """``text`` as a prompt of ``LLM``."""
+        return [{"role": "user", "content": text}] if self.chat else text
+
+    def _grammar(self) -> GrammarSpec | None:
+        """None for free text. A file is EBNF unless its name ends in ``.lark``."""
+        names = ("schema", "regex", "choice", "grammar")
+        given = [f"--{name}" for name in names if getattr(self, name)]
+        if len(given) > 1:
+            raise ConfigError(given[1], "given", f"cannot go with {given[0]}: choose one grammar")
+        if self.schema is not None:
+            return GrammarSpec.json_schema(read_text("--schema", self.schema))
+        if self.regex is not None:
+            return GrammarSpec.regex(self.regex)
+        if self.choice:
+            return GrammarSpec.choice(self.choice)
+        if self.grammar is not None:
+            text = read_text("--grammar", self.grammar)
+            is_lark = self.grammar.suffix == ".lark"
+            return GrammarSpec.lark(text) if is_lark else GrammarSpec.ebnf(text)
+        return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReportOptions:
+    """What is measured with, and where the figures go beside stdout."""
+
+    max_tokens: Annotated[int, typer.Option(help="Tokens per request at most.")] = 256
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0
+    seed: Annotated[int, typer.Option(help="For sampling.")] = 0
+    output: Annotated[Path | None, typer.Option(help="Write a JSON list here too.")] = None
+    plot: Annotated[Path | None, typer.Option(help="Draw plots into this folder: SVG.")] = None
+
+    def params(self) -> SamplingParams:
+        """Of every request. Raises ConfigError where plots are asked for and cannot be drawn."""
+        if self.plot is not None:
+            require_matplotlib("--plot", str(self.plot))  # before anything runs
+        sampling: Any = {"max_tokens": self.max_tokens, "seed": self.seed}
+        return SamplingParams(**sampling, temperature=self.temperature)
+
+    def keep(
+        self,
+        report: list[dict[str, Any]],
+        figures: Callable[[list[dict[str, Any]], Origin], Mapping[str, Figure]],
+        *,
+        as_json: bool,
+    ) -> None:
+        """Write the report, and its plots into a folder; to stdout only ``as_json``."""
+        if self.output is not None:
+            self.output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        if self.plot is not None:
+            origin = Origin.here(shlex.join(["guided-spec", *sys.argv[1:]]))
+            for path in draw_all(figures(report, origin), self.plot):
+                stderr().print(str(path))
+        for record in report if as_json else ():
+            print_json(record)
+
+
+def with_options(function: Callable[..., None]) -> Callable[..., None]:
+    """``function`` as typer takes it: in place of a parameter that is a dataclass, its fields."""
+    hints = get_type_hints(function, include_extras=True)
+    groups = {name: kind for name, kind in hints.items() if is_dataclass(kind)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name in groups:
+            parameters += parameters_of(hints[name])
+        else:
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=keyword, annotation=hints[name]))
+
+    def run(**values: Any) -> None:
+        own = {name: values[name] for name in hints if name in values}
+        function(**own, **{name: pick(hints[name], values) for name in groups})
+
+    run.__name__, run.__doc__ = function.__name__, function.__doc__
+    run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
+
+
+def parameters_of(config: type) -> Iterator[inspect.Parameter]:
+    """One a field, with its default; with its type, or that and the help text in its metadata."""
+    hints = get_type_hints(config, include_extras=True)
+    for each in fields(config):
+        kind = hints[each.name]
+        if get_origin(kind) is not Annotated:
+            # A switch that is off has no second name to turn it off.
+            names = [f"--{each.name.replace('_', '-')}"] if each.default is False else []
+            kind = Annotated[kind, typer.Option(*names, help=each.metadata["help"])]
+        keyword = inspect.Parameter.KEYWORD_ONLY
+        yield inspect.Parameter(each.name, keyword, default=_default(each), annotation=kind)
+
+
+def _default(each: Field[Any]) -> Any:
+    if each.default_factory is not MISSING:
+        return each.default_factory()
+    return inspect.Parameter.empty if each.default is MISSING else each.default
+
+
+def pick(config: Any, values: Mapping[str, Any]) -> Any:
+    """A ``config`` of those of ``values`` that are its fields."""
+    return config(**{each.name: values[each.name] for each in fields(config)})
+
+
+def read_text(option: str, path: Path) -> str:
+    """The file's text; ``-`` is standard input. Raises ConfigError naming the option."""
+    try:
+        if str(path) == STDIN:
+            return sys.stdin.buffer.read().decode("utf-8")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(option, str(path), f"cannot be read: {error}") from error

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from guided_spec.cli.console import Verbose, working
+from guided_spec.cli.options import ModelOptions, Proposer, with_options
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:  # this loads torch
@@ -32,13 +33,10 @@ Key = Annotated[
 ]
 
 
+@with_options
 def serve(
-    model: Annotated[str | None, typer.Option(help="Hub id or folder.")] = None,
-    proposer: Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Draft model or head: hub id, folder.")] = None,
-    num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
+    load: ModelOptions,
+    proposer: Proposer = None,
     max_batch_size: Annotated[int, typer.Option(help="Texts that run at once.")] = 16,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a prompt and text.")] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 is every network.")] = "127.0.0.1",
@@ -66,17 +64,15 @@ def serve(
     _require_packages()
     from guided_spec.server.settings import ServerSettings
 
-    names, keys = tuple(served_model_name or [model or "bundled"]), tuple(api_key or ())
+    names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
     given: dict[str, Any] = {"tool_format": tool_format, "playground": playground}
     given |= {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
     given |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
     given |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
     given |= {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     settings = ServerSettings(model_names=names, api_keys=keys, **given)
-    load: dict[str, Any] = {"model": model, "proposer": proposer, "draft": draft}
-    load |= {"device": device, "dtype": dtype, "num_draft_tokens": num_draft_tokens}
-    load |= {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
-    _serve(load, settings, host, port)
+    sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
+    _serve(load, {"proposer": proposer, **sizes}, settings, host, port)
 
 
 def _require_packages() -> None:
@@ -90,11 +86,12 @@ def _require_packages() -> None:
         raise ConfigError("command", "serve", fix) from None
 
 
-def _serve(load: dict[str, Any], settings: ServerSettings, host: str, port: int) -> None:
-    from guided_spec.engine.llm import LLM
+def _serve(
+    load: ModelOptions, others: dict[str, Any], settings: ServerSettings, host: str, port: int
+) -> None:
     from guided_spec.server.app import serve as run_server
 
     with working("loading the model"):
-        llm = LLM(**{name: value for name, value in load.items() if value is not None})
+        llm = load.load(**others)
     with llm:
         run_server(llm, settings, host, port)

@@ -5,18 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from guided_spec.cli import options
 from guided_spec.cli.console import Json, Verbose, print_json, stderr, stdout, working
-from guided_spec.cli.grammar import (
-    grammar_from_options,
-    read_prompt,
-    require_one_stdin,
-    starting_after,
-)
+from guided_spec.cli.options import ModelOptions, Proposer, TextOptions, with_options
 from guided_spec.errors import ConfigError
 from guided_spec.types import SamplingParams
 
@@ -35,27 +29,11 @@ Compare = Annotated[str | None, typer.Option(help="Another proposer, beside it; 
 WARM_UP = 16  # tokens that are written, and forgotten, before the clock counts
 
 
+@with_options
 def trace(
-    prompt: options.Prompt,
-    schema: options.Schema = None,
-    regex: options.Regex = None,
-    choice: options.Choice = None,
-    grammar: options.Grammar = None,
-    after: options.After = None,
-    model: options.Model = None,
-    proposer: options.Proposer = None,
-    draft: options.Draft = None,
-    num_draft_tokens: options.NumDraftTokens = 5,
-    max_tokens: options.MaxTokens = 256,
-    temperature: options.Temperature = 0.0,
-    top_k: options.TopK = 0,
-    top_p: options.TopP = 1.0,
-    min_p: options.MinP = 0.0,
-    seed: options.Seed = None,
-    stop: options.Stop = None,
-    device: options.Device = None,
-    dtype: options.Dtype = None,
-    chat: options.Chat = False,
+    asked: TextOptions,
+    load: ModelOptions,
+    proposer: Proposer = None,
     compare: Compare = None,
     output: Output = None,
     as_json: Json = False,
@@ -66,31 +44,18 @@ def trace(
     Writes one page that needs no network, and says on stdout where it is. Without --model the
     bundled model is used.
     """
-    require_one_stdin({"PROMPT": prompt, "--schema": schema, "--grammar": grammar})
     outputs = output or ([] if as_json else [DEFAULT_OUTPUT])
     _check(outputs)
-    spec = starting_after(grammar_from_options(schema, regex, choice, grammar), after)
-    sampling: dict[str, Any] = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    sampling |= {"top_k": top_k, "top_p": top_p, "min_p": min_p, "stop": stop or ()}
-    load = {"model": model, "proposer": proposer, "num_draft_tokens": num_draft_tokens}
-    load |= {"draft": draft, "device": device, "dtype": dtype}
-    asked = _Asked(read_prompt(prompt), chat, SamplingParams(**sampling, grammar=spec), compare)
-    traces = _run(load, asked)
-    _write(outputs, traces, asked.text)
+    params, text = asked.params(), asked.text()
+    prompt = asked.message(text)
+    with working("loading the model"):
+        llm = load.load(proposer=proposer)
+        traces = [_trace(llm, prompt, params)]
+        if compare is not None:
+            name, _, draft = compare.partition("=")
+            traces.append(_trace(llm.with_proposer(name, draft or None), prompt, params))
+    _write(outputs, traces, text)
     _print_records(traces) if as_json else _report(traces, outputs)
-
-
-class _Asked(NamedTuple):
-    """One text to continue, or to answer, and a second proposer to do so with; None: no other."""
-
-    text: str
-    is_chat: bool
-    params: SamplingParams
-    compare: str | None
-
-    @property
-    def prompt(self) -> Any:
-        return [{"role": "user", "content": self.text}] if self.is_chat else self.text
 
 
 def _check(outputs: Sequence[Path]) -> None:
@@ -102,24 +67,12 @@ def _check(outputs: Sequence[Path]) -> None:
             raise ConfigError("--output", str(path), "is in no folder that exists; make it first")
 
 
-def _run(load: dict[str, Any], asked: _Asked) -> list[Trace]:
-    with working("loading the model"):
-        from guided_spec.engine.llm import LLM
-
-        llm = LLM(**{name: value for name, value in load.items() if value is not None})
-        traces = [_trace(llm, asked)]
-        if asked.compare is not None:
-            name, _, draft = asked.compare.partition("=")
-            traces.append(_trace(llm.with_proposer(name, draft or None), asked))
-    return traces
-
-
-def _trace(llm: LLM, asked: _Asked) -> Trace:
+def _trace(llm: LLM, prompt: Any, params: SamplingParams) -> Trace:
     """Run once; an error of the request is raised."""
-    short = replace(asked.params, max_tokens=min(asked.params.max_tokens, WARM_UP), complete=False)
+    short = replace(params, max_tokens=min(params.max_tokens, WARM_UP), complete=False)
     with llm:
-        llm.generate([asked.prompt], short)
-        (output,) = llm.generate([asked.prompt], asked.params, trace=True)
+        llm.generate([prompt], short)
+        (output,) = llm.generate([prompt], params, trace=True)
     if output.error is not None:
         raise output.error
     assert output.trace is not None  # it was asked for

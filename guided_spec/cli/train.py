@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, Field, asdict, fields
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 from typer.core import TyperCommand
 
 from guided_spec.cli.console import Json, Verbose, print_json, print_table
+from guided_spec.cli.options import parameters_of, pick
 from guided_spec.errors import ConfigError
 from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.registry import algorithm_names, find_config
@@ -60,13 +61,13 @@ def _command(algorithm: str | None) -> Any:
     config = None if algorithm is None else _config_class(algorithm)
 
     def run(*, as_json: bool, _verbose: bool, **values: Any) -> None:
-        own = {} if config is None else _pick(config, values)
-        _train(TrainOptions(**_pick(TrainOptions, values)), own, as_json=as_json)
+        own = {each.name: values[each.name] for each in ([] if config is None else fields(config))}
+        _train(pick(TrainOptions, values), own, as_json=as_json)
 
     keyword = inspect.Parameter.KEYWORD_ONLY
-    parameters = list(_parameters(TrainOptions))
+    parameters = list(parameters_of(TrainOptions))
     if config is not None:
-        parameters += _parameters(config)
+        parameters += parameters_of(config)
     for name, kind in (("as_json", Json), ("_verbose", Verbose)):
         parameters.append(inspect.Parameter(name, keyword, default=False, annotation=kind))
     run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
@@ -76,31 +77,6 @@ def _command(algorithm: str | None) -> Any:
     )
     single.command(help=inspect.getdoc(train), epilog=_epilog(algorithm))(run)
     return typer.main.get_command(single)
-
-
-def _parameters(config: type) -> Iterator[inspect.Parameter]:
-    """One a field, with its type, its default and the help text in its metadata."""
-    hints = get_type_hints(config)
-    for each in fields(config):
-        # A switch that is off has no second name to turn it off.
-        names = [f"--{each.name.replace('_', '-')}"] if each.default is False else []
-        option = typer.Option(*names, help=each.metadata["help"])
-        yield inspect.Parameter(
-            each.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=_default(each),
-            annotation=Annotated[hints[each.name], option],
-        )
-
-
-def _default(each: Field[Any]) -> Any:
-    if each.default_factory is not MISSING:
-        return each.default_factory()
-    return inspect.Parameter.empty if each.default is MISSING else each.default
-
-
-def _pick(config: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {each.name: values[each.name] for each in fields(config)}
 
 
 def _config_class(name: str) -> type:

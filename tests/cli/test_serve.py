@@ -26,23 +26,23 @@ def serve(*arguments: str, **environment: str) -> Result:
 
 def test_defaults(started: list[Any]) -> None:
     assert serve().exit_code == 0
-    load, settings, host, port = started
+    load, others, settings, host, port = started
     assert settings == ServerSettings()
     assert (host, port) == ("127.0.0.1", 8000)
-    assert load["model"] is None
-    assert load["max_batch_size"] == 16
+    assert load.model is None
+    assert others["max_batch_size"] == 16
 
 
 def test_options(started: list[Any]) -> None:
     given = ["--model", "a/b", "-k", "3", "--port", "0", "--max-queue", "0", "--body-seconds", "2"]
     assert serve(*given, GUIDED_SPEC_API_KEY="one two").exit_code == 0
-    load, settings, _, port = started
-    assert (load["model"], load["num_draft_tokens"], port) == ("a/b", 3, 0)
+    load, _, settings, _, port = started
+    assert (load.model, load.num_draft_tokens, port) == ("a/b", 3, 0)
     expected: dict[str, Any] = {"model_names": ("a/b",), "api_keys": ("one", "two")}
     assert settings == ServerSettings(**expected, max_queue=0, body_seconds=2.0)
     started.clear()
     assert serve("--model", "a/b", "--served-model-name", "c", "--api-key", "k").exit_code == 0
-    assert (started[1].model_names, started[1].api_keys) == (("c",), ("k",))
+    assert (started[2].model_names, started[2].api_keys) == (("c",), ("k",))
 
 
 def test_mistakes(started: list[Any]) -> None:
