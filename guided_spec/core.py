@@ -317,11 +317,19 @@ class DraftInFlight(Protocol):
         ...
 
 
+CarryOn = Callable[[Accepted, TargetOutput, Download], object | None]
+"""See ``DraftInFlight.carry``."""
+
+
 class FinishedDraft(NamedTuple):
-    """A draft that the host knows: nothing of it is in flight, and nothing is carried on."""
+    """A draft that the host knows: nothing of it is in flight.
+
+    carry_on: what is carried on; None: nothing is.
+    """
 
     draft: Draft
     most: tuple[int, ...]
+    carry_on: CarryOn | None = None
 
     @property
     def is_walked(self) -> bool:
@@ -341,8 +349,9 @@ class FinishedDraft(NamedTuple):
         """The draft."""
         return self.draft
 
-    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
-        """Nothing."""
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
+        """See ``carry_on``."""
+        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
 
 
 @runtime_checkable

@@ -22,13 +22,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
+from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import DraftNoise
-from guided_spec.proposers.draft_chooser import DraftChooser
+from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
 from guided_spec.proposers.masked_walk import Given, MaskedDraft, MaskedTurn, MaskedWalk, Room
 from guided_spec.types import Accepted, Draft, DraftPolicy
@@ -116,21 +116,6 @@ def draft_autoregressively(
     return loop.finish()
 
 
-class _Place(NamedTuple):
-    """One position of the draft.
-
-    tokens: int64 [B] target ids, -1 where there is none. readable: the same with 0 there.
-    probs: float32 [B, D]; None when nothing is sampled.
-    rescued: int64 [B] the only legal token where the draft vocabulary lacks it, else -1; None
-        without a reduced vocabulary.
-    """
-
-    tokens: Tensor
-    readable: Tensor
-    probs: Tensor | None
-    rescued: Tensor | None
-
-
 class _Unwalked(NamedTuple):
     """A loop's draft on its way to the host; see ``DraftInFlight``."""
 
@@ -138,6 +123,7 @@ class _Unwalked(NamedTuple):
     most: tuple[int, ...]
     loop: DraftLoop
     later: Download | None
+    carry_on: CarryOn | None
 
     @property
     def is_walked(self) -> bool:
@@ -154,8 +140,8 @@ class _Unwalked(NamedTuple):
     def finish(self) -> Draft:
         return self.loop.walk_as(self.draft, self.later)
 
-    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
-        """A model of its own has nothing to read before it is told the tokens."""
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
+        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
 
 
 class _Masked(NamedTuple):
@@ -211,7 +197,7 @@ class DraftLoop:
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
         ]
         self._sampling = batch.sampling
-        self._places: list[_Place] = []
+        self._places: list[Chosen] = []
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
@@ -233,7 +219,7 @@ class DraftLoop:
 
     def take(self, best: Tensor) -> None:
         """Every request's best tokens, int64 [B, K] target ids."""
-        self._places += [_Place(tokens, tokens, None, None) for tokens in best.unbind(1)]
+        self._places += [Chosen(ids.expand(3, -1), None, None) for ids in best.unbind(1)]
 
     def take_masked(self, walk: MaskedWalk, slots: Sequence[int], given: Given | None) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
@@ -253,15 +239,15 @@ class DraftLoop:
         draft = host_draft(self._batch, rows)
         return self._with_probs(draft)
 
-    def in_flight(self) -> DraftInFlight:
-        """The draft as the target may read it at once."""
+    def in_flight(self, carry_on: CarryOn | None = None) -> DraftInFlight:
+        """The draft as the target may read it at once. carry_on: see ``FinishedDraft``."""
         if self._masked is None and not self._places:
-            return FinishedDraft(self.finish(), (0,) * len(self._batch))
+            return FinishedDraft(self.finish(), (0,) * len(self._batch), carry_on)
         ids = self._ids()
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
         lengths = host_integers(most).to(ids.device, non_blocking=True)
-        return _Unwalked(Draft(ids, lengths), most, self, self._download())
+        return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
 
     @property
     def is_underway(self) -> bool:
@@ -293,8 +279,7 @@ class DraftLoop:
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise)
-        place = _Place(chosen.tokens, chosen.readable, chosen.probs, chosen.rescued)
-        self._places.append(place)
+        self._places.append(chosen)
         self._adjustments.append(chosen.tokens)
         if not all(self._is_later):
             self._drawn = Download(chosen.report[:2])
@@ -369,7 +354,7 @@ class DraftLoop:
         """Whether tokens were sampled; else all are certain."""
         return self._masked is not None or any(place.probs is not None for place in self._places)
 
-    def _stack(self, part: Callable[[_Place | Room], Tensor | None]) -> Tensor:
+    def _stack(self, part: Callable[[Chosen | Room], Tensor | None]) -> Tensor:
         """[B, K, ...]: one part of all that was drawn."""
         sources = self._places if self._masked is None else [self._masked.room]
         found = [kept for kept in map(part, sources) if kept is not None]

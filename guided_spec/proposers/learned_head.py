@@ -51,10 +51,9 @@ from guided_spec.proposers.drafting import (
     shared_prompts,
 )
 from guided_spec.proposers.masked_walk import Given, MaskedWalk
-from guided_spec.types import Accepted, Draft, DraftPolicy
+from guided_spec.types import Accepted, DraftPolicy
 
 __all__ = [
-    "HeadDraft",
     "LearnedHead",
     "deepseek_mtp",
     "dflash",
@@ -81,40 +80,6 @@ class _ReadAhead(NamedTuple):
 
     rows: dict[int, tuple[int, int]]
     packed: Download
-
-
-class HeadDraft(NamedTuple):
-    """A draft of ``head`` in flight: it goes on from the tokens that become of it."""
-
-    inner: DraftInFlight
-    head: LearnedHead
-    batch: DecodeBatch
-
-    @property
-    def draft(self) -> Draft:
-        return self.inner.draft
-
-    @property
-    def most(self) -> tuple[int, ...]:
-        return self.inner.most
-
-    @property
-    def is_walked(self) -> bool:
-        return self.inner.is_walked
-
-    @property
-    def is_underway(self) -> bool:
-        return self.inner.is_underway
-
-    @property
-    def answer(self) -> Callable[[], None] | None:
-        return self.inner.answer
-
-    def finish(self) -> Draft:
-        return self.inner.finish()
-
-    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
-        return self.head.read_ahead(self.batch, accepted, output, packed)
 
 
 class _Piece(NamedTuple):
@@ -175,7 +140,7 @@ class LearnedHead:
             return FinishedDraft(no_draft(batch), (0,) * len(batch))
         rows = self._open_rows(batch, lookahead)
         if self._block is None or self._paths is None:
-            return HeadDraft(self._draft(batch, lookahead, rows).in_flight(), self, batch)
+            return self._draft(batch, lookahead, rows).in_flight(partial(self.read_ahead, batch))
         block, loop = self._block, partial(self._draft, batch, lookahead)
 
         def compute(rows: Sequence[int]) -> Block:

@@ -6,7 +6,7 @@ The host fills a mask when it has seen the token before it, and launches nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -72,20 +72,8 @@ class Room(NamedTuple):
 
     def cut(self, depths: int, rows: int) -> Room:
         """The first positions of the first rows."""
-        return self._map(lambda kept: kept[:depths, :rows])
-
-    def at(self, depth: int) -> Room:
-        """The same of one position, without the dimension K."""
-        return self._map(lambda kept: kept[depth])
-
-    def behind(self, given: Given) -> Room:
-        """The positions behind what each row was given."""
-        return self._map(given.behind)
-
-    def _map(self, change: Callable[[Tensor], Tensor]) -> Room:
-        probs = None if self.probs is None else change(self.probs)
-        rescued = None if self.rescued is None else change(self.rescued)
-        return Room(change(self.ids), probs, rescued)
+        parts = (None if part is None else part[:depths, :rows] for part in self[1:])
+        return Room(self.ids[:depths, :rows], *parts)
 
 
 class MaskedTurn(NamedTuple):

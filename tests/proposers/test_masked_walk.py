@@ -117,10 +117,10 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
         if count is None:
             Device.join()
 
-    def settled(self: DraftLoop) -> DraftInFlight:
+    def settled(self: DraftLoop, *carry_on: Any) -> DraftInFlight:
         if self._running is not None:
             self._settle()
-        return in_flight(self)
+        return in_flight(self, *carry_on)
 
     monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
     monkeypatch.setattr(DraftLoop, "in_flight", settled)

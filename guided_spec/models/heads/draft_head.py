@@ -10,7 +10,7 @@ target's V tokens. Their checkpoints hold ``d2t`` int64 [D], offsets: draft id i
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
@@ -24,11 +24,15 @@ from guided_spec.models.heads.weights import fill_head, follow_biases, read_tens
 from guided_spec.models.target import TargetEnds
 
 __all__ = [
+    "MASK",
     "DraftHead",
     "DraftVocabulary",
     "LayoutHead",
     "VocabularyTensors",
 ]
+
+
+MASK = "mask_hidden"  # P-EAGLE's, for a state that is not known; stored in any shape
 
 
 class VocabularyTensors(NamedTuple):
@@ -177,11 +181,13 @@ class LayoutHead(nn.Module):
 
     The parameters are on torch's current default device, with weights not yet set.
 
-    A subclass reads its layout, and builds its modules. ignored: how the names of tensors begin
-    that checkpoints hold for training or for other runtimes. trains_output: whether a fresh head
-    has an output head of its own though its vocabulary is the target's.
+    layout_class: its ``read`` makes the layout of a config.json, of the tensors beside it, for a
+    target, from a source to be named in errors. ignored: how the names of tensors begin that
+    checkpoints hold for training or for other runtimes. trains_output: whether a fresh head has an
+    output head of its own though its vocabulary is the target's.
     """
 
+    layout_class: ClassVar[Any]
     ignored: ClassVar[tuple[str, ...]] = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
     trains_output: ClassVar[bool] = False
     num_modules = 1
@@ -223,8 +229,9 @@ class LayoutHead(nn.Module):
         source = checkpoint.source
         kept = [name for name in sorted(checkpoint.names) if not name.startswith(cls.ignored)]
         read = read_tensors(checkpoint, {name: cls._own_name(name) for name in kept}, target.dtype)
-        tensors = TargetEnds(target).without_copies(read, output=not cls.trains_output)
-        layout = cls._read_layout(checkpoint.config, tensors, target, source)
+        flat = {name: t.flatten() if name == MASK else t for name, t in read.items()}
+        tensors = TargetEnds(target).without_copies(flat, output=not cls.trains_output)
+        layout = cls.layout_class.read(checkpoint.config, tensors, target, source)
         offsets = tensors.pop("d2t", None)
         vocabulary = DraftVocabulary.of_checkpoint(offsets, layout.draft_vocab_size, target, source)
         return fill_head(lambda: cls(layout, tensors, vocabulary, target), tensors, target, source)
@@ -253,16 +260,6 @@ class LayoutHead(nn.Module):
     @classmethod
     def _own_name(cls, name: str) -> str:
         return name
-
-    @classmethod
-    def _read_layout(
-        cls,
-        config: Mapping[str, Any],
-        tensors: dict[str, Tensor],
-        target: PreTrainedModel,
-        source: str,
-    ) -> Any:
-        raise NotImplementedError
 
     def _build(self) -> Any:
         """Make all modules but the ends; returns the class of the rotary embedding."""

@@ -44,6 +44,21 @@ class EagleLayout(NamedTuple):
         config = derive_head_config(target, "llama", shape)
         return cls(config, config.vocab_size)
 
+    @classmethod
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        target: PreTrainedModel,
+        source: str,
+    ) -> EagleLayout:
+        """Raises ModelError, naming ``source``, for sizes that are not the target's."""
+        del tensors
+        head = build_head_config(config, "llama", target, source)
+        found = {"hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
+        check_fit(source, target, found)
+        return cls(head, head.vocab_size)
+
 
 class EagleHead(LayoutHead):
     """See the module's docstring; upstream's key "bias" of config.json is not looked at.
@@ -52,22 +67,9 @@ class EagleHead(LayoutHead):
     have biases in their attention.
     """
 
+    layout_class = EagleLayout
     # Some converted files carry a copy of the target's output head, which upstream ignores.
     ignored = ("lm_head.weight",)
-
-    @classmethod
-    def _read_layout(
-        cls,
-        config: Mapping[str, Any],
-        tensors: dict[str, Tensor],
-        target: PreTrainedModel,
-        source: str,
-    ) -> EagleLayout:
-        del tensors
-        head = build_head_config(config, "llama", target, source)
-        found = {"hidden_size": head.hidden_size, "vocab_size": head.vocab_size}
-        check_fit(source, target, found)
-        return EagleLayout(head, head.vocab_size)
 
     def _build(self) -> Any:
         self.fc = nn.Linear(2 * self.hidden_size, self.hidden_size)

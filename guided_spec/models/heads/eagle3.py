@@ -43,7 +43,7 @@ from guided_spec.models.heads.config import (
     check_fit,
     derive_head_config,
 )
-from guided_spec.models.heads.draft_head import DraftVocabulary, LayoutHead
+from guided_spec.models.heads.draft_head import MASK, DraftVocabulary, LayoutHead
 from guided_spec.models.transformers_version import cache_keyword
 
 __all__ = ["LAYER_IDS", "NORM_FLAGS", "Eagle3Head", "Eagle3Layout"]
@@ -51,7 +51,6 @@ __all__ = ["LAYER_IDS", "NORM_FLAGS", "Eagle3Head", "Eagle3Layout"]
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 NORM_FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 FLAGS = ("use_aux_hidden_state", *NORM_FLAGS)
-MASK = "mask_hidden"
 MASK_NAMES = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
@@ -266,6 +265,7 @@ class Eagle3Head(LayoutHead):
     """See the module's docstring."""
 
     layout: Eagle3Layout
+    layout_class = Eagle3Layout
     trains_output = True
 
     @classmethod
@@ -283,18 +283,6 @@ class Eagle3Head(LayoutHead):
     @classmethod
     def _own_name(cls, name: str) -> str:
         return name.replace("midlayer.", "layers.0.")
-
-    @classmethod
-    def _read_layout(
-        cls,
-        config: Mapping[str, Any],
-        tensors: dict[str, Tensor],
-        target: PreTrainedModel,
-        source: str,
-    ) -> Eagle3Layout:
-        if MASK in tensors:
-            tensors[MASK] = tensors[MASK].flatten()
-        return Eagle3Layout.read(config, tensors, target, source)
 
     def _build(self) -> Any:
         layout, config = self.layout, self.config

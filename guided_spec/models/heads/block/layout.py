@@ -120,8 +120,11 @@ class BlockLayout(NamedTuple):
         return layout
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], target: PreTrainedModel, source: str) -> BlockLayout:
+    def read(
+        cls, config: Mapping[str, Any], tensors: object, target: PreTrainedModel, source: str
+    ) -> BlockLayout:
         """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
+        del tensors
         is_speculators = config.get("speculators_model_type") is not None
         found = _speculators(config) if is_speculators else _zlab(config, source)
         head = build_head_config(found.pop("layers"), "qwen3", target, source)

@@ -23,13 +23,12 @@ kernel is made from what goes in, n, in groups of channels:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import PreTrainedModel
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from guided_spec.models.heads.block.candidates import CandidateSelector, MarkovHead, Transition
@@ -191,19 +190,9 @@ class BlockHead(LayoutHead):
     """See the module's docstring. transition: how a place depends on the one before."""
 
     layout: BlockLayout
+    layout_class = BlockLayout
     # What is nowhere used besides: the confidence head says how far a draft is to be believed.
     ignored = (*LayoutHead.ignored, "confidence_head.")
-
-    @classmethod
-    def _read_layout(
-        cls,
-        config: Mapping[str, Any],
-        tensors: dict[str, Tensor],
-        target: PreTrainedModel,
-        source: str,
-    ) -> BlockLayout:
-        del tensors
-        return BlockLayout.read(config, target, source)
 
     def _build(self) -> Any:
         layout, config, size = self.layout, self.config, self.hidden_size

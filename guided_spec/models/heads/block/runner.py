@@ -17,7 +17,8 @@ from torch import Tensor
 from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.candidates import Block, Transition
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
-from guided_spec.models.heads.eagle3 import MASK, Eagle3Head
+from guided_spec.models.heads.draft_head import MASK
+from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.packed_lm import Rows, split_places
