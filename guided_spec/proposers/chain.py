@@ -24,14 +24,14 @@ from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 
-__all__ = ["Chain", "Lead"]
+__all__ = ["Chain", "Previews"]
 
 
 @runtime_checkable
-class Lead(Protocol):
+class Previews(Protocol):
     """A proposer that can tell whether it has something to say, so that others give way to it."""
 
-    def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
+    def would_draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether it would draft anything after the request's draft so far."""
         ...
 
@@ -84,7 +84,7 @@ class _Turns:
         self._batch, self._lookahead = batch, lookahead
         self._carried = carried
 
-    def lead(self, ends: Sequence[int]) -> None:
+    def draft_first(self, ends: Sequence[int]) -> None:
         """The first member drafts, up to ``ends`` [B] tokens of the draft."""
         starts = self._lookahead.lengths
         with self._lookahead.until(ends):
@@ -107,7 +107,7 @@ class _Turns:
         starts = lookahead.lengths
         ends = [start + room for start, room in zip(starts, left, strict=True)]
         lead = self._members[0]
-        leads = partial(lead.leads, batch, lookahead) if isinstance(lead, Lead) else None
+        leads = partial(lead.would_draft, batch, lookahead) if isinstance(lead, Previews) else None
         with lookahead.until(ends), lookahead.pausing(leads):
             limits = tuple(map(min, batch.limits, ends))
             flight = self._begin(member, replace(batch, limits=limits))
@@ -117,7 +117,7 @@ class _Turns:
             self._walk(flight, starts)
         gained = [now - start for now, start in zip(lookahead.lengths, starts, strict=True)]
         if any(gained):
-            self.lead([batch.mask_rows.depths * (count > 0) for count in gained])
+            self.draft_first([batch.mask_rows.depths * (count > 0) for count in gained])
         return [room - count for room, count in zip(left, gained, strict=True)]
 
     def _begin(self, member: int, batch: DecodeBatch) -> DraftInFlight:
@@ -209,7 +209,7 @@ class Chain:
         """
         carried = carry if isinstance(carry, _Carried) else _Carried((None,) * len(self._members))
         turns = _Turns(self._names, self._members, batch, lookahead, carried)
-        turns.lead([batch.mask_rows.depths] * len(batch))
+        turns.draft_first([batch.mask_rows.depths] * len(batch))
         left, is_on = [batch.num_draft_tokens] * len(batch), True
         while is_on:
             before = left

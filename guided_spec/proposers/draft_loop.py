@@ -30,7 +30,13 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
-from guided_spec.proposers.masked_walk import Given, MaskedDraft, MaskedTurn, MaskedWalk, Room
+from guided_spec.proposers.masked_drafter import (
+    DraftBuffers,
+    Given,
+    MaskedDraft,
+    MaskedDrafter,
+    MaskedTurn,
+)
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = [
@@ -138,7 +144,7 @@ class _Unwalked(NamedTuple):
         return self.loop.answer
 
     def finish(self) -> Draft:
-        return self.loop.walk_as(self.draft, self.later)
+        return self.loop.finish_as(self.draft, self.later)
 
     def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
         return None if self.carry_on is None else self.carry_on(accepted, output, packed)
@@ -147,7 +153,7 @@ class _Unwalked(NamedTuple):
 class _Masked(NamedTuple):
     """A draft under masks; see ``MaskedTurn``."""
 
-    room: Room
+    room: DraftBuffers
     given: Given | None
 
     def own(self, drawn: Tensor) -> Tensor:
@@ -221,7 +227,7 @@ class DraftLoop:
         """Every request's best tokens, int64 [B, K] target ids."""
         self._places += [Chosen(ids.expand(3, -1), None, None) for ids in best.unbind(1)]
 
-    def take_masked(self, walk: MaskedWalk, slots: Sequence[int], given: Given | None) -> None:
+    def take_masked(self, walk: MaskedDrafter, slots: Sequence[int], given: Given | None) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
 
         given: what the drafts hold already; None where those that go on hold nothing.
@@ -231,7 +237,7 @@ class DraftLoop:
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
         self._masked = _Masked(self._running.room, given)
         # The device works on while whoever reads the draft launches what comes behind it.
-        self._running.walk(1)
+        self._running.accept_drawn(1)
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -258,9 +264,9 @@ class DraftLoop:
     def answer(self) -> Callable[[], None] | None:
         """See ``DraftInFlight``."""
         running = self._running
-        return None if running is None or running.is_walked else running.walk
+        return None if running is None or running.is_walked else running.accept_drawn
 
-    def walk_as(self, draft: Draft, later: Download | None) -> Draft:
+    def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
         lengths = host_integers([len(row) for row in self._walk(later)])
         lengths = lengths.to(draft.token_ids.device, non_blocking=True)
@@ -287,7 +293,7 @@ class DraftLoop:
     def _settle(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
         if self._running is not None:
-            self._running.walk()
+            self._running.accept_drawn()
             self._running = None
         if self._drawn is not None:
             tokens, starved = self._drawn.wait().tolist()
@@ -354,7 +360,7 @@ class DraftLoop:
         """Whether tokens were sampled; else all are certain."""
         return self._masked is not None or any(place.probs is not None for place in self._places)
 
-    def _stack(self, part: Callable[[Chosen | Room], Tensor | None]) -> Tensor:
+    def _stack(self, part: Callable[[Chosen | DraftBuffers], Tensor | None]) -> Tensor:
         """[B, K, ...]: one part of all that was drawn."""
         sources = self._places if self._masked is None else [self._masked.room]
         found = [kept for kept in map(part, sources) if kept is not None]

@@ -152,8 +152,8 @@ def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
 def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """Whether every request of the batch drafts under masks, and nothing but them changes logits.
 
-    policy: of the requests that do not ask for one. Such a draft can be made by a ``MaskedWalk``,
-    and handed to ``DraftLoop.take_masked``.
+    policy: of the requests that do not ask for one. Such a draft can be made by a
+    ``MaskedDrafter``, and handed to ``DraftLoop.take_masked``.
     """
     is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))

@@ -55,7 +55,7 @@ class GrammarForced:
         legal = lookahead.extend_forced(drafts)
         return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
 
-    def leads(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
+    def would_draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
         """Whether anything is forced after the request's draft so far."""
         return bool(self._draft(batch, lookahead, request, lookahead.drafted[request]))
 
@@ -99,7 +99,7 @@ class GrammarForced:
 
 
 class _Known(NamedTuple):
-    """What was found for a request at one point: ``leads`` asks, ``begin`` asks again."""
+    """What was found for a request at one point: ``would_draft`` asks, ``begin`` asks again."""
 
     key: tuple[int, int]
     tokens: list[int]
@@ -189,11 +189,11 @@ class _Style:
     def __init__(self, constraint: Constraint) -> None:
         self.constraint = constraint
         self._matcher = constraint.compiled.new_style_matcher()
-        self._followed = 0
+        self._accepted = 0
 
     def find(self, search: ForcedSearch, drafted: Sequence[int]) -> Forced | None:
         """What is forced after the committed text and ``drafted``; None without a style."""
-        self._follow()
+        self._accept_committed()
         if self._matcher is None:
             return None
         taken = 0
@@ -206,8 +206,8 @@ class _Style:
         self._matcher.rollback(taken)
         return forced
 
-    def _follow(self) -> None:
-        for token in self.constraint.committed[self._followed :]:
+    def _accept_committed(self) -> None:
+        for token in self.constraint.committed[self._accepted :]:
             if self._matcher is not None and not self._matcher.accept_token(token):
                 self._matcher = None  # the model writes in another style
-        self._followed = len(self.constraint.committed)
+        self._accepted = len(self.constraint.committed)

@@ -35,7 +35,7 @@ from guided_spec.models.heads.block.runner import (
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.ops.host import Download
@@ -50,7 +50,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     shared_prompts,
 )
-from guided_spec.proposers.masked_walk import Given, MaskedWalk
+from guided_spec.proposers.masked_drafter import Given, MaskedDrafter
 from guided_spec.types import Accepted, DraftPolicy
 
 __all__ = [
@@ -113,15 +113,15 @@ class LearnedHead:
         self._longest = context.config.num_draft_tokens
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
-        room = SlotRoom(context.num_slots, length, config.prefill_tokens, width)
+        room = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
         self._head, self._packed, self._block = (run or _over_slots)(head, room, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
         self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
-        self._masked: MaskedWalk | None = None
+        self._masked: MaskedDrafter | None = None
         if self._packed is not None and can_share(context.device):
-            self._masked = MaskedWalk(self._packed, target_ids, context)
+            self._masked = MaskedDrafter(self._packed, target_ids, context)
         self._paths: BlockDrafter | None = None
         if self._block is None:
             self._policy = read_policy(context.argument, DEFAULT_POLICY)
@@ -194,7 +194,7 @@ class LearnedHead:
         if not rows or self._draft_at_once(loop, batch, drafted, rows):
             return loop
         slots = [batch.slots[row] for row in rows]
-        self._follow(slots, [drafted[row] for row in rows], batch.device)
+        self._append_drafted(slots, [drafted[row] for row in rows], batch.device)
         index = None  # nothing has to be picked or spread
         if len(rows) < len(batch):
             index = torch.tensor(rows).to(batch.device, non_blocking=True)
@@ -207,7 +207,7 @@ class LearnedHead:
             return full.index_copy_(0, index, scores)
 
         def forward(token_ids: Tensor) -> Tensor:
-            self._head.walk(slots, token_ids if index is None else token_ids[index])
+            self._head.append(slots, token_ids if index is None else token_ids[index])
             return logits()
 
         loop.run(logits(), forward)
@@ -241,9 +241,9 @@ class LearnedHead:
         if self._masked is not None and is_masked:
             loop.take_masked(self._masked, slots, given)
         elif given is None:
-            loop.take(head.walk_greedily(slots, count))
+            loop.take(head.draft_greedily(slots, count))
         else:
-            loop.take(given.behind(head.walk_greedily(slots, count, given.token_ids).T).T)
+            loop.take(given.behind(head.draft_greedily(slots, count, given.token_ids).T).T)
         return True
 
     def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
@@ -320,10 +320,10 @@ class LearnedHead:
             states = [pieces[row].states for row in rows]
             self._head.read([batch.slots[row] for row in rows], tokens, states)
 
-    def _follow(
+    def _append_drafted(
         self, slots: Sequence[int], drafted: Sequence[Sequence[int]], device: torch.device
     ) -> None:
-        """Walk the tokens that the drafts already hold, from where the last call began."""
+        """Append the tokens that the drafts already hold, from where the last call began."""
         self._head.rewind(slots)
         missing = [
             list(tokens[self._head.depth(slot) :])
@@ -336,7 +336,7 @@ class LearnedHead:
         for depth in range(longest):
             rows = [row for row, one in enumerate(missing) if len(one) > depth]
             column = tokens[torch.tensor(rows).to(device, non_blocking=True), depth]
-            self._head.walk([slots[row] for row in rows], column)
+            self._head.append([slots[row] for row in rows], column)
         self._head.mark(slots)
 
 
@@ -349,10 +349,10 @@ class _Runner(NamedTuple):
     block: BlockRunner | None = None
 
 
-Run = Callable[[Any, SlotRoom, ProposerContext], _Runner]
+Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
 
 
-def _over_slots(head: Any, room: SlotRoom, context: ProposerContext) -> _Runner:
+def _over_slots(head: Any, room: SlotLimits, context: ProposerContext) -> _Runner:
     if is_packed_on(context.device, context.config.kernels):
         served = PackedEagle3.of(head, room.max_length)
         if served is not None:
@@ -413,18 +413,18 @@ def p_eagle(context: ProposerContext) -> LearnedHead:
     return _build("p_eagle", context, _over_masks)
 
 
-def _over_blocks(head: BlockHead, room: SlotRoom, context: ProposerContext) -> _Runner:
+def _over_blocks(head: BlockHead, room: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
     return _over_reader(ContextReader(head, room, blocks=context.blocks, **where), room, context)
 
 
-def _over_masks(head: Eagle3Head, room: SlotRoom, context: ProposerContext) -> _Runner:
+def _over_masks(head: Eagle3Head, room: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
     reader = MaskedReader(head, room, context.config.num_draft_tokens, **where)
     return _over_reader(reader, room, context)
 
 
-def _over_reader(reader: BlockReader, room: SlotRoom, context: ProposerContext) -> _Runner:
+def _over_reader(reader: BlockReader, room: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
     width = context.config.num_draft_tokens
     runner = BlockRunner(reader, room.num_slots, width, **where)

@@ -210,7 +210,7 @@ class SuffixCounts:
                 least, found = length, match
         return found
 
-    def follow(self, match: Match, tail: list[int]) -> Match | None:
+    def extend(self, match: Match, tail: list[int]) -> Match | None:
         """``find``, where ``match`` was the match before the last token of ``tail``."""
         length, node, at = match
         token = tail[-1]
@@ -401,7 +401,7 @@ def continuations(
             return
         tail.append(drafted[-1])
         matches = [
-            counts.find(tail[-1:]) if match is None else counts.follow(match, tail)
+            counts.find(tail[-1:]) if match is None else counts.extend(match, tail)
             for counts, match in zip(known, matches, strict=True)
         ]
 

@@ -154,7 +154,7 @@ class TraceRecorder:
         )
         self._steps.append(step)
         self._num_tokens += num_kept
-        self._follow([token.id for token in step.tokens])
+        self._advance([token.id for token in step.tokens])
 
     def finish(self, text: str, finish_reason: str, prompt_tokens: int) -> Trace:
         """The whole trace; what is passed are its fields."""
@@ -221,7 +221,7 @@ class TraceRecorder:
     def _is_before_marker(self) -> bool:
         return self._marker is not None and self._marker_state < len(self._marker)
 
-    def _follow(self, token_ids: Sequence[int]) -> None:
+    def _advance(self, token_ids: Sequence[int]) -> None:
         """The text goes on: in its free part, or in the JSON behind it."""
         for token_id in token_ids:
             if self._is_before_marker:

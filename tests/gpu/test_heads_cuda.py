@@ -12,7 +12,7 @@ from guided_spec.engine.outputs import RequestOutput
 from guided_spec.models.heads.loading import load_head
 from guided_spec.ops.bitmask import only_legal_token, pack_bitmask, translate_bitmask
 from guided_spec.proposers import learned_head
-from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
+from guided_spec.proposers.masked_drafter import MaskedDraft, MaskedDrafter
 from guided_spec.types import SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.learned_heads import TARGETS, HeadedTarget, write_head
@@ -67,13 +67,13 @@ def test_a_graph_that_waits_for_masks_drafts_the_same(
 ) -> None:
     headed = on_cuda(tmp_path / "head", "eagle3", torch.float32)
     walks: list[int] = []
-    begin = MaskedWalk.begin
+    begin = MaskedDrafter.begin
 
     def watched(*arguments: Any) -> MaskedDraft:
         walks.append(len(arguments[1]))
         return begin(*arguments)
 
-    monkeypatch.setattr(MaskedWalk, "begin", watched)
+    monkeypatch.setattr(MaskedDrafter, "begin", watched)
     found = generate(headed, "eagle3:mask", temperature)
     assert len(walks) > 10
     assert max(walks) == 3

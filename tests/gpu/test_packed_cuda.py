@@ -15,7 +15,7 @@ from guided_spec.evaluate.workload import load_workload
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
@@ -131,7 +131,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
     target = cast(Any, build("llama", hidden_size=64, head_dim=16)).to(CUDA)
     write_eagle3(tmp_path, target, layout="speculators", num_layers=2)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
-    room = SlotRoom(4, 100)
+    room = SlotLimits(4, 100)
     packed = PackedEagle3.of(head, room.max_length)
     assert packed is not None
     heads: list[Any] = [
@@ -150,12 +150,12 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
             slot_head.mark(slots)
             for draft in drafted:
                 found.append(slot_head.logits(slots).clone())
-                slot_head.walk(slots, draft)
+                slot_head.append(slots, draft)
             slot_head.rewind(slots)
         for stock, walked in zip(found[:3], found[3:], strict=True):
             torch.testing.assert_close(walked, stock, rtol=1e-3, atol=1e-3)
         stock_head, packed_head = heads
-        walk = packed_head.walk_greedily(slots, 3)
+        walk = packed_head.draft_greedily(slots, 3)
         for depth in range(3):
             scores = stock_head.logits(slots)
             rows = torch.arange(len(slots), device=CUDA)
@@ -165,7 +165,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(tmp_path: Path) -> None:
             assert is_drafted.any(-1).all()
             drafted = scores[rows, is_drafted.int().argmax(-1)]
             torch.testing.assert_close(drafted, best, rtol=1e-3, atol=1e-3)
-            stock_head.walk(slots, walk[:, depth])
+            stock_head.append(slots, walk[:, depth])
 
 
 @pytest.mark.parametrize("proposer", ["none", "draft_model", "eagle3"])

@@ -114,7 +114,7 @@ def test_a_followed_match_is_one_that_is_found(longest: int, texts: Texts, tail:
         if match is None:
             match = counts.find(tail[:end])
             continue
-        match = counts.follow(match, tail[:end])
+        match = counts.extend(match, tail[:end])
         length, after = slow_find(expected, tail[:end], longest)
         if match is not None and match.length > longest:
             assert length == longest

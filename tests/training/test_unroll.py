@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.training.algorithms.heads import unroll, unroll_mask
 from tests.learned_heads import TARGETS, write_head
 
@@ -54,12 +54,12 @@ def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def drafted(headed: Headed, place: int) -> list[Tensor]:
     """Logits [D] of each depth, as the serving side makes them behind tokens 0 to place + 1."""
     head, tokens = headed.head, headed.token_ids[0]
-    slots = SlotHead(head, SlotRoom(1, 32), device=torch.device("cpu"), dtype=torch.float32)
+    slots = SlotHead(head, SlotLimits(1, 32), device=torch.device("cpu"), dtype=torch.float32)
     verified = tokens[1 : place + 2].tolist()
     slots.read([0], [verified], [headed.states[0, : place + 1]])
     found = [slots.logits([0])[0].clone()]
     for depth in range(1, min(STEPS, LENGTH - 1 - place)):
-        slots.walk([0], tokens[place + 1 + depth].view(1))
+        slots.append([0], tokens[place + 1 + depth].view(1))
         found.append(slots.logits([0])[0].clone())
     return found
 

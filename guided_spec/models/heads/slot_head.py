@@ -1,4 +1,4 @@
-"""A draft head over KV slots: it reads verified tokens, then walks along a draft.
+"""A draft head over KV slots: it reads verified tokens, then goes along a draft.
 
 Keys and values of verified tokens are always computed from the *target's* hidden states. What a
 draft leaves behind them is computed from the head's own output and overwritten by the next read:
@@ -22,10 +22,10 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 
-__all__ = ["HeadRunner", "SlotHead", "SlotRoom"]
+__all__ = ["HeadRunner", "SlotHead", "SlotLimits"]
 
 
-class SlotRoom(NamedTuple):
+class SlotLimits(NamedTuple):
     """How much a head over slots holds.
 
     num_slots: texts at a time. max_length: tokens of a text.
@@ -54,7 +54,7 @@ class HeadRunner(Protocol):
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None: ...
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None: ...
-    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None: ...
+    def append(self, slots: Sequence[int], token_ids: Tensor) -> None: ...
     def logits(self, slots: Sequence[int]) -> Tensor: ...
 
 
@@ -71,7 +71,7 @@ class SlotHead:
     def __init__(
         self,
         head: DraftHead,
-        room: SlotRoom,
+        room: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -84,7 +84,7 @@ class SlotHead:
         self._cache = SlotCache(head.config, num_slots=num_slots, max_length=max_length)
         self._masks = MaskBuilder(head.config, self._cache.layer_types, self._cache.windows)
         self._lengths = [0] * num_slots  # verified positions read
-        self._depths = [0] * num_slots  # draft tokens walked behind them
+        self._depths = [0] * num_slots  # draft tokens behind them
         depth, width = head.num_modules, head.hidden_size
         # Each module's output at the last position it has read.
         self._last = torch.zeros(depth, num_slots, width, device=device, dtype=dtype)
@@ -105,7 +105,7 @@ class SlotHead:
         return self._lengths[slot]
 
     def depth(self, slot: int) -> int:
-        """Draft tokens walked behind the verified ones."""
+        """Draft tokens behind the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class SlotHead:
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """Read verified tokens; a draft walked before is forgotten.
+        """Read verified tokens; a draft made before is forgotten.
 
         tokens: [R] lists, n >= 1 each: the tokens *after* the positions. states: [R] hidden states
         of the target at the positions, [n, len(aux_hidden_layers) * H_target].
@@ -174,7 +174,7 @@ class SlotHead:
         self.mark(destinations)
 
     @torch.inference_mode()
-    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+    def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         modules = self.head.num_modules
         # Which module runs, and how many of its places lie before the text's start.
@@ -186,9 +186,9 @@ class SlotHead:
             if len(rows) < len(slots):
                 tokens = token_ids[torch.tensor(rows).to(self._device, non_blocking=True)]
             if module < modules:
-                self._walk_module(module, skip, chosen, tokens)
+                self._append_by_module(module, skip, chosen, tokens)
             else:
-                self._walk_recycled(chosen, tokens)
+                self._append_recycled(chosen, tokens)
             for slot in chosen:
                 self._depths[slot] += 1
 
@@ -202,7 +202,7 @@ class SlotHead:
         """The outputs [R, T + 1, H] at each slot's last verified position and T places behind it.
 
         token_ids: int64 [R, T]; hidden: [R, T, H], what is fed in at these places; T may be 0. What
-        they leave is overwritten by the next read; no draft has been walked.
+        they leave is overwritten by the next read; there is no draft.
         """
         first = self._hidden[self._index(slots)].unsqueeze(1)
         count = token_ids.shape[1]
@@ -250,7 +250,7 @@ class SlotHead:
         for slot, count in zip(slots, counts, strict=True):
             self._lengths[slot] += count
 
-    def _walk_recycled(self, slots: list[int], token_ids: Tensor) -> None:
+    def _append_recycled(self, slots: list[int], token_ids: Tensor) -> None:
         """One token through the last module, fed with its own output."""
         index, last = self._index(slots), self.head.num_modules - 1
         # It has been fed up to the last verified position by then, whatever number it has.
@@ -259,7 +259,9 @@ class SlotHead:
         rows = StepRows(slots, starts, [1] * len(slots))
         self._hidden[index] = self._forward(token_ids.unsqueeze(1), hidden, last, rows)[:, 0]
 
-    def _walk_module(self, module: int, skip: int, slots: list[int], token_ids: Tensor) -> None:
+    def _append_by_module(
+        self, module: int, skip: int, slots: list[int], token_ids: Tensor
+    ) -> None:
         """The next module over the whole draft, ``module`` tokens, up to the last position read.
 
         skip: tokens at the front that would belong to positions before the text's start.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import has_static_rope, has_whole_rope
 from guided_spec.models.packed.graph_pool import (
@@ -156,7 +156,7 @@ class Scored(NamedTuple):
 class _Rows(NamedTuple):
     """The rows of a draft.
 
-    places: as of ``pack_places``. given: see ``PackedSlotHead.walk_greedily``. beside: see
+    places: as of ``pack_places``. given: see ``PackedSlotHead.draft_greedily``. beside: see
     ``GraphPool.run``.
     """
 
@@ -177,7 +177,7 @@ class PackedSlotHead:
     def __init__(
         self,
         packed: PackedEagle3,
-        room: SlotRoom,
+        room: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -201,14 +201,14 @@ class PackedSlotHead:
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
-        self._has_walked = False  # whether the walking graph stands where these rows do
+        self._has_appended = False  # whether the graph that appends stands where these rows do
 
     def length(self, slot: int) -> int:
         """Verified positions that were read into the slot; 0: nothing to draft from."""
         return self._lengths[slot]
 
     def depth(self, slot: int) -> int:
-        """Draft tokens walked behind the verified ones."""
+        """Draft tokens behind the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -245,7 +245,7 @@ class PackedSlotHead:
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
-        """Read verified tokens; a draft walked before is forgotten. See ``SlotHead.read``."""
+        """Read verified tokens; a draft made before is forgotten. See ``SlotHead.read``."""
         begins = [0] * len(slots)
         while any(begin < len(row) for begin, row in zip(begins, tokens, strict=True)):
             self._read_line(slots, tokens, states, begins)
@@ -304,22 +304,22 @@ class PackedSlotHead:
         self.blocks.mark_read(slot, self._lengths[slot])
 
     @torch.inference_mode()
-    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+    def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R] on the head's device, to each slot's draft."""
         size = bucket(len(slots), ROW_SIZES)
         self.blocks.upload()  # the slots may have grown since anything was read
         inputs = {"token_ids": pad_rows(token_ids, size)}
         is_scored = self._scored is not None and self._scored[0] == tuple(slots)
-        if not is_scored or not self._has_walked:
+        if not is_scored or not self._has_appended:
             inputs["hidden"] = pad_rows(self._hidden[self._index(slots)], size)
             inputs["places"] = pack_places((slots, self._ends(slots)), size)
-        self._keep(slots, self.graphs.run(("walk", size), inputs, self._walk))
-        self._has_walked = True
+        self._keep(slots, self.graphs.run(("append", size), inputs, self._append_one))
+        self._has_appended = True
         for slot in slots:
             self._depths[slot] += 1
 
     @torch.inference_mode()
-    def walk_greedily(
+    def draft_greedily(
         self, slots: Sequence[int], count: int, given: Tensor | None = None
     ) -> Tensor:
         """int64 [R, count] target ids, each the best behind the ones before: one graph for all.
@@ -335,7 +335,7 @@ class PackedSlotHead:
         return best[: len(slots)]
 
     @torch.inference_mode()
-    def walk_by(
+    def draft_by(
         self,
         picker: Picker,
         slots: Sequence[int],
@@ -345,8 +345,8 @@ class PackedSlotHead:
     ) -> None:
         """Draft ``count`` tokens that ``picker`` picks: one graph for all.
 
-        given: as of ``walk_greedily``. All but the last are appended. beside: what the picker waits
-        for while it is launched.
+        given: as of ``draft_greedily``. All but the last are appended. beside: what the picker
+        waits for while it is launched.
         """
         places = (slots, self._ends(slots), [picker.ticket] * len(slots))
         rows = _Rows(places, given, beside)
@@ -383,7 +383,7 @@ class PackedSlotHead:
             places = pack_places([[], []], size)
             fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
             fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
-            self.graphs.prepare(("walk", size), fed, self._walk)
+            self.graphs.prepare(("append", size), fed, self._append_one)
             yield
             body = partial(self._draft_best, count)
             for given in (0, count):
@@ -392,7 +392,7 @@ class PackedSlotHead:
 
     @torch.inference_mode()
     def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
-        """Capture the graph of ``walk_by`` for ``size`` rows, ``given`` tokens among ``count``."""
+        """Capture the graph of ``draft_by`` for ``size`` rows, ``given`` tokens among ``count``."""
         body = partial(self._draft_by, picker, count)
         self._capture_draft((picker.key, count), given, (3, size), body, picker.inputs)
 
@@ -484,7 +484,7 @@ class PackedSlotHead:
     def _places(self, tokens: Tensor, rows: Tensor, width: int) -> SlotPlaces:
         return SlotPlaces(tokens, rows, self.blocks.tables, self.blocks.max_length, width)
 
-    def _walk(self, inputs: Inputs) -> Scored:
+    def _append_one(self, inputs: Inputs) -> Scored:
         """One step; the inputs are left as the next one needs them."""
         hidden, places = inputs["hidden"], inputs["places"]
         output = self._step(inputs["token_ids"], hidden, places[0], places[1])
@@ -565,7 +565,7 @@ class PackedSlotHead:
 
     def _keep(self, slots: Sequence[int], scored: Scored) -> None:
         rows = Scored(*(part[: len(slots)] for part in scored))
-        self._scored, self._has_walked = (tuple(slots), rows), False
+        self._scored, self._has_appended = (tuple(slots), rows), False
 
     def _index(self, slots: Sequence[int]) -> Tensor:
         key = tuple(slots)

@@ -18,7 +18,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.candidates import Block, choose_candidates
 from guided_spec.models.heads.block.runner import BlockRunner, ContextReader, MaskedReader
 from guided_spec.models.heads.loading import find_method, load_head
-from guided_spec.models.heads.slot_head import SlotRoom
+from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from tests.models.heads.block_checkpoints import (
     DIALECTS,
@@ -180,7 +180,7 @@ def make_runner(
 ) -> BlockRunner:
     """Its memory holds no numbers."""
     head: Any = load_head(method, folder, target)
-    reader = ContextReader(head, SlotRoom(4, 2 * BLOCK, piece=9), blocks=blocks, **WHERE)
+    reader = ContextReader(head, SlotLimits(4, 2 * BLOCK, piece=9), blocks=blocks, **WHERE)
     with torch.inference_mode():
         for layer in reader._memory:
             for buffer in layer:
@@ -230,7 +230,7 @@ def test_blocks_by_hand(
         torch.testing.assert_close(
             found, torch.stack([row[depth] for row in expected]), rtol=1e-4, atol=1e-4
         )
-        runner.walk(slots, torch.tensor([5, 6, 7]))
+        runner.append(slots, torch.tensor([5, 6, 7]))
     assert runner.logits(slots).isneginf().all()
     runner.rewind(slots)
     torch.testing.assert_close(runner.logits([3])[0], expected[2][0], rtol=1e-4, atol=1e-4)
@@ -262,11 +262,11 @@ def test_many_blocks_of_a_text_at_once(
 
 def test_no_longer_than_its_block(target: PreTrainedModel, tmp_path: Path) -> None:
     head: Any = load_head("dflash", write_dflash(tmp_path, target, block_size=4), target)
-    runner = BlockRunner(ContextReader(head, SlotRoom(1, 50), **WHERE), 1, 9, **WHERE)
+    runner = BlockRunner(ContextReader(head, SlotLimits(1, 50), **WHERE), 1, 9, **WHERE)
     runner.read([0], [[5, 6]], [torch.randn(2, 2 * head.hidden_size)])
     for depth in range(5):
         assert runner.logits([0]).isneginf().all() == (depth >= 3)
-        runner.walk([0], torch.tensor([1]))
+        runner.append([0], torch.tensor([1]))
 
 
 @torch.no_grad()
@@ -328,7 +328,7 @@ def test_layouts_by_hand(
         found = runner.logits([1])[0].float()
         wanted = hand.behind(expected.outputs[place], expected.logits[place], previous)
         torch.testing.assert_close(found, wanted, **exact)
-        runner.walk([1], torch.tensor([walked]))
+        runner.append([1], torch.tensor([walked]))
         previous = walked
     check_candidates(head, hand, block, expected)
 
@@ -370,7 +370,7 @@ def test_masks_of_p_eagle(target: PreTrainedModel, tmp_path: Path, layout: Any) 
     write_p_eagle(tmp_path, target, layout=layout, draft_vocab_size=40)
     assert find_method(tmp_path, target) == "p_eagle"
     head: Any = load_head("p_eagle", tmp_path, target)
-    runner = BlockRunner(MaskedReader(head, SlotRoom(3, 40), 5, **WHERE), 3, 5, **WHERE)
+    runner = BlockRunner(MaskedReader(head, SlotLimits(3, 40), 5, **WHERE), 3, 5, **WHERE)
     torch.manual_seed(2)
     lengths, slots = [7, 3], [2, 0]
     states = [torch.randn(length, 3 * target.config.hidden_size) for length in lengths]
@@ -400,7 +400,7 @@ def test_a_head_without_masks_is_no_p_eagle(target: PreTrainedModel, tmp_path: P
     write_eagle3(tmp_path, target)
     head: Any = load_head("eagle3", tmp_path, target)
     with pytest.raises(ModelError, match="expected a head with a mask_hidden"):
-        MaskedReader(head, SlotRoom(3, 40), 5, **WHERE)
+        MaskedReader(head, SlotLimits(3, 40), 5, **WHERE)
 
 
 SECTION = {"mask_token_id": MASK, "target_layer_ids": [0, 1]}

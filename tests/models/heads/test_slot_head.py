@@ -15,7 +15,7 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from tests.models.heads import mtp_checkpoints
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
@@ -109,7 +109,7 @@ def check(slots: SlotHead, head: DraftHead, texts: dict[int, Text]) -> None:
 
 
 def make(head: DraftHead, piece: int = 1024) -> SlotHead:
-    room = SlotRoom(SLOTS, LONGEST, piece)
+    room = SlotLimits(SLOTS, LONGEST, piece)
     return SlotHead(head, room, device=torch.device("cpu"), dtype=torch.float32)
 
 
@@ -122,7 +122,7 @@ def read(slots: SlotHead, texts: dict[int, Text], counts: dict[int, int]) -> Non
 def walk(slots: SlotHead, texts: dict[int, Text], chosen: Sequence[int]) -> None:
     for slot in chosen:
         texts[slot].draft.append(texts[slot].dice.randrange(VOCAB))
-    slots.walk(list(chosen), torch.tensor([texts[slot].draft[-1] for slot in chosen]))
+    slots.append(list(chosen), torch.tensor([texts[slot].draft[-1] for slot in chosen]))
 
 
 @pytest.mark.parametrize("seed", range(4))

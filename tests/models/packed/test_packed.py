@@ -15,7 +15,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
@@ -239,7 +239,7 @@ def test_an_unknown_hidden_layer_is_refused() -> None:
 
 
 def stock_and_packed(head: Eagle3Head) -> tuple[SlotHead, PackedSlotHead]:
-    room = SlotRoom(4, 100)
+    room = SlotLimits(4, 100)
     stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
     packed = PackedEagle3.of(head, room.max_length)
     assert packed is not None
@@ -272,7 +272,7 @@ def test_an_eagle3_head_walks_as_the_stock_one(
             head.read([0, 3, 1], tokens, states)
             for draft in drafted:
                 logits.append(head.logits([0, 3, 1]).clone())
-                head.walk([0, 3, 1], draft)
+                head.append([0, 3, 1], draft)
         for stock, packed in zip(logits[:3], logits[3:], strict=True):
             torch.testing.assert_close(packed, stock, rtol=1e-4, atol=1e-4)
 
@@ -323,14 +323,14 @@ def test_a_greedy_walk_is_one_step_after_another(
     states = [torch.randn(len(row), 3 * 32, generator=random_) for row in tokens]
     for head in (one_by_one, packed):
         head.read(slots, tokens, states)
-    walk = packed.walk_greedily(slots, 4)
+    walk = packed.draft_greedily(slots, 4)
     for depth in range(4):
         logits = one_by_one.logits(slots)
         best = logits.argmax(-1)
         best = best if found.vocabulary is None else found.vocabulary.to_target(best)
         assert torch.equal(walk[:, depth], best)
         if depth < 3:
-            one_by_one.walk(slots, best)
+            one_by_one.append(slots, best)
     assert one_by_one.depth(0) == packed.depth(0) == 3
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
 
@@ -349,7 +349,7 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
     counts, given = (2, 0, 3), torch.randint(VOCAB, (3, 3), generator=random_)
     for row, count in zip(given, counts, strict=True):
         row[count:] = -1
-    walk = packed.walk_greedily(slots, 5, given)
+    walk = packed.draft_greedily(slots, 5, given)
     for depth in range(5):
         best = one_by_one.logits(slots).argmax(-1)
         best = best if found.vocabulary is None else found.vocabulary.to_target(best)
@@ -359,10 +359,10 @@ def test_a_greedy_walk_behind_given_tokens(tmp_path: Path) -> None:
             else:
                 assert walk[row, depth] == best[row]
         if depth < 4:
-            one_by_one.walk(slots, best)
+            one_by_one.append(slots, best)
     assert one_by_one.depth(0) == packed.depth(0) == 4
     torch.testing.assert_close(packed.logits(slots), one_by_one.logits(slots), rtol=1e-5, atol=1e-5)
-    assert not torch.equal(packed.walk_greedily(slots, 5), walk)  # nothing of it is left
+    assert not torch.equal(packed.draft_greedily(slots, 5), walk)  # nothing of it is left
 
 
 def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
@@ -376,11 +376,11 @@ def test_walks_of_some_slots_and_ways_back(tmp_path: Path) -> None:
     token = torch.randint(VOCAB, (8,), generator=random_)
     for head in heads:
         head.read([2, 0, 3], tokens, states)
-        head.walk([2, 3], token[:2])
-        head.walk([3], token[2:3])
+        head.append([2, 3], token[:2])
+        head.append([3], token[2:3])
         head.mark([2, 3])
-        head.walk([2, 0, 3], token[3:6])
-        head.walk([0], token[6:7])
+        head.append([2, 0, 3], token[3:6])
+        head.append([0], token[6:7])
     stock, packed = heads
     for slots in ([0, 2, 3], [3], [2, 0]):
         expected = stock.logits(slots)
@@ -404,7 +404,11 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
     target = build("llama")
     write_eagle3(tmp_path, target)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target)
-    room, slots, random_ = SlotRoom(4, 2 * BLOCK + 10), [2, 0, 3], torch.Generator().manual_seed(0)
+    room, slots, random_ = (
+        SlotLimits(4, 2 * BLOCK + 10),
+        [2, 0, 3],
+        torch.Generator().manual_seed(0),
+    )
     form = PackedEagle3.of(head, room.max_length)
     assert form is not None
     blocks = Blocks(4, room.max_length, CPU) if is_shared else None
@@ -418,7 +422,7 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
     if blocks is not None:  # as the engine does before a step
         assert all(blocks.grow(slot, length + 8) for slot in slots)
     packed.mark(slots)
-    walk = packed.walk_greedily(slots, 5)
+    walk = packed.draft_greedily(slots, 5)
     packed.rewind(slots)
     for depth in range(5):
         torch.testing.assert_close(packed.logits(slots), stock.logits(slots), rtol=1e-4, atol=1e-4)
@@ -426,4 +430,4 @@ def test_a_draft_goes_on_in_a_block_that_is_new(
         best = best if head.vocabulary is None else head.vocabulary.to_target(best)
         assert torch.equal(walk[:, depth], best)
         for one in (stock, packed):
-            one.walk(slots, best)
+            one.append(slots, best)

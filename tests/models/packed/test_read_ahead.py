@@ -10,7 +10,7 @@ from torch import Tensor
 
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
@@ -28,7 +28,7 @@ class Pair:
         target = build("llama")
         write_eagle3(folder, target)
         head = Eagle3Head.from_checkpoint(Checkpoint.open(folder), target)
-        room = SlotRoom(4, 100)
+        room = SlotLimits(4, 100)
         packed = PackedEagle3.of(head, room.max_length)
         assert packed is not None
         self.stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
@@ -49,8 +49,8 @@ class Pair:
         """Both heads think the same of what comes next, and of what comes behind a draft token."""
         for token in (None, torch.randint(VOCAB, (3,), generator=self.source)):
             if token is not None:
-                self.stock.walk(SLOTS, token)
-                self.packed.walk(SLOTS, token)
+                self.stock.append(SLOTS, token)
+                self.packed.append(SLOTS, token)
             found, expected = self.packed.logits(SLOTS), self.stock.logits(SLOTS)
             torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -70,7 +70,7 @@ def test_what_is_confirmed_was_read(pair: Pair, most: list[int]) -> None:
     for _ in range(2):
         tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
         pair.stock.read(SLOTS, tokens, [row[:n] for row, n in zip(states, COUNTS, strict=True)])
-        pair.packed.walk(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
+        pair.packed.append(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
         pair.packed.read_ahead(SLOTS, padded(tokens), states, torch.tensor(COUNTS) - 1, most)
         for slot, count in zip(SLOTS, COUNTS, strict=True):
             pair.packed.commit(slot, count)

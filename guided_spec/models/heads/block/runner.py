@@ -19,7 +19,7 @@ from guided_spec.models.heads.block.candidates import Block, Transition
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.draft_head import MASK
 from guided_spec.models.heads.eagle3 import Eagle3Head
-from guided_spec.models.heads.slot_head import SlotHead, SlotRoom
+from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.ops.host import host_integers
@@ -92,7 +92,7 @@ class BlockRunner:
         return self._reader.length(slot)
 
     def depth(self, slot: int) -> int:
-        """Draft tokens walked behind the verified ones."""
+        """Draft tokens behind the verified ones."""
         return self._depths[slot]
 
     def release(self, slots: Sequence[int]) -> None:
@@ -116,7 +116,7 @@ class BlockRunner:
             self._depths[slot] = self._marks[slot]
 
     @torch.inference_mode()
-    def walk(self, slots: Sequence[int], token_ids: Tensor) -> None:
+    def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
         """Append one draft token, int64 [R], to each slot's draft; the block stays the same."""
         for slot in slots:
             self._depths[slot] += 1
@@ -206,7 +206,7 @@ class ContextReader:
     def __init__(
         self,
         head: BlockHead,
-        room: SlotRoom,
+        room: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
@@ -333,7 +333,7 @@ class MaskedReader:
     def __init__(
         self,
         head: Eagle3Head,
-        room: SlotRoom,
+        room: SlotLimits,
         width: int,
         *,
         device: torch.device,

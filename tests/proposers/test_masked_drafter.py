@@ -25,7 +25,7 @@ from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
-from guided_spec.proposers.masked_walk import MaskedDraft, MaskedWalk
+from guided_spec.proposers.masked_drafter import MaskedDraft, MaskedDrafter
 from guided_spec.step import speculative_step
 from guided_spec.types import Draft, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
@@ -110,7 +110,7 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A CPU reads at once what it is given: so a draft in flight is walked, although nobody is told.
     """
-    walk, in_flight = MaskedDraft.walk, DraftLoop.in_flight
+    walk, in_flight = MaskedDraft.accept_drawn, DraftLoop.in_flight
 
     def walk_and_wait(self: MaskedDraft, count: int | None = None) -> None:
         walk(self, count)
@@ -122,7 +122,7 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
             self._settle()
         return in_flight(self, *carry_on)
 
-    monkeypatch.setattr(MaskedDraft, "walk", walk_and_wait)
+    monkeypatch.setattr(MaskedDraft, "accept_drawn", walk_and_wait)
     monkeypatch.setattr(DraftLoop, "in_flight", settled)
 
 
@@ -326,13 +326,13 @@ def test_a_chain_in_flight_changes_no_text(
     """Some requests are given forced text, and a free one stands beside them."""
     monkeypatch.setattr(learned_head, "can_share", lambda _: True)
     given: list[bool] = []
-    begin = MaskedWalk.begin
+    begin = MaskedDrafter.begin
 
     def watched(*arguments: Any) -> MaskedDraft:
         given.append(arguments[3].given is not None)
         return begin(*arguments)
 
-    monkeypatch.setattr(MaskedWalk, "begin", watched)
+    monkeypatch.setattr(MaskedDrafter, "begin", watched)
     chain = "chain:grammar_forced+eagle3:mask"
     found = generate(headed_llm, chain, temperature, verifier=verifier)
     assert [output.error for output in found] == [None] * len(PROMPTS)

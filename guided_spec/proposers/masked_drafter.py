@@ -26,7 +26,7 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
-__all__ = ["Given", "MaskedDraft", "MaskedTurn", "MaskedWalk", "Room"]
+__all__ = ["DraftBuffers", "Given", "MaskedDraft", "MaskedDrafter", "MaskedTurn"]
 
 KINDS = (
     SamplingParams(temperature=0.0),
@@ -59,7 +59,7 @@ class Given(NamedTuple):
         return drawn[places, torch.arange(len(self.counts), device=drawn.device)]
 
 
-class Room(NamedTuple):
+class DraftBuffers(NamedTuple):
     """Where graphs leave what they drew; the next draft overwrites it.
 
     ids: int64 [K, R], 0 where there is none. probs: float32 [K, R, D], None where all are greedy.
@@ -70,10 +70,10 @@ class Room(NamedTuple):
     probs: Tensor | None
     rescued: Tensor | None
 
-    def cut(self, depths: int, rows: int) -> Room:
+    def cut(self, depths: int, rows: int) -> DraftBuffers:
         """The first positions of the first rows."""
         parts = (None if part is None else part[:depths, :rows] for part in self[1:])
-        return Room(self.ids[:depths, :rows], *parts)
+        return DraftBuffers(self.ids[:depths, :rows], *parts)
 
 
 class MaskedTurn(NamedTuple):
@@ -105,15 +105,15 @@ class MaskedTurn(NamedTuple):
 
 
 class MaskedDraft:
-    """A draft that the device makes, waiting for the masks that ``walk`` fills.
+    """A draft that the device makes, waiting for the masks that ``accept_drawn`` fills.
 
     room: where it comes to lie. size: rows of its graph.
     """
 
-    def __init__(self, mailbox: Mailbox, turn: MaskedTurn, room: Room, size: int) -> None:
+    def __init__(self, mailbox: Mailbox, turn: MaskedTurn, room: DraftBuffers, size: int) -> None:
         self.room = room
         self._mailbox, self._turn, self._size = mailbox, turn, size
-        self._depth = turn.first()  # the next position to walk
+        self._depth = turn.first()  # the next position to accept
         self._depths = len(room.ids)
 
     @property
@@ -127,21 +127,21 @@ class MaskedDraft:
             for depth in range(self._depth + 1):
                 self._post(lookahead, depth)
 
-    def walk(self, count: int | None = None) -> None:
-        """Walk the next tokens as they come, ``count`` or all, and fill the mask behind each.
+    def accept_drawn(self, count: int | None = None) -> None:
+        """Accept the next tokens as they come, ``count`` or all, and fill the mask behind each.
 
-        Does nothing once all are walked.
+        Does nothing once all are accepted.
         """
         end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
             with self._turn.at_work() as lookahead:
                 while self._depth < end:
-                    self._walk_one(lookahead)
+                    self._accept_one(lookahead)
         except BaseException:
             self._end()
             raise
 
-    def _walk_one(self, lookahead: Lookahead) -> None:
+    def _accept_one(self, lookahead: Lookahead) -> None:
         drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
@@ -163,7 +163,7 @@ class MaskedDraft:
             torch.cuda.current_stream(self.room.ids.device).synchronize()
 
 
-class MaskedWalk:
+class MaskedDrafter:
     """Such drafts of one head, from step to step.
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
@@ -185,7 +185,7 @@ class MaskedWalk:
         self._vocab_size = context.vocabulary.vocab_size
         is_coupled = context.config.verifier == "coupled"
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
-        self._rooms: dict[bool, Room] = {}  # of greedy drafts, and of others
+        self._rooms: dict[bool, DraftBuffers] = {}  # of greedy drafts, and of others
         self.held = GraphSampling()
 
     def begin(
@@ -207,7 +207,7 @@ class MaskedWalk:
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
         draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
         picker = _Picker(self, ticket, len(slots), room, sampling, noise)
-        self._head.walk_by(picker, slots, count, token_ids, draft.begin)
+        self._head.draft_by(picker, slots, count, token_ids, draft.begin)
         return draft
 
     def capture(self) -> Iterator[None]:
@@ -229,7 +229,7 @@ class MaskedWalk:
         self,
         ticket: Tensor,
         depth: int,
-        room: Room,
+        room: DraftBuffers,
         logits: Tensor,
         sampling: Sampling,
         noise: DraftNoise | None,
@@ -246,23 +246,23 @@ class MaskedWalk:
             room.rescued[depth].copy_(drawn.rescued)
         return room.ids[depth]
 
-    def _room(self, vocab_size: int, *, is_sampled: bool) -> Room:
+    def _room(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
         if is_sampled not in self._rooms:
             ids = torch.empty(2, *self._shape, dtype=torch.int64, device=self._device)
             width = vocab_size if self._target_ids is None else len(self._target_ids)
             probs = torch.empty(*self._shape, width, device=self._device) if is_sampled else None
             rescued = None if self._target_ids is None else ids[1]
-            self._rooms[is_sampled] = Room(ids[0], probs, rescued)
+            self._rooms[is_sampled] = DraftBuffers(ids[0], probs, rescued)
         return self._rooms[is_sampled]
 
 
 class _Picker(NamedTuple):
     """See ``guided_spec.models.packed.slot_head.Picker``; batch: rows that are used."""
 
-    walk: MaskedWalk
+    drafter: MaskedDrafter
     ticket: int
     batch: int
-    room: Room
+    room: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
 
@@ -273,10 +273,10 @@ class _Picker(NamedTuple):
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         if self.noise is None:
             return {}
-        given = self.walk.held.changed(graph, self.sampling, self.noise, self.batch)
+        given = self.drafter.held.changed(graph, self.sampling, self.noise, self.batch)
         given["positions"] = self.noise.positions
         return {name: pad_rows(value, size) for name, value in given.items()}
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
-        return self.walk.draw(ticket, depth, self.room, logits, *drawing)
+        return self.drafter.draw(ticket, depth, self.room, logits, *drawing)
