@@ -10,6 +10,7 @@ import pytest
 
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
+from guided_spec.engine.prefill import tokens_along
 from guided_spec.engine.target import SlotTarget
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
@@ -102,10 +103,10 @@ def test_long_prompts_are_read_in_pieces(
 
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
-    assert engine.tokens_along([1], 1, 4096) == 512
-    assert engine.tokens_along([16 * 513], 10_000, 4096) == 513
-    assert engine.tokens_along([8 * 513, 8 * 513], 10_000, 4096) == 513
-    assert engine.tokens_along([16 * 513], 1, 4096) == 2 * 513
-    assert engine.tokens_along([513] * 16, 8, 4096) == 3 * 513
-    assert engine.tokens_along([200_000], 4, 4096) == 4096
-    assert engine.tokens_along([200_000], 4, 100) == 100
+    assert tokens_along([1], 1, 4096) == 512
+    assert tokens_along([16 * 513], 10_000, 4096) == 513
+    assert tokens_along([8 * 513, 8 * 513], 10_000, 4096) == 513
+    assert tokens_along([16 * 513], 1, 4096) == 2 * 513
+    assert tokens_along([513] * 16, 8, 4096) == 3 * 513
+    assert tokens_along([200_000], 4, 4096) == 4096
+    assert tokens_along([200_000], 4, 100) == 100
