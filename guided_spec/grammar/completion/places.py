@@ -6,7 +6,7 @@ From each place, how many tokens the shortest end of a document takes behind eve
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,17 +52,15 @@ class _Frame:
     """An open call: what follows when the called rule is complete.
 
     done: how often the rule will have been complete then. text: the shortest way from there to the
-    end of the document. worst: bytes that may be missing at most, some bytes later. depth: open
-    calls around it.
+    end of the document. depth: open calls around it.
     """
 
-    __slots__ = ("call", "depth", "done", "number", "parent", "text", "worst")
+    __slots__ = ("call", "depth", "done", "number", "parent", "text")
 
     def __init__(self, call: Call, done: int, parent: _Frame | None, number: int) -> None:
         self.call, self.done, self.parent, self.number = call, done, parent, number
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.text = b""
-        self.worst = 0
 
 
 class Place:
@@ -70,8 +68,8 @@ class Place:
 
     number: of the place among its grammar's. text: the shortest way to the end of the document, of
     equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
-    most_missing: no token of the vocabulary leads to a place with a longer way. can_end: whether
-    the document may end here.
+    most_missing: bytes; no token of the vocabulary leads to a place with a longer way. can_end:
+    whether the document may end here.
     """
 
     __slots__ = ("can_end", "items", "most_missing", "number", "text")
@@ -98,6 +96,49 @@ class _Step(NamedTuple):
     characters: Characters
 
 
+class _Longest:
+    """How much may be missing at most behind a token, by a measure of texts; see ``longest_rest``.
+
+    num_bytes: of the longest token. size: 0 of the empty text.
+    """
+
+    def __init__(
+        self,
+        rules: Rules,
+        texts: list[bytes | None],
+        num_bytes: int,
+        size: Callable[[bytes], int],
+    ) -> None:
+        self._texts, self._size = texts, size
+        self._rest = longest_rest(rules, texts, num_bytes, size)
+        self._behind: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
+
+    def of(self, items: Iterable[tuple[int, _Frame]]) -> int:
+        """For a place with these readings."""
+        ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in items)
+        return max(ways, default=0)
+
+    def _from(self, state: int, text: bytes) -> int:
+        return int(self._rest[state]) + self._size(text)
+
+    def _leaving(self, frame: _Frame) -> int:
+        """Once the call is complete, or one around it."""
+        around = list[_Frame]()
+        while frame.number not in self._behind and frame.parent is not None:
+            around.append(frame)
+            frame = frame.parent
+        worst = self._behind[frame.number]
+        for inner in reversed(around):
+            call, parent = inner.call, inner.parent
+            assert parent is not None
+            worst = max(worst, self._from(call.then, parent.text))
+            if (call.least, call.most) != (1, 1):
+                again = self._size(rest_of_call(call, self._texts, inner.done + 1))
+                worst = max(worst, self._from(call.rule, parent.text) + again)
+            self._behind[inner.number] = worst
+        return worst
+
+
 class Run(NamedTuple):
     """places: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
 
@@ -120,7 +161,7 @@ class Places:
         if self._texts[self._rules.root] is None:
             raise UnreadableGrammarError("no text matches")
         self._num_bytes = num_bytes
-        self._longest = longest_rest(self._rules, self._texts, num_bytes)
+        self._by_bytes = _Longest(self._rules, self._texts, num_bytes, len)
         self._lock = threading.RLock()
         self._frames: dict[tuple[Call, int, int], _Frame] = {}
         self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
@@ -202,6 +243,19 @@ class Places:
         """Of the places that are known, roughly."""
         objects = len(self._places) + len(self._frames) + len(self._rules.ends)
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
+
+    def longest(self, size: Callable[[bytes], int]) -> Callable[[Place], int]:
+        """A bound as ``Place.most_missing``, by another measure; see ``longest_rest``."""
+        bound = _Longest(self._rules, self._texts, self._num_bytes, size)
+        known: dict[int, int] = {}
+
+        def most(place: Place) -> int:
+            with self._lock:
+                if place.number not in known:
+                    known[place.number] = bound.of(place.items)
+                return known[place.number]
+
+        return most
 
     def after(self, place: Place, data: bytes) -> Place | None:
         """The place behind some bytes; None where they are illegal."""
@@ -295,11 +349,6 @@ class Places:
             frame = _Frame(call, done, parent, len(self._frames) + 1)
             rest = rest_of_call(call, self._texts, done) if self._can_end(call) else b""
             frame.text = rest + parent.text
-            longest = [parent.worst, int(self._longest[call.then]) + len(parent.text)]
-            if (call.least, call.most) != (1, 1):
-                again = rest_of_call(call, self._texts, done + 1)
-                longest.append(int(self._longest[call.rule]) + len(again) + len(parent.text))
-            frame.worst = max(longest)
             self._frames[key] = frame
         return frame
 
@@ -313,9 +362,7 @@ class Places:
         place = Place(number, items, can_end=can_end)
         ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
         place.text = min(ways, key=lambda way: (len(way), way))
-        place.most_missing = max(
-            (max(int(self._longest[s]) + len(f.text), f.worst) for s, f in items), default=0
-        )
+        place.most_missing = self._by_bytes.of(items)
         if number >= len(self._rows):
             more = np.full_like(self._rows, NOWHERE)
             self._rows = np.concatenate([self._rows, more])
@@ -367,6 +414,7 @@ class RuleEndings(Endings):
         self._spelling = spelling
         self.table = lru_cache(maxsize=_TABLES)(self._make)
         self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
+        self._longest: Callable[[Place], int] | None = None
 
     @property
     def is_filling_up(self) -> bool:
@@ -403,7 +451,13 @@ class RuleEndings(Endings):
         """Whether every token leads to a place that costs less than ``remaining``. Exact."""
         if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
             return True
-        return remaining > self._most(state)
+        return remaining > self.bound(state) or remaining > self._most(state)
+
+    def bound(self, state: Place) -> int:
+        """No token leads to a place that costs more; found without looking at the tokens."""
+        if self._longest is None:  # most texts have so much room that nobody asks
+            self._longest = self._places.longest(self._spelling.num_tokens)
+        return self._longest(state) + 1
 
     def _most_of(self, state: Place) -> int:
         table = self.table(state)

@@ -488,8 +488,12 @@ def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator
         seen.update(nexts)
 
 
-def longest_rest(rules: Rules, texts: list[bytes | None], num_bytes: int) -> NDArray[np.int64]:
-    """int64 [N]: bytes that may be missing at most, behind any ``num_bytes`` bytes from a state.
+def longest_rest(
+    rules: Rules, texts: list[bytes | None], num_bytes: int, size: Callable[[bytes], int]
+) -> NDArray[np.int64]:
+    """int64 [N]: what may be missing at most, behind any ``num_bytes`` bytes from a state.
+
+    size: of a missing text; of two texts it is at most the sum of theirs.
 
     Only what is missing to the end of the state's own rule and of the rules called meanwhile; along
     the way that the bytes took, so that the shortest end of several readings is no longer. It is
@@ -500,8 +504,8 @@ def longest_rest(rules: Rules, texts: list[bytes | None], num_bytes: int) -> NDA
 
     with m = n - 1 where the called rule holds a byte at least, else n.
     """
-    length = np.array([0 if text is None else len(text) for text in texts], dtype=np.int64)
-    table = _Table(rules, texts, length)
+    length = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
+    table = _Table(rules, texts, length, size)
     before = length
     for _ in range(num_bytes):
         now = table.settle(table.bytes_on(before))
@@ -514,7 +518,13 @@ def longest_rest(rules: Rules, texts: list[bytes | None], num_bytes: int) -> NDA
 class _Table:
     """The edges as arrays: (from, to, what is added)."""
 
-    def __init__(self, rules: Rules, texts: list[bytes | None], length: NDArray[np.int64]) -> None:
+    def __init__(
+        self,
+        rules: Rules,
+        texts: list[bytes | None],
+        length: NDArray[np.int64],
+        size: Callable[[bytes], int],
+    ) -> None:
         later: list[tuple[int, int, int]] = []  # one byte is gone
         same: list[tuple[int, int, int]] = []
         for state in range(len(rules.ends)):
@@ -523,7 +533,7 @@ class _Table:
             for call in rules.calls[state]:
                 if texts[call.rule] is None or texts[call.then] is None:
                     continue
-                same.append((state, call.rule, len(rest_of_call(call, texts, 1))))
+                same.append((state, call.rule, size(rest_of_call(call, texts, 1))))
                 is_empty = call.least == 0 or texts[call.rule] == b""
                 (same if is_empty else later).append((state, call.then, 0))
         self._length = length
