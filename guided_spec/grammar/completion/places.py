@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -247,15 +247,7 @@ class Places:
     def longest(self, size: Callable[[bytes], int]) -> Callable[[Place], int]:
         """A bound as ``Place.most_missing``, by another measure; see ``longest_rest``."""
         bound = _Longest(self._rules, self._texts, self._num_bytes, size)
-        known: dict[int, int] = {}
-
-        def most(place: Place) -> int:
-            with self._lock:
-                if place.number not in known:
-                    known[place.number] = bound.of(place.items)
-                return known[place.number]
-
-        return most
+        return cache(lambda place: bound.of(place.items))
 
     def after(self, place: Place, data: bytes) -> Place | None:
         """The place behind some bytes; None where they are illegal."""
@@ -414,7 +406,6 @@ class RuleEndings(Endings):
         self._spelling = spelling
         self.table = lru_cache(maxsize=_TABLES)(self._make)
         self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
-        self._longest: Callable[[Place], int] | None = None
 
     @property
     def is_filling_up(self) -> bool:
@@ -455,9 +446,12 @@ class RuleEndings(Endings):
 
     def bound(self, state: Place) -> int:
         """No token leads to a place that costs more; found without looking at the tokens."""
-        if self._longest is None:  # most texts have so much room that nobody asks
-            self._longest = self._places.longest(self._spelling.num_tokens)
         return self._longest(state) + 1
+
+    @cached_property
+    def _longest(self) -> Callable[[Place], int]:
+        """Made where it is asked for: most texts have so much room that nobody does."""
+        return self._places.longest(self._spelling.num_tokens)
 
     def _most_of(self, state: Place) -> int:
         table = self.table(state)

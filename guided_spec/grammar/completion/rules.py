@@ -504,9 +504,8 @@ def longest_rest(
 
     with m = n - 1 where the called rule holds a byte at least, else n.
     """
-    length = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
-    table = _Table(rules, texts, length, size)
-    before = length
+    table = _Table(rules, texts, size)
+    before = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
     for _ in range(num_bytes):
         now = table.settle(table.bytes_on(before))
         if np.array_equal(now, before):
@@ -519,11 +518,7 @@ class _Table:
     """The edges as arrays: (from, to, what is added)."""
 
     def __init__(
-        self,
-        rules: Rules,
-        texts: list[bytes | None],
-        length: NDArray[np.int64],
-        size: Callable[[bytes], int],
+        self, rules: Rules, texts: list[bytes | None], size: Callable[[bytes], int]
     ) -> None:
         later: list[tuple[int, int, int]] = []  # one byte is gone
         same: list[tuple[int, int, int]] = []
@@ -536,7 +531,6 @@ class _Table:
                 same.append((state, call.rule, size(rest_of_call(call, texts, 1))))
                 is_empty = call.least == 0 or texts[call.rule] == b""
                 (same if is_empty else later).append((state, call.then, 0))
-        self._length = length
         self._later = np.array(later, dtype=np.int64).reshape(-1, 3)
         self._same = np.array(same, dtype=np.int64).reshape(-1, 3)
 
