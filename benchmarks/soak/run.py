@@ -33,6 +33,7 @@ from guided_spec.core import ProposerContext
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.engine.request import Request
+from guided_spec.engine.streams import Manner
 from guided_spec.errors import BudgetTooSmallError, RequestCancelledError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
@@ -169,11 +170,9 @@ class SoakRun:
         self.tally.requests += 1
         case = self._cases.draw()
         missing = list(range(case.params.n))
-        requests = self._llm._submit(
-            [case.prompt],
-            case.params,
-            lambda chunk: self._chunks.put((number, chunk)),
-            is_streamed=self._dice.random() < 0.2,
+        manner = Manner(is_streamed=self._dice.random() < 0.2, is_traced=False)
+        requests = self._llm.submit(
+            [case.prompt], case.params, lambda chunk: self._chunks.put((number, chunk)), manner
         )
         self._flights[number] = _Flight(case, requests, missing)
 

@@ -54,8 +54,12 @@ class ModelOptions:
         """The model; others: further arguments of ``LLM``. None counts as not given."""
         from guided_spec.engine.llm import LLM
 
+        return LLM(**self.arguments(**others))
+
+    def arguments(self, **others: Any) -> dict[str, Any]:
+        """Of ``LLM``, those that are given. others: further ones."""
         given = asdict(self) | others
-        return LLM(**{name: value for name, value in given.items() if value is not None})
+        return {name: value for name, value in given.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -89,9 +89,12 @@ def _require_packages() -> None:
 def _serve(
     load: ModelOptions, others: dict[str, Any], settings: ServerSettings, host: str, port: int
 ) -> None:
+    from guided_spec.engine.process import EngineProcess
     from guided_spec.server.app import serve as run_server
 
     with working("loading the model"):
-        llm = load.load(**others)
+        llm = EngineProcess(**load.arguments(**others))
     with llm:
-        run_server(llm, settings, host, port)
+        run_server(llm, settings, host, port, until=llm.ended)
+        if llm.ended.done():
+            llm.ended.result()  # raises why

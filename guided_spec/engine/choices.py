@@ -157,4 +157,4 @@ def _is_one(prompts: Any, listed: list[Prompt]) -> bool:
 def _cancel(asked: Sequence[_Asked]) -> None:
     for one in asked:
         for request in one.requests:
-            request.is_cancelled = True
+            request.cancel()

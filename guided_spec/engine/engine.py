@@ -222,7 +222,7 @@ class Engine:
     def cancel_all(self) -> None:
         """End every request; the engine may go on with new ones."""
         for request in self._scheduler:
-            request.is_cancelled = True
+            request.cancel()
         self._drop_ended()
 
     @torch.inference_mode()

@@ -1,8 +1,7 @@
-"""LLM, the public face of the engine: its calls, how they fail, and a bar of how far they are."""
+"""LLM, the public face of the engine: its calls, and a bar of how far they are."""
 
 from __future__ import annotations
 
-import asyncio
 import queue
 import weakref
 from collections.abc import (
@@ -16,7 +15,7 @@ from collections.abc import (
 from concurrent.futures import wait
 from contextlib import aclosing
 from dataclasses import fields
-from typing import Any, Literal, NamedTuple, Unpack, get_args, overload
+from typing import Any, Unpack, overload
 
 from tqdm.auto import tqdm
 
@@ -28,8 +27,9 @@ from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.streams import Failures, Manner, OnError, Params, achunks, match_params
 from guided_spec.engine.worker import EngineWorker, Load
-from guided_spec.errors import ConfigError, GuidedSpecError
+from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
@@ -38,48 +38,7 @@ from guided_spec.ops.sampling.token_rules import check_token_ids, spell_bad_word
 from guided_spec.trace.recorder import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = ["LLM", "Failures", "OnError", "ProgressBar"]
-
-OnError = Literal["raise", "return"]
-
-
-class Failures(NamedTuple):
-    """of_written: whether to raise what ended a text that had begun. of_unwritten: all others."""
-
-    of_unwritten: bool
-    of_written: bool
-
-    @classmethod
-    def before_the_first_token(cls, on_error: OnError) -> Failures:
-        """With "raise" only those that left no text. Raises ConfigError for another word."""
-        return cls(_is_raised(on_error), of_written=False)
-
-    @classmethod
-    def at_any_time(cls, on_error: OnError) -> Failures:
-        """With "raise" all of them. Raises ConfigError for another word."""
-        is_raised = _is_raised(on_error)
-        return cls(is_raised, is_raised)
-
-    def look_at(self, chunk: Chunk, num_prompts: int) -> None:
-        """Raise the error of a request's last chunk, if it is one of these.
-
-        Among several prompts a note on the error says which one it was.
-        """
-        completion = chunk.completion
-        if completion is None or completion.error is None:
-            return
-        if self.of_written if completion.token_ids else self.of_unwritten:
-            if num_prompts > 1:
-                place = f"prompt {chunk.prompt_index} of {num_prompts}, counted from 0"
-                # Set, not added: a grammar's error is remembered, and raised by other calls too.
-                completion.error.__notes__ = [f'{place}; on_error="return" serves the others']
-            raise completion.error
-
-
-def _is_raised(on_error: str) -> bool:
-    if on_error not in get_args(OnError):
-        raise ConfigError("on_error", on_error, f"must be one of {', '.join(get_args(OnError))}")
-    return on_error == "raise"
+__all__ = ["LLM", "ProgressBar"]
 
 
 class ProgressBar:
@@ -102,16 +61,6 @@ class ProgressBar:
 
     def __exit__(self, *exc_info: object) -> None:
         self._bar.close()
-
-
-Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-class _Manner(NamedTuple):
-    """Whether text is reported as it grows, and whether its steps are recorded."""
-
-    is_streamed: bool
-    is_traced: bool
 
 
 class LLM:
@@ -182,7 +131,7 @@ class LLM:
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
-        manner = _Manner(is_streamed=False, is_traced=trace)
+        manner = Manner(is_streamed=False, is_traced=trace)
         with ProgressBar(len(listed) if progress else None) as bar:
             for chunk in self._stream(listed, params, failures, manner):
                 collector.add(chunk)
@@ -279,14 +228,14 @@ class LLM:
         trace: as for ``generate``.
         """
         failures = Failures.at_any_time(on_error)
-        manner = _Manner(is_streamed=True, is_traced=trace)
+        manner = Manner(is_streamed=True, is_traced=trace)
         return self._stream(split_prompts(prompts), params, failures, manner)
 
     def _stream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
+        self, prompts: list[Prompt], params: Params, failures: Failures, manner: Manner
     ) -> Iterator[Chunk]:
         chunks: queue.SimpleQueue[Chunk] = queue.SimpleQueue()
-        requests = self._submit(prompts, params, chunks.put, **manner._asdict())
+        requests = self.submit(prompts, params, chunks.put, manner)
         try:
             for _ in requests:
                 while (chunk := chunks.get()).completion is None:
@@ -308,8 +257,9 @@ class LLM:
         failures = Failures.before_the_first_token(on_error)
         collector = _Collector()
         listed = split_prompts(prompts)
-        manner = _Manner(is_streamed=False, is_traced=trace)
-        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+        manner = Manner(is_streamed=False, is_traced=trace)
+        stream = achunks(self.submit, listed, params, failures, manner)
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 collector.add(chunk)
         return collector.outputs()
@@ -325,31 +275,12 @@ class LLM:
         """``stream`` for asyncio. Closing it, or cancelling the task, cancels the rest."""
         failures = Failures.at_any_time(on_error)
         listed = split_prompts(prompts)
-        manner = _Manner(is_streamed=True, is_traced=trace)
+        manner = Manner(is_streamed=True, is_traced=trace)
         # Closed here: else the requests would run until the garbage collector comes by.
-        async with aclosing(self._astream(listed, params, failures, manner)) as chunks:
+        stream = achunks(self.submit, listed, params, failures, manner)
+        async with aclosing(stream) as chunks:
             async for chunk in chunks:
                 yield chunk
-
-    async def _astream(
-        self, prompts: list[Prompt], params: Params, failures: Failures, manner: _Manner
-    ) -> AsyncGenerator[Chunk, None]:
-        loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[Chunk] = asyncio.Queue()
-
-        def report(chunk: Chunk) -> None:
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(chunks.put_nowait, chunk)
-
-        requests = self._submit(prompts, params, report, **manner._asdict())
-        try:
-            for _ in requests:
-                while (chunk := await chunks.get()).completion is None:
-                    yield chunk
-                failures.look_at(chunk, len(prompts))
-                yield chunk
-        finally:
-            _cancel(requests)
 
     @overload
     def choose(
@@ -435,23 +366,28 @@ class LLM:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _submit(
+    def submit(
         self,
-        prompts: list[Prompt],
+        prompts: Sequence[Prompt],
         params: Params,
         report: Callable[[Chunk], None],
-        *,
-        is_streamed: bool,
-        is_traced: bool = False,
+        manner: Manner,
     ) -> list[Request | None]:
-        """Queue every sample of every prompt; None stands for one that failed at once."""
+        """Queue every sample of every prompt, and return at once: what ``stream`` is made of.
+
+        report: called from the engine's thread with every chunk; it must be quick. One that failed
+            at once is reported before this returns, and is None in what this returns.
+
+        Raises ConfigError for parameters that do not fit the prompts, and after ``close``.
+        """
         requests: list[Request | None] = []
-        params = self.default_params if params is None else params
-        source = TraceSource(self.proposer, self.config.verifier) if is_traced else None
-        for index, (prompt, param) in enumerate(zip(prompts, _match(params, prompts), strict=True)):
+        given = self.default_params if params is None else params
+        matched = match_params(given, len(prompts))
+        source = TraceSource(self.proposer, self.config.verifier) if manner.is_traced else None
+        for index, (prompt, param) in enumerate(zip(prompts, matched, strict=True)):
             try:
                 job = self._job(prompt, param)._replace(
-                    prompt_index=index, is_streamed=is_streamed, traced=source
+                    prompt_index=index, is_streamed=manner.is_streamed, traced=source
                 )
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
@@ -515,21 +451,7 @@ class _Collector:
         return [RequestOutput(index, tuple(group)) for index, group in prompts.items()]
 
 
-def _match(
-    params: SamplingParams | Sequence[SamplingParams], prompts: Sequence[Prompt]
-) -> list[SamplingParams]:
-    if isinstance(params, SamplingParams):
-        return [params] * len(prompts)
-    matched = list(params) if isinstance(params, Sequence) else [params]
-    if not all(isinstance(one, SamplingParams) for one in matched):
-        raise ConfigError("params", params, "must be a SamplingParams, or a list of them")
-    if len(matched) != len(prompts):
-        fix = f"pass one SamplingParams, or {len(prompts)}: one for each prompt"
-        raise ConfigError("params", f"{len(matched)} of them", fix)
-    return matched
-
-
 def _cancel(requests: Sequence[Request | None]) -> None:
     for request in requests:
         if request is not None:
-            request.is_cancelled = True
+            request.cancel()

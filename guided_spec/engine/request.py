@@ -261,6 +261,10 @@ class Request:
         if constraint is not None and self.job.endings is not None and complete is not False:
             self.stats.ends_lost = int(not isinstance(constraint.compiled, CompletingGrammar))
 
+    def cancel(self) -> None:
+        """Have the engine end it in its next step. Does nothing where it has ended."""
+        self.is_cancelled = True
+
     def append(
         self,
         row: Committed,

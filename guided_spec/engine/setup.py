@@ -45,6 +45,7 @@ __all__ = [
     "SlotPlan",
     "auto",
     "bundled_asset",
+    "find_tokenizer",
     "plan_slots",
     "resolve_auto",
     "warm_up",
@@ -296,7 +297,7 @@ class Setup:
         loaded = _loaded(model, options.load)
         if draft is None and loaded.config.name_or_path == bundled_asset("target"):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
-        tokenizer = _tokenizer(model, options)
+        tokenizer = find_tokenizer(model, options)
         config, window = options.config, CaptureWindow()
         target = _load_target(loaded, config, window)
         context = replace(_context(target, tokenizer, config), draft=draft, window=window)
@@ -376,7 +377,11 @@ def _speller(tokenizer: Any) -> Callable[[str], list[int]]:
     return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def _tokenizer(model: Any, options: Options) -> Any:
+def find_tokenizer(model: Any, options: Options) -> Any:
+    """The one that ``options`` name, else the model's own. Raises ModelError.
+
+    model: a hub id, a folder, or a loaded model.
+    """
     tokenizer = options.tokenizer
     if tokenizer is not None:
         return load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer

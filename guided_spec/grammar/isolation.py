@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # a worker starts by importing this module, and these load to
     from guided_spec.grammar.tables.table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["Workers", "serve"]
+__all__ = ["Workers", "serve", "start_interpreter"]
 
 START_SECONDS = 120.0
 _GRACE_SECONDS = 5
@@ -127,24 +127,38 @@ class Workers:
             self._all.discard(worker)
 
 
+def start_interpreter(program: str, **options: Any) -> tuple[subprocess.Popen[bytes], Connection]:
+    """A fresh interpreter that runs ``program``, and the connection to it.
+
+    program: its ``sys.argv[1]`` is the file descriptor of its end. options: of ``Popen``.
+
+    A fork would copy locks and CUDA's state, and multiprocessing's spawn would run the user's main
+    module once more.
+    """
+    ours, theirs = Pipe()
+    path = os.pathsep.join(entry or os.curdir for entry in sys.path)
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            env={**os.environ, "PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            **options,
+        )
+    return process, ours
+
+
 class _Worker:
     """One process with a backend in it; used by one thread at a time, killed by any."""
 
     def __init__(self, make: BackendFactory, vocabulary: Vocabulary) -> None:
         self._first_message: Any = (make, vocabulary, importable_backends())
-        self._connection, theirs = Pipe()
-        # A fresh interpreter: a fork would copy locks and CUDA's state, and multiprocessing's
-        # spawn would run the user's main module once more.
-        with theirs:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", _PROGRAM, str(theirs.fileno())],
-                pass_fds=(theirs.fileno(),),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(p or os.curdir for p in sys.path)},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,  # the native compiler's warnings, seen here once more
-                start_new_session=True,  # Ctrl-C is for the parent
-            )
+        self.process, self._connection = start_interpreter(
+            _PROGRAM,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # the native compiler's warnings, seen here once more
+            start_new_session=True,  # Ctrl-C is for the parent
+        )
         self.end = weakref.finalize(self, _end_process, self.process, self._connection)
 
     def start(self) -> None:

@@ -7,6 +7,7 @@ import base64
 import hashlib
 import json
 import signal
+from concurrent.futures import Future
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -20,7 +21,6 @@ from pydantic import BaseModel
 
 import guided_spec
 from guided_spec.engine.chat import ChatOptions
-from guided_spec.engine.llm import LLM
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -41,7 +41,7 @@ from guided_spec.server.endpoints.responses import ResponseAnswer
 from guided_spec.server.endpoints.sampling import plain_messages, template_variables
 from guided_spec.server.faults import add_handlers, invalid_value, json_response
 from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
-from guided_spec.server.service import Service
+from guided_spec.server.service import ServedModel, Service
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.streaming import open_stream, whole_answer
 from guided_spec.trace.page import asset, legend
@@ -54,22 +54,38 @@ _KEY = """<p class="field"><label for="key">API key</label>
 <input id="key" type="password" autocomplete="off" required></p>"""
 
 
-def serve(llm: LLM, settings: ServerSettings, host: str = "127.0.0.1", port: int = 8000) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+def serve(
+    llm: ServedModel,
+    settings: ServerSettings,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    *,
+    until: Future[None] | None = None,
+) -> None:
+    """Serve until SIGTERM or Ctrl-C, or until something else is done.
 
     Then nobody new is let in, and requests that are running or waiting are finished, up to
     ``settings.drain_seconds``. Call it from the main thread, where signals arrive.
     """
     # uvicorn raises the signal again when it is done, and that is an end as it should be.
     signal.signal(signal.SIGTERM, _exit)
-    build_server(llm, settings, host, port).run()
+    server = build_server(llm, settings, host, port)
+
+    def stop(_done: Future[None]) -> None:
+        server.should_exit = True
+
+    if until is not None:
+        until.add_done_callback(stop)
+    server.run()
 
 
 def _exit(_number: int, _frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
-def build_server(llm: LLM, settings: ServerSettings, host: str, port: int) -> uvicorn.Server:
+def build_server(
+    llm: ServedModel, settings: ServerSettings, host: str, port: int
+) -> uvicorn.Server:
     """A server that is not running yet. port: 0 takes a free one."""
     config = uvicorn.Config(
         build_app(llm, settings),
@@ -85,7 +101,7 @@ def build_server(llm: LLM, settings: ServerSettings, host: str, port: int) -> uv
     return uvicorn.Server(config)
 
 
-def build_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
+def build_app(llm: ServedModel, settings: ServerSettings | None = None) -> FastAPI:
     """An ASGI application that serves ``llm``; it stays the caller's, to be closed afterwards.
 
     Any ASGI server runs it; ``serve`` does so with uvicorn.

@@ -7,28 +7,71 @@ import math
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from typing import Any
+from typing import Any, Protocol, Unpack
 
-from guided_spec.engine.llm import LLM
+from guided_spec.engine.chat import ChatOptions, ChatRequest
 from guided_spec.engine.outputs import Chunk
-from guided_spec.engine.prompt import Prompt
+from guided_spec.engine.prompt import Message, Prompt, Prompts
+from guided_spec.engine.streams import OnError, Params
+from guided_spec.engine.worker import Load
 from guided_spec.errors import PromptError
+from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.settings import ServerSettings
 from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
-__all__ = ["Admission", "Service"]
+__all__ = ["Admission", "ServedModel", "Service"]
 
 _SHARE_OF_LAST = 0.2  # in the mean of how long samples take
 _LONGEST_WAIT = 60
 
 
+class ServedModel(Protocol):
+    """What a server needs of a model: an ``LLM``, or one in a process of its own."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of transformers."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens as bytes."""
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens of a prompt and its text."""
+
+    @property
+    def default_params(self) -> SamplingParams:
+        """The model's own."""
+
+    @property
+    def load(self) -> Load:
+        """How many samples run and wait."""
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises PromptError."""
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatRequest:
+        """A conversation as a prompt and its parameters. Raises ConfigError and PromptError."""
+
+    def astream(
+        self, prompts: Prompts, params: Params = None, *, on_error: OnError, trace: bool
+    ) -> AsyncGenerator[Chunk, None]:
+        """The texts as they grow; closing it cancels the rest."""
+
+
 class Service:
     """Shared by all requests of a server; used by one event loop."""
 
-    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+    def __init__(self, llm: ServedModel, settings: ServerSettings) -> None:
         self.llm = llm
         self.settings = settings
         self.metrics = Metrics(lambda: llm.load)

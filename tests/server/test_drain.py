@@ -133,3 +133,17 @@ def test_sigterm() -> None:
         assert text.endswith("data: [DONE]\n\n")
         assert "Finished server process" in "".join(lines)
         assert process.wait(PATIENCE) == 0
+
+
+@pytest.mark.slow
+def test_a_server_without_its_engine_ends() -> None:
+    """So that what has started it starts it anew."""
+    with command("--max-model-len", "512") as process:
+        assert process.stderr is not None
+        lines = iter(process.stderr)
+        next(line for line in lines if "http://" in line)
+        subprocess.run(
+            ["pkill", "-KILL", "-P", str(process.pid), "-f", "engine.process"], check=True
+        )
+        assert process.wait(PATIENCE) == 1
+        assert "exit status -9" in "".join(lines)

@@ -1,0 +1,423 @@
+"""An LLM in a process of its own, for who serves many clients beside it.
+
+An interpreter runs one thread at a time: what a server does for its clients is time that the engine
+would wait for. Messages go through a pipe, by a thread at each end, and what comes together goes
+together.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import Future
+from contextlib import aclosing
+from functools import partial
+from logging.handlers import QueueHandler
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple, Unpack
+
+from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Chunk, Completion, RequestStats
+from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
+from guided_spec.engine.request import Request, State
+from guided_spec.engine.setup import Options, bundled_asset, find_tokenizer
+from guided_spec.engine.streams import Failures, Manner, OnError, Params, achunks, match_params
+from guided_spec.engine.worker import Load
+from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
+from guided_spec.grammar.isolation import start_interpreter
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.types import SamplingParams
+
+__all__ = ["EngineProcess", "serve"]
+
+logger = logging.getLogger(__name__)
+
+_PROGRAM = "from guided_spec.engine.process import serve; serve()"
+_STOP_SECONDS = 30.0  # to end by itself, once nobody needs it
+_LOAD_SECONDS = 0.1  # between two looks at how busy the engine is
+_LOGGER = "guided_spec"
+
+
+class _Start(NamedTuple):
+    """The first message. arguments: of ``LLM``. level: of the log."""
+
+    arguments: dict[str, Any]
+    level: int
+
+
+class _Ready(NamedTuple):
+    """What is known once the model is loaded."""
+
+    vocabulary: Vocabulary
+    max_model_len: int
+    default_params: SamplingParams
+    load: Load
+
+
+class _Failed(NamedTuple):
+    """A request that ``LLM.submit`` refused, or the start itself as number 0."""
+
+    number: int
+    error: GuidedSpecError
+
+
+class _Asked(NamedTuple):
+    """A request. number: that its chunks bear."""
+
+    number: int
+    prompts: list[Prompt]
+    params: list[SamplingParams]
+    manner: Manner
+
+
+class _Cancelled(NamedTuple):
+    number: int
+
+
+class _Reported(NamedTuple):
+    number: int
+    chunk: Chunk
+
+
+class EngineProcess:
+    """What a server needs of an ``LLM``, which runs in another process.
+
+    The arguments are those of ``LLM``, but a model and a draft are named, not loaded.
+
+    tokenizer, vocabulary, max_model_len, default_params: as those of ``LLM``.
+    load: as it was a tenth of a second ago. ended: done when the process has ended, with a
+        ModelError if ``close`` was not called; all requests fail then.
+
+    Close it, or use it as a context manager. Raises what ``LLM`` raises.
+    """
+
+    def __init__(self, model: str | Path | None = None, **arguments: Any) -> None:
+        options = Options.from_dict(
+            {n: v for n, v in arguments.items() if n not in ("proposer", "draft")}
+        )
+        for name, value in (("model", model), ("draft", arguments.get("draft"))):
+            if value is not None and not isinstance(value, str | Path):
+                fix = "a process of its own loads it: pass a hub id or a folder"
+                raise ConfigError(name, type(value).__name__, fix)
+        level = logging.getLogger(_LOGGER).getEffectiveLevel()
+        self._child = _Child(_Start({"model": model, **arguments}, level))
+        try:
+            named = bundled_asset("target") if model is None else model
+            ready = self._child.await_ready()
+            self.tokenizer = find_tokenizer(named, options)
+        except BaseException:
+            self._child.close()
+            raise
+        self.vocabulary = ready.vocabulary
+        self.max_model_len = ready.max_model_len
+        self.default_params = ready.default_params
+        self.ended = self._child.ended
+        size = ready.vocabulary.vocab_size
+        self._encoder = PromptEncoder(self.tokenizer, size, ready.max_model_len)
+        self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
+
+    @property
+    def load(self) -> Load:
+        """How many samples run and wait."""
+        return self._child.load
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """The prompt's token ids. Raises PromptError."""
+        return self._encoder.encode(prompt)
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Any] | None = None,
+        **options: Unpack[ChatOptions],
+    ) -> ChatRequest:
+        """The prompt and the parameters of a conversation; see ``LLM.prepare_chat``."""
+        options["params"] = options.get("params") or self.default_params
+        return self._chat.request(messages, tools, options)
+
+    async def astream(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        *,
+        on_error: OnError = "raise",
+        trace: bool = False,
+    ) -> AsyncGenerator[Chunk, None]:
+        """``LLM.astream``."""
+        failures = Failures.at_any_time(on_error)
+        manner = Manner(is_streamed=True, is_traced=trace)
+        params = self.default_params if params is None else params
+        stream = achunks(self._child.submit, split_prompts(prompts), params, failures, manner)
+        async with aclosing(stream) as chunks:
+            async for chunk in chunks:
+                yield chunk
+
+    def close(self) -> None:
+        """Cancel what runs and end the process. May be called more than once."""
+        self._child.close()
+
+    def __enter__(self) -> EngineProcess:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+class _Outbox:
+    """Sends what it is given, in that order, from a thread of its own: a pipe may be full."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._queue: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="guided-spec-outbox", daemon=True)
+        self._thread.start()
+
+    def put(self, message: Any) -> None:
+        """Raises what pickling it raises."""
+        self._queue.put(ForkingPickler.dumps(message))
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):  # there is nobody any more, as the reader finds too
+            while True:
+                self._connection.send_bytes(self._queue.get())
+
+
+class _Submission:
+    """A request in the other process: whom its chunks go to, and what has not ended of it."""
+
+    def __init__(self, asked: _Asked, report: Callable[[Chunk], None], outbox: _Outbox) -> None:
+        self._number = asked.number
+        self._grammars = [params.grammar for params in asked.params]
+        self._report = report
+        self._outbox = outbox
+        self.unended = {(at, i) for at, one in enumerate(asked.params) for i in range(one.n)}
+
+    def cancel(self) -> None:
+        """All samples of the request."""
+        if self.unended:
+            self._outbox.put(_Cancelled(self._number))
+
+    def take(self, chunk: Chunk) -> None:
+        """A chunk without its grammar, which stays on this side."""
+        grammar, completion = self._grammars[chunk.prompt_index], chunk.completion
+        if completion is not None:
+            completion = completion._replace(grammar=grammar)
+            self.unended.discard((chunk.prompt_index, chunk.sample_index))
+        self._report(chunk._replace(grammar=grammar, completion=completion))
+
+    def fail(self, error: GuidedSpecError) -> None:
+        """End what has not ended."""
+        for prompt, sample in sorted(self.unended):
+            failed = Completion("", [], "error", error, RequestStats())
+            self.take(Chunk(prompt, sample, "", failed))
+
+
+class _Child:
+    """The process as its parent sees it. load: its last word on how busy it is.
+
+    ended: done when the process has ended, with an error unless ``close`` has ended it.
+    """
+
+    load: Load
+
+    def __init__(self, start: _Start) -> None:
+        self.ended: Future[None] = Future()
+        self._ready: Future[_Ready] = Future()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._submissions: dict[int, _Submission] = {}
+        self._is_closed = False
+        self._process, self._connection = start_interpreter(_PROGRAM)
+        self._outbox = _Outbox(self._connection)
+        self._outbox.put(start)
+        self._reader = threading.Thread(target=self._read, name="guided-spec-inbox", daemon=True)
+        self._reader.start()
+
+    def await_ready(self) -> _Ready:
+        """Until the model is loaded. Raises what its loading raised."""
+        return self._ready.result()
+
+    def submit(
+        self,
+        prompts: Sequence[Prompt],
+        params: Params,
+        report: Callable[[Chunk], None],
+        manner: Manner,
+    ) -> Sequence[_Submission]:
+        """As ``LLM.submit``, with parameters."""
+        assert params is not None
+        matched = match_params(params, len(prompts))
+        asked = _Asked(next(self._numbers), list(prompts), matched, manner)
+        submission = _Submission(asked, report, self._outbox)
+        samples = [submission] * len(submission.unended)
+        with self._lock:
+            if self._is_closed:
+                raise GuidedSpecError("this LLM is closed; make a new one")
+            if self.ended.done():
+                self.ended.result()  # raises why
+            self._submissions[asked.number] = submission
+        self._outbox.put(asked)
+        return samples
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            was_closed, self._is_closed = self._is_closed, True
+        if was_closed:
+            return
+        is_ready = self._ready.done() and self._ready.exception() is None
+        if is_ready:
+            self._outbox.put(None)
+        try:
+            self._process.wait(_STOP_SECONDS if is_ready else 0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+        self._reader.join()
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for message in self._connection.recv():
+                    self._take(message)
+        except (EOFError, OSError):
+            pass
+        except Exception:  # what cannot be read tells nothing of the requests that wait for it
+            logger.exception("a message of the engine's process cannot be read")
+            self._process.kill()
+        status = self._process.wait()
+        self._connection.close()
+        fix = "its output says why; start it anew"
+        error = ModelError(f"the engine's process has ended with exit status {status}: {fix}")
+        with self._lock:
+            if not self._ready.done():
+                self._ready.set_exception(error)
+            if self._is_closed:
+                self.ended.set_result(None)
+            else:
+                self.ended.set_exception(error)
+            left, self._submissions = self._submissions, {}
+        for submission in left.values():
+            submission.fail(error)
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case _Reported(number, chunk):
+                submission = self._submissions[number]
+                submission.take(chunk)
+                if not submission.unended:
+                    del self._submissions[number]
+            case Load():
+                self.load = message
+            case logging.LogRecord():
+                logging.getLogger(message.name).handle(message)
+            case _Ready():
+                self.load = message.load
+                self._ready.set_result(message)
+            case _Failed(0, error):
+                self._ready.set_exception(error)
+            case _Failed(number, error):
+                self._submissions.pop(number).fail(error)
+
+
+def serve() -> None:
+    """The process's main program: an LLM, until the parent closes it or goes away."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent decides when it ends
+        signal.signal(number, signal.SIG_IGN)
+    with Connection(int(sys.argv[1])) as connection:
+        start = connection.recv()
+        outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        logger = logging.getLogger(_LOGGER)
+        logger.setLevel(start.level)
+        logger.addHandler(QueueHandler(outgoing))
+        logger.propagate = False
+        worker = threading.Thread(target=_work, args=(start, connection, outgoing))
+        worker.start()
+        with contextlib.suppress(OSError):  # the parent has gone: the worker sees it too
+            _send_all(connection, outgoing)
+        worker.join()
+
+
+def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Up to None. What has come meanwhile is sent together."""
+    while True:
+        messages = [outgoing.get()]
+        with contextlib.suppress(queue.Empty):
+            while True:
+                messages.append(outgoing.get_nowait())
+        connection.send([message for message in messages if message is not None])
+        if None in messages:
+            return
+
+
+def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Load the model and answer."""
+    try:
+        with LLM(**start.arguments) as llm:
+            known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
+            outgoing.put(_Ready(*known))
+            with contextlib.suppress(EOFError, OSError):
+                _answer(llm, connection, outgoing)
+    except GuidedSpecError as error:
+        outgoing.put(_Failed(0, error))
+    except Exception as error:
+        traceback.print_exc()
+        outgoing.put(_Failed(0, ModelError(f"the model cannot be loaded: {error!r}")))
+    finally:
+        outgoing.put(None)
+
+
+def _answer(llm: LLM, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
+    """Up to None, or the parent's end."""
+    is_over, samples = threading.Event(), dict[int, list[Request | None]]()
+    teller = threading.Thread(target=_tell_load, args=(llm, outgoing, is_over), daemon=True)
+    teller.start()
+    try:
+        while (message := connection.recv()) is not None:
+            if isinstance(message, _Cancelled):
+                for sample in samples.get(message.number, ()):
+                    if sample is not None:
+                        sample.cancel()
+                continue
+            samples = {number: left for number, left in samples.items() if any(map(_runs, left))}
+            report = partial(_report, outgoing, message.number)
+            try:
+                asked = llm.submit(message.prompts, message.params, report, message.manner)
+                samples[message.number] = asked
+            except GuidedSpecError as error:
+                outgoing.put(_Failed(message.number, error))
+    finally:
+        is_over.set()
+        teller.join()
+
+
+def _runs(sample: Request | None) -> bool:
+    return sample is not None and sample.state is not State.FINISHED
+
+
+def _report(outgoing: queue.SimpleQueue[Any], number: int, chunk: Chunk) -> None:
+    """From the engine's thread. The grammar, which may be long, is known on the other side."""
+    completion = chunk.completion
+    if completion is not None:
+        completion = completion._replace(grammar=None)
+    outgoing.put(_Reported(number, chunk._replace(grammar=None, completion=completion)))
+
+
+def _tell_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Event) -> None:
+    """Whenever it has changed."""
+    last = llm.load
+    while not is_over.wait(_LOAD_SECONDS):
+        load = llm.load
+        if load != last:
+            outgoing.put(load)
+            last = load

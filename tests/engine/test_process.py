@@ -1,0 +1,133 @@
+"""An LLM in a process of its own gives what one in this process gives, and fails like it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.process import EngineProcess
+from guided_spec.errors import ConfigError, ModelError, UnsupportedSchemaError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+from tests.server.running import until
+
+OPTIONS: dict[str, Any] = {"max_model_len": 512, "max_batch_size": 4}
+LONG = SamplingParams(max_tokens=450, ignore_eos=True)
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[EngineProcess]:
+    logging.getLogger("guided_spec").setLevel(logging.INFO)
+    with EngineProcess(**OPTIONS) as made:
+        logging.getLogger("guided_spec").setLevel(logging.NOTSET)
+        yield made
+
+
+async def chunks_of(llm: LLM | EngineProcess, *args: Any, **options: Any) -> list[Chunk]:
+    return [chunk async for chunk in llm.astream(*args, **options)]
+
+
+def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
+    """Texts, tokens, logprobs, traces and parsed values, whichever process writes them."""
+    grammar = GrammarSpec.json_schema(SCHEMA)
+    one = SamplingParams(max_tokens=40, seed=5, n=2, logprobs=2, grammar=grammar)
+    two = SamplingParams(max_tokens=12, temperature=0.0)
+    ask: Any = (["My name is", "Hello"], [one, two])
+    with LLM(**OPTIONS) as llm:
+        here = asyncio.run(chunks_of(llm, *ask, trace=True))
+        ids = llm.encode("Hello, Maria")
+    there = asyncio.run(chunks_of(process, *ask, trace=True))
+    assert process.encode("Hello, Maria") == ids
+    for of in ((0, 0), (0, 1), (1, 0)):
+        ours, theirs = (
+            [chunk for chunk in found if (chunk.prompt_index, chunk.sample_index) == of]
+            for found in (here, there)
+        )
+        assert "".join(chunk.text for chunk in ours) == "".join(chunk.text for chunk in theirs)
+        mine, other = ours[-1].completion, theirs[-1].completion
+        assert mine is not None
+        assert other is not None
+        assert mine.token_ids == other.token_ids
+        assert mine.parsed == other.parsed
+        assert mine.grammar == other.grammar
+        assert [chunk.grammar for chunk in theirs] == [mine.grammar] * len(theirs)
+        assert mine.trace is not None
+        assert other.trace is not None
+        drafted = [
+            [[(token.id, token.outcome) for token in step.drafted] for step in found.trace.steps]
+            for found in (mine, other)
+        ]
+        assert drafted[0] == drafted[1]
+        for ours_at, theirs_at in zip(mine.logprobs or (), other.logprobs or (), strict=True):
+            assert ours_at.logprob == pytest.approx(theirs_at.logprob, abs=1e-4)
+
+
+def test_errors_are_those_of_an_llm(process: EngineProcess) -> None:
+    """A schema that cannot be enforced, and what concerns all of a call."""
+    schema = {"type": "array", "items": {}, "uniqueItems": True, "minItems": 3}
+    refused = SamplingParams(grammar=GrammarSpec.json_schema(schema))
+    (chunk,) = asyncio.run(chunks_of(process, ["A"], refused, on_error="return"))
+    with LLM(**OPTIONS) as llm:
+        (same,) = asyncio.run(chunks_of(llm, ["A"], refused, on_error="return"))
+    assert chunk.completion is not None
+    assert same.completion is not None
+    assert isinstance(chunk.completion.error, UnsupportedSchemaError)
+    assert str(chunk.completion.error) == str(same.completion.error)
+    with pytest.raises(UnsupportedSchemaError, match="uniqueItems"):
+        asyncio.run(chunks_of(process, ["A"], refused))
+    with pytest.raises(ConfigError, match="2 of them"):
+        asyncio.run(chunks_of(process, ["A"], [LONG, LONG]))
+    with pytest.raises(ConfigError, match="on_error"):
+        asyncio.run(chunks_of(process, ["A"], LONG, on_error="ignore"))
+
+
+def test_leaving_a_stream_cancels_it(process: EngineProcess) -> None:
+    async def first() -> Chunk:
+        async with aclosing(process.astream(["A"], LONG)) as stream:
+            return await anext(stream)
+
+    assert asyncio.run(first()).completion is None
+    until(lambda: process.load.running == 0)
+
+
+def test_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    """To requests that run, to those that come, and to who waits for it; its log comes through."""
+    with caplog.at_level(logging.INFO, "guided_spec"), EngineProcess(**OPTIONS) as own:
+        assert any("packed forwards" in record.getMessage() for record in caplog.records)
+
+        async def ask() -> list[Chunk]:
+            found = []
+            async for chunk in own.astream(["A"], LONG, on_error="return"):
+                if not found:
+                    os.kill(_child_of_this_process(), signal.SIGKILL)
+                found.append(chunk)
+            return found
+
+        last = asyncio.run(ask())[-1]
+        assert last.completion is not None
+        assert isinstance(last.completion.error, ModelError)
+        assert "exit status -9" in str(last.completion.error)
+        with pytest.raises(ModelError, match="exit status -9"):
+            asyncio.run(chunks_of(own, ["A"], LONG))
+        with pytest.raises(ModelError, match="exit status -9"):
+            own.ended.result()
+    with pytest.raises(ConfigError, match="pass a hub id or a folder"):
+        EngineProcess(torch.nn.Linear(1, 1))  # type: ignore[arg-type]
+
+
+def _child_of_this_process() -> int:
+    """The last one that runs an engine."""
+    command = ["pgrep", "-n", "-f", "-P", str(os.getpid()), "guided_spec.engine.process"]
+    return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
