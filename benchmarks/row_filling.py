@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.device_time import host_seconds
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import RowFiller, Walk, cores
+from guided_spec.masks.filler import RowFiller, Walk, cores
 from guided_spec.masks.rows import MaskRows
 
 __all__ = ["RowFilling", "Text", "fill_table"]

@@ -48,6 +48,9 @@ class EngineConfig:
         (docs/device_tables.md). "auto" makes the table of a grammar once 32 texts of it have begun,
         in a process of its own, and texts go over to it; "always" of each one that can have one,
         before its first text begins; "off" of none. The texts are the same.
+    device_table_bytes: what the tables of running texts may take where drafts are made; an EAGLE-3
+        head under ``mask`` then takes its masks, and the target's, from there without the host. The
+        least recently used goes first; 0 leaves all of it to the host.
     verifier: "rejection" accepts as many sampled draft tokens as can be, "coupled" those that the
         target draws itself, so that the same seed gives the same text with any proposer and K.
     kernels: "auto" runs models and EAGLE-3 heads in packed form where they have one, on CUDA as
@@ -71,6 +74,7 @@ class EngineConfig:
     grammar_backend: GrammarBackendName = "auto"
     grammar_limits: GrammarLimits | None = None
     grammar_tables: GrammarTables = "auto"
+    device_table_bytes: int = 2**28
     verifier: Verifier = "rejection"
     kernels: Kernels = "auto"
     capture: bool = True
@@ -84,6 +88,7 @@ class EngineConfig:
         _require("kv_memory_bytes", self.kv_memory_bytes, low=1)
         _require("compile_threads", self.compile_threads, low=1)
         _require("grammar_cache_bytes", self.grammar_cache_bytes, low=1)
+        _require("device_table_bytes", self.device_table_bytes, low=0)
         if not isinstance(self.grammar_backend, str) or not self.grammar_backend:
             fix = "must be the name of a grammar backend, such as 'auto'"
             raise ConfigError("grammar_backend", self.grammar_backend, fix)

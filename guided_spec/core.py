@@ -206,7 +206,8 @@ class Batches:
         self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
     ) -> None:
         depths = config.num_draft_tokens + config.max_forced_tokens + 1
-        self._rows = MaskRows(num_slots, depths, vocab_size, device)
+        table_bytes = config.device_table_bytes
+        self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
         self._verifier: Verifier = config.verifier
         self._vocab_size = vocab_size
         self._device = device

@@ -527,14 +527,16 @@ def _count(
     """Enter a step into its requests' statistics."""
     lookahead = step.lookahead
     share = lookahead.fill_seconds / len(requests)
-    rows = zip(drafted, accepted, lookahead.forced, lookahead.starved, strict=True)
+    ahead = (lookahead.forced, lookahead.starved, lookahead.is_tabled)
+    rows = zip(drafted, accepted, *ahead, strict=True)
     for request, row, known in zip(requests, rows, lookahead.drafted, strict=True):
-        num_drafted, num_accepted, forced, starved = row
+        num_drafted, num_accepted, forced, starved, is_tabled = row
         stats = request.stats
         reasoning = request.num_before_marker(known[:num_drafted])
         stats.count_step(num_drafted, num_accepted, forced, reasoning)
         stats.mask_seconds += share
         stats.starved += starved
+        stats.device_steps += is_tabled
 
 
 def _logprobs(step: Step, committed: Sequence[Committed]) -> list[list[TokenLogprobs]]:

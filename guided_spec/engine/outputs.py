@@ -41,6 +41,8 @@ class RequestStats:
         be cut off. The grammar holds all the same.
     tabled: output tokens that a grammar's table judged: no matcher was asked for their masks, see
         ``EngineConfig.grammar_tables``.
+    device_steps: of the steps, those whose masks a device took from the table itself, see
+        ``EngineConfig.device_table_bytes``.
     resyncs: matchers rebuilt from the committed tokens because they disagreed with them.
     mask_seconds: host time spent on filling masks, this request's share of its batches.
     seconds: from the start of the request's prefill to its end.
@@ -61,6 +63,7 @@ class RequestStats:
     steered: int = 0
     ends_lost: int = 0
     tabled: int = 0
+    device_steps: int = 0
     resyncs: int = 0
     mask_seconds: float = 0.0
     seconds: float = 0.0

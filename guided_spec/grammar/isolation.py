@@ -26,7 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-    from guided_spec.grammar.tables.table import TokenTable
+    from guided_spec.grammar.tables.token_table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["Workers", "serve", "start_interpreter"]

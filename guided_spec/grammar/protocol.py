@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from guided_spec.errors import UnsatisfiableGrammarError
 from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -106,6 +107,14 @@ class Matcher(GrammarMatcher):
     def num_tabled(self) -> int:
         """Tokens of the text that a table judged, see ``guided_spec.grammar.tables``."""
         return 0
+
+    def place(self, ahead: int) -> TablePlace | None:
+        """Where the text stands in a table that has its rows, behind up to ``ahead`` more tokens.
+
+        None where one of these rows may be another than the table's.
+        """
+        del ahead
+        return None
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Sequence
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
+from guided_spec.grammar.tables.token_table import TablePlace
 
 __all__ = ["Constraint", "Fork"]
 
@@ -101,6 +102,18 @@ class Constraint:
     def num_tabled(self) -> int:
         """Committed tokens that a table judged, and no matcher was asked about."""
         return self._original.num_tabled
+
+    def place(self, ahead: int) -> TablePlace | None:
+        """Where the committed text stands in its table, see ``Matcher``.
+
+        Costs little: the matchers need not have read the last tokens.
+        """
+        found = self._original.place(ahead + len(self._unread))
+        for token_id in self._unread:
+            if found is not None:
+                state = found.table.after(found.state, token_id)
+                found = found._replace(state=state) if state >= 0 else None
+        return found
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""

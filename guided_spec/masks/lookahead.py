@@ -1,21 +1,16 @@
 """Forks walked along one draft, and the mask rows they produce.
 
 The mask of draft position i and the mask of target row i are the same row: filled once, used twice.
-
-Who fills which mask rows of a step: one walk after another, or many walks on several threads.
-
-One request's way along its draft: its fork, the tokens so far, and whether more may follow.
 """
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -23,227 +18,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.masks.constraint import Constraint, Fork
-from guided_spec.masks.rows import MaskRows, XGrammarBatch
-from guided_spec.ops.host import named_range
+from guided_spec.masks.filler import RowFiller, Walk
+from guided_spec.masks.rows import MaskRows
+from guided_spec.masks.tables import TabledTexts
 from guided_spec.types import Draft
 
 __all__ = [
     "Lookahead",
-    "RowFiller",
     "Turn",
-    "Walk",
-    "cores",
 ]
-
-
-class Walk:
-    """Made once a step and request.
-
-    request: its index in the batch. fork: None for a free text, and until it is needed.
-    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
-    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
-    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
-    drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
-    draft. starved: positions at which the drafter knew none of the legal tokens.
-    """
-
-    __slots__ = (
-        "drafted",
-        "filled",
-        "fork",
-        "has_ended",
-        "is_open",
-        "is_paused",
-        "limit",
-        "refused",
-        "request",
-        "starved",
-        "until",
-    )
-
-    def __init__(self, request: int, fork: Fork | None, limit: int) -> None:
-        self.request = request
-        self.fork = fork
-        self.limit = self.until = limit
-        self.drafted: list[int] = []
-        self.filled = 0
-        self.has_ended = fork is not None and fork.matcher.is_terminated()
-        self.is_open = limit > 0 and not self.has_ended
-        self.is_paused = False
-        self.refused: int | None = None
-        self.starved = 0
-
-    @property
-    def num_missing(self) -> int:
-        """Mask rows of the draft so far that are not filled; a complete text has none behind it."""
-        if self.fork is None:
-            return 0
-        missing = len(self.drafted) + (not self.has_ended) - self.filled
-        return missing if missing > 0 else 0  # a third of the time of ``max``
-
-    @property
-    def is_drafting(self) -> bool:
-        """Whether a token may be appended now."""
-        return self.is_open and not self.is_paused and len(self.drafted) < self.until
-
-    def append(self, token_id: int) -> bool:
-        """Append a token; False, and no change, where the fork refuses it."""
-        fork = self.fork
-        if fork is not None:
-            if not fork.accept(token_id):
-                return False
-            self.has_ended = fork.matcher.is_terminated()
-        self.drafted.append(token_id)
-        self.is_open = not self.has_ended and len(self.drafted) < self.limit
-        return True
-
-    def take(self, fork: Fork) -> None:
-        """From here on the fork goes with the draft, of which there is nothing yet."""
-        self.fork = fork
-        if fork.matcher.is_terminated():  # it disagrees with its text, which fails at the commit
-            self.end()
-
-    def end(self) -> None:
-        """The text is complete: nothing follows."""
-        self.has_ended, self.is_open = True, False
-
-    def refuse(self, token_id: int) -> None:
-        """An illegal token ends the draft."""
-        self.is_open, self.refused = False, token_id
-
-
-# Seconds, in all and for each walk that is done, after which other threads help with the walks that
-# are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
-# however many rows there are: the time tells, their number does not (``python -m
-# benchmarks.masks``; docs/performance.md, "Where masks are filled").
-PATIENCE = 0.003
-SLOW_WALK = 0.00005
-WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
-# Walks that are worth a call of xgrammar's for the rows of one depth together.
-WALKS_TOGETHER = 8
-# More threads than this only wait for each other: between two native calls each needs the
-# interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
-# wait for its turn holds up all the others, and that costs far more than the threads gain.
-MOST_THREADS = 8
-
-
-class RowFiller:
-    """Fills the rows that the walks of one step still lack.
-
-    The rows are the same on every way: each walk's rows are filled by one thread, in order.
-    """
-
-    def __init__(self, rows: MaskRows) -> None:
-        self._rows = rows
-        self._batch = XGrammarBatch()  # of the thread that calls ``fill``
-
-    def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
-        """Fill every missing row of these walks, up to the one behind the draft so far.
-
-        threads: that fill at once, this one among them; None for what the rows turn out to cost.
-
-        The forks end where they stood, at the ends of the drafts.
-        """
-        missing = [walk for walk in walks if walk.num_missing]
-        if not missing:
-            return
-        with named_range("fill masks"):
-            if threads is None:
-                self._fill_patiently(missing)
-            elif threads > 1:
-                self._fill_apart(missing, threads)
-            else:
-                self._fill_here(missing)
-
-    def _fill_patiently(self, walks: Sequence[Walk]) -> None:
-        began = time.perf_counter()
-        start, count = 0, WALKS_AT_ONCE
-        while start < len(walks):
-            left = walks[start:]
-            threads = min(MOST_THREADS, cores() // 2, len(left))
-            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_WALK * start):
-                self._fill_apart(left, threads)
-                return
-            self._fill_here(left[:count])
-            start, count = start + count, 2 * count
-
-    def _fill_here(self, walks: Sequence[Walk]) -> None:
-        if len(walks) >= WALKS_TOGETHER:
-            self._fill_together(walks, self._batch)
-        else:
-            for walk in walks:
-                self._fill_alone(walk)
-
-    def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
-        """Deal the walks out; this thread takes its share too."""
-        own, *others = (walks[start::threads] for start in range(threads))
-        running: list[Future[None]] = [
-            _pool().submit(self._fill_together, share, XGrammarBatch()) for share in others
-        ]
-        try:
-            self._fill_together(own, self._batch)
-        finally:
-            wait(running)  # whatever happens: nobody may write into the next step's rows
-        for share in running:
-            share.result()
-
-    def _fill_alone(self, walk: Walk) -> None:
-        fork = walk.fork
-        assert fork is not None
-        # Tokens may have been appended unfilled: back to the first missing row, and up again.
-        fork.rollback_to(walk.filled)
-        for depth in range(walk.filled, len(walk.drafted)):
-            self._rows.fill(fork.matcher, walk.request, depth)
-            fork.accept(walk.drafted[depth])
-            walk.filled = depth + 1
-        if walk.num_missing:
-            self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
-            walk.filled += 1
-
-    def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
-        """Every walk's next missing row, then the row after that, ..."""
-        for walk in walks:
-            if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
-                walk.fork.rollback_to(walk.filled)
-        while walks:
-            self._fill_level(batch, walks)
-            left: list[Walk] = []
-            for walk in walks:
-                at, walk.filled = walk.filled, walk.filled + 1
-                if at < len(walk.drafted) and walk.fork is not None:
-                    walk.fork.accept(walk.drafted[at])
-                    if walk.num_missing:
-                        left.append(walk)
-            walks = left
-
-    def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
-        """One row of each walk: xgrammar's in one call, others one by one."""
-        matchers: list[Any] = []
-        places: list[tuple[int, int]] = []
-        for walk in walks:
-            assert walk.fork is not None
-            matcher = walk.fork.matcher
-            source = matcher.row_source
-            if batch.takes(source):
-                matchers.append(source)
-                places.append((walk.request, walk.filled))
-            else:
-                self._rows.fill(matcher, walk.request, walk.filled)
-        if matchers:
-            self._rows.fill_many(batch, matchers, places)
-
-
-@cache
-def cores() -> int:
-    """Cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-@cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")
 
 
 def _refuse_first(walk: Walk, token_ids: Sequence[int]) -> bool:
@@ -281,10 +64,12 @@ class Lookahead:
         self._walks = walks
         self._rows = rows
         self._filler = RowFiller(rows)
-        self._asleep: Sequence[Constraint | None] | None = constraints  # None: forks were taken
+        self._constraints = constraints
+        self._is_asleep = True  # no forks were taken
         self._filling: Future[None] | None = None  # on another thread
         self._is_constrained = any(constraint is not None for constraint in constraints)
         self._pause: Pause | None = None
+        self._sources: Tensor | None = None  # of rows that the device takes from tables
         self.forced: list[list[int]] = [[] for _ in walks]
         self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
@@ -344,8 +129,13 @@ class Lookahead:
 
     @property
     def num_rows(self) -> list[int]:
-        """[B]: mask rows that are filled, from the first one on."""
-        return [walk.filled for walk in self._walks]
+        """[B]: mask rows that there are, from the first one on."""
+        return [walk.num_rows if walk.is_tabled else walk.filled for walk in self._walks]
+
+    @property
+    def is_tabled(self) -> list[bool]:
+        """[B]: whether the device took the request's rows from a table, see ``leave``."""
+        return [walk.is_tabled for walk in self._walks]
 
     @contextmanager
     def until(self, ends: Sequence[int]) -> Iterator[None]:
@@ -377,6 +167,28 @@ class Lookahead:
                 for walk in self._walks:
                     walk.is_paused = False
 
+    def tabled(self, requests: Sequence[int], ahead: int) -> TabledTexts | None:
+        """Of the requests that draft next, those whose rows the device can take from tables.
+
+        requests: nothing is drafted of them yet. ahead: tokens of a draft at most. None where there
+        is none.
+        """
+        constrained = [(at, one) for at in requests if (one := self._constraints[at]) is not None]
+        found = ((at, constraint.place(ahead)) for at, constraint in constrained)
+        places = {at: place for at, place in found if place is not None}
+        others = len(places) < len(constrained)
+        return self._rows.tables.find(places, len(self._walks), others=others)
+
+    def leave(self, texts: TabledTexts, sources: Tensor) -> None:
+        """The device takes the rows of these texts from tables: none of theirs is filled here.
+
+        sources: int64 [depths, B] there, where their rows lie once the draft is made; 0 for others,
+        and for rows behind the end of a text. Nobody may ``peek`` at these rows.
+        """
+        self._sources = sources
+        for request in texts.requests:
+            self._walks[request].is_tabled = True
+
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
@@ -398,7 +210,7 @@ class Lookahead:
 
     def _next_depths(self, walks: Sequence[Walk]) -> list[int | None]:
         """Fill what comes next in these walks; returns where those rows are, None for others."""
-        drafting = [walk for walk in walks if walk.is_drafting]
+        drafting = [walk for walk in walks if walk.is_drafting and not walk.is_tabled]
         self._fill(drafting)
         depths: list[int | None] = [None] * len(self._walks)
         for walk in drafting:
@@ -481,6 +293,7 @@ class Lookahead:
         """
         self._wake()
         walk = self._walks[request]
+        assert not walk.is_tabled
         if walk.fork is None or not walk.is_open:
             return None
         if walk.num_missing:
@@ -507,10 +320,10 @@ class Lookahead:
 
     def start(self) -> None:
         """Begin to fill the rows that are still missing, beside what runs next."""
-        if self._asleep is None:
+        if self._is_asleep:  # nothing is drafted: one row each
+            missing = len(self._walks)
+        else:
             missing = sum(walk.num_missing for walk in self._walks)
-        else:  # nothing is drafted: one row each
-            missing = len(self._asleep)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
             self._filling = self._rows.fill_beside(partial(self._fill, self._walks))
 
@@ -527,7 +340,7 @@ class Lookahead:
             self._fill(self._walks)
         else:
             self._filling.result()
-        return self._rows.first(len(self._walks), num_draft + 1)
+        return self._rows.first(len(self._walks), num_draft + 1, self._sources)
 
     def _extend(
         self,
@@ -562,7 +375,7 @@ class Lookahead:
         if token_id < 0:
             walk.is_open = False
             return
-        if walk.fork is not None:
+        if walk.fork is not None and not walk.is_tabled:
             depth = len(walk.drafted)
             if walk.filled <= depth:
                 self._fill([walk])
@@ -580,9 +393,9 @@ class Lookahead:
             walk.is_paused = self._pause(walk.request)
 
     def _wake(self) -> None:
-        constraints, self._asleep = self._asleep, None
-        if constraints is not None:
-            for walk, constraint in zip(self._walks, constraints, strict=True):
+        if self._is_asleep:
+            self._is_asleep = False
+            for walk, constraint in zip(self._walks, self._constraints, strict=True):
                 if constraint is not None:
                     walk.take(constraint.fork())
 

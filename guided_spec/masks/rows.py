@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
+from guided_spec.masks.tables import DeviceTables
 from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.table_rows import copy_rows
 
 __all__ = [
     "MaskBlock",
@@ -172,6 +174,10 @@ class MaskUpload:
         """Start a step: what was launched so far still reads the last step's rows."""
         self._is_read.record(torch.cuda.current_stream(self._device))
 
+    def blank_rows(self, requests: int, depths: int) -> Tensor:
+        """[requests, depths, W] that forbid nothing, where ``verify_rows`` would leave others."""
+        return self._rows[: requests * depths].fill_(-1).view(requests, depths, -1)
+
     def verify_rows(self, rows: Tensor, requests: int) -> Uploaded:
         """Pinned int32 [depths * requests, W] to the device, as [requests, depths, W].
 
@@ -216,13 +222,23 @@ class MaskRows:
     (one depth) and what the verifier asks for (the first depths) is one contiguous piece. For a
     CUDA device the memory is pinned, the copies do not block the host, and there are two blocks of
     it in turn: a step begins while the last one's rows may still be on their way.
+
+    table_bytes: what the tables of running texts may take on the device, see ``tables``.
     """
 
-    def __init__(self, requests: int, depths: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        requests: int,
+        depths: int,
+        vocab_size: int,
+        device: torch.device,
+        table_bytes: int = 0,
+    ) -> None:
         self.requests = requests
         self.depths = depths
         self.device = device
         words = num_mask_words(vocab_size)
+        self.tables = DeviceTables(device, words, table_bytes)
         is_cuda = device.type == "cuda"
         self._block, *self._blocks = (
             MaskBlock(requests * depths, words, is_pinned=is_cuda) for _ in range(1 + is_cuda)
@@ -306,12 +322,28 @@ class MaskRows:
         places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
         return self._block.addresses([*places, *[self._none] * (count - len(places))])
 
-    def first(self, requests: int, depths: int) -> Tensor:
+    def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.
+
+        sources: int64 [D, requests] there, addresses of rows that take the place of the first D; 0
+        leaves a row as it is.
 
         Contiguous; on a CUDA device at the same address for the same two numbers.
         """
+        found = self._first(requests, depths, is_sent=sources is None)
+        if sources is not None:
+            placed = sources.new_zeros(requests, depths)
+            kept = sources[:depths]
+            placed[:, : len(kept)] = kept.T
+            copy_rows(placed.flatten(), found.flatten(0, 1))
+        return found
+
+    def _first(self, requests: int, depths: int, *, is_sent: bool) -> Tensor:
+        """``first`` without sources. is_sent: also where nothing is filled."""
         assert requests == self._active
+        is_blank = not is_sent and not self._block.is_filled(range(depths * requests))
+        if self._upload is not None and is_blank:
+            return self._upload.blank_rows(requests, depths)
         rows = self._block.rows(0, depths * requests)
         if self._upload is None:
             return rows.view(depths, requests, -1).transpose(0, 1).contiguous()

@@ -17,7 +17,6 @@ whoever is about to wait for the device answers it first: see ``DraftInFlight.an
 
 from __future__ import annotations
 
-import ctypes
 import platform
 import time
 from collections.abc import Callable
@@ -30,6 +29,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+
+from guided_spec.ops.table_rows import copy_rows
 
 __all__ = [
     "UNTICKETED",
@@ -123,22 +124,23 @@ def can_share(device: torch.device) -> bool:
     return is_nvidia and is_ordered and find_spec("triton") is not None
 
 
-def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor) -> None:
+def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | None = None) -> None:
     """Wait for an order, and copy its rows.
 
     order: int64 [1 + R or more], of ``Mailbox.orders``. ticket: int64 [1] that it will show;
         ``UNTICKETED`` does not wait. out: int32 [R, W] on the device of ``ticket``.
+    sources: int64 [R] there, where the device itself knows rows; 0 leaves one to the order, as None
+        leaves all.
     """
     if out.is_cuda:
-        _kernels().fetch_rows(order, ticket, out, PATIENCE)
+        _kernels().fetch_rows(order, ticket, out, PATIENCE, sources)
         return
     for _ in range(PATIENCE):
         if int(ticket) in (UNTICKETED, int(order[0])):
             break
         time.sleep(0)
-    for row, address in zip(out, order[1 : 1 + len(out)].tolist(), strict=True):
-        words = (ctypes.c_int32 * len(row)).from_address(address)
-        row.copy_(torch.frombuffer(words, dtype=torch.int32))
+    addresses = order[1 : 1 + len(out)]
+    copy_rows(addresses if sources is None else torch.where(sources != 0, sources, addresses), out)
 
 
 def answer(

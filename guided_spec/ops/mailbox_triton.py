@@ -7,31 +7,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.table_rows_triton import copy_rows
+
 __all__ = ["answer", "fetch_rows"]
 
-WORDS = 1024  # of a row in a program
 ROWS = 256  # answers of a program
 
 
-def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, patience: int) -> None:
+def fetch_rows(
+    order: Tensor, ticket: Tensor, out: Tensor, patience: int, sources: Tensor | None = None
+) -> None:
     """See ``guided_spec.ops.mailbox.fetch_rows``; ``order`` is pinned, the others on one device.
 
     patience: looks at the order before it goes on all the same.
     """
-    count, words = out.shape
+    count = len(out)
     found = torch.empty(count, dtype=torch.int64, device=out.device)
-    # Rows begin at multiples of their length, in memory that begins at a multiple of more.
-    is_aligned = words % 4 == 0
     with torch.cuda.device_of(out):  # Triton launches on the current device
         # One program looks, and reads the addresses for all others: reads of the same word of the
         # host's memory come one after another, each a microsecond long.
         _await[(1,)](
-            *(order, ticket, patience, found, count),
+            *(order, ticket, found if sources is None else sources, patience, found, count),
+            has_sources=sources is not None,
             block=triton.next_power_of_2(count),
             num_warps=1,
         )
-        grid = (count, triton.cdiv(words, WORDS))
-        _fetch[grid](found, out, words, is_aligned=is_aligned, block=WORDS)
+    copy_rows(found, out)
 
 
 def answer(
@@ -50,9 +51,12 @@ def answer(
 
 
 # Triton reads annotations as its own, so the arguments have none. Volatile loads are not moved
-# before one another; ".cv" looks into no cache either, and reads many words at once.
+# before one another.
 @triton.jit(do_not_specialize=["patience", "count"])  # type: ignore[untyped-decorator]
-def _await(order, ticket, patience, found, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _await(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    order, ticket, sources, patience, found, count,
+    has_sources: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
     """Look until the order shows the ticket, and keep its addresses."""
     wanted = tl.load(ticket)
     seen = tl.load(order, volatile=True)
@@ -62,24 +66,10 @@ def _await(order, ticket, patience, found, count, block: tl.constexpr):  # type:
         left -= 1
     row = tl.arange(0, block)
     addresses = tl.load(order + 1 + row, mask=row < count, other=0, volatile=True)
+    if has_sources:
+        own = tl.load(sources + row, mask=row < count, other=0)
+        addresses = tl.where(own != 0, own, addresses)
     tl.store(found + row, addresses, mask=row < count)
-
-
-@triton.jit(do_not_specialize=["words"])  # type: ignore[untyped-decorator]
-def _fetch(  # type: ignore[no-untyped-def]
-    addresses, out, words, is_aligned: tl.constexpr, block: tl.constexpr
-):
-    """Copy a chunk of a row from its address."""
-    row, chunk = tl.program_id(0), tl.program_id(1)
-    source = tl.load(addresses + row).to(tl.pointer_type(tl.int32))
-    target = out + row.to(tl.int64) * words
-    at = chunk * block + tl.arange(0, block)
-    inside = at < words
-    if is_aligned:
-        source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-        inside = at < tl.multiple_of(words, 4)
-    found = tl.load(source + at, mask=inside, other=0, cache_modifier=".cv")
-    tl.store(target + at, found, mask=inside)
 
 
 @triton.jit(do_not_specialize=["stride", "count"])  # type: ignore[untyped-decorator]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
 from guided_spec.ops.sampling.adjust import Adjustments
@@ -227,17 +228,25 @@ class DraftLoop:
         """Every request's best tokens, int64 [B, K] target ids."""
         self._places += [Chosen(ids.expand(3, -1), None, None) for ids in best.unbind(1)]
 
-    def take_masked(self, walk: MaskedDrafter, slots: Sequence[int], given: Given | None) -> None:
+    def take_masked(
+        self,
+        walk: MaskedDrafter,
+        slots: Sequence[int],
+        given: Given | None,
+        texts: TabledTexts | None,
+    ) -> None:
         """Tokens under masks, drawn while the host walks; for a batch that ``drafts_masked``.
 
         given: what the drafts hold already; None where those that go on hold nothing.
+        texts: whose masks the device takes from tables; None where there are none.
         """
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
-        turn = MaskedTurn(self._lookahead, self._ends, given)
+        turn = MaskedTurn(self._lookahead, self._ends, given, texts)
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
         self._masked = _Masked(self._running.room, given)
         # The device works on while whoever reads the draft launches what comes behind it.
-        self._running.accept_drawn(1)
+        if self._running.needs_host:
+            self._running.accept_drawn(1)
 
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
@@ -264,7 +273,7 @@ class DraftLoop:
     def answer(self) -> Callable[[], None] | None:
         """See ``DraftInFlight``."""
         running = self._running
-        return None if running is None or running.is_walked else running.accept_drawn
+        return running.accept_drawn if running is not None and running.needs_host else None
 
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""

@@ -120,7 +120,8 @@ class LearnedHead:
         sources = None if self._packed is None else self._packed.graphs
         self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedDrafter | None = None
-        if self._packed is not None and can_share(context.device):
+        self._can_wait = can_share(context.device)  # for the host, while a draft is made
+        if self._packed is not None:
             self._masked = MaskedDrafter(self._packed, target_ids, context)
         self._paths: BlockDrafter | None = None
         if self._block is None:
@@ -167,7 +168,7 @@ class LearnedHead:
         """See ``Captures``."""
         if self._packed is not None and self._longest:
             yield from self._packed.capture(self._longest)
-        if self._masked is not None and self._longest:
+        if self._masked is not None and self._can_wait and self._longest:
             yield from self._masked.capture()
 
     def release(self, slots: Sequence[int]) -> None:
@@ -191,7 +192,7 @@ class LearnedHead:
             batch = replace(batch, limits=tuple(most))
         loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
         drafted = lookahead.drafted
-        if not rows or self._draft_at_once(loop, batch, drafted, rows):
+        if not rows or self._draft_at_once(loop, batch, lookahead, rows):
             return loop
         slots = [batch.slots[row] for row in rows]
         self._append_drafted(slots, [drafted[row] for row in rows], batch.device)
@@ -217,29 +218,31 @@ class LearnedHead:
         self,
         loop: DraftLoop,
         batch: DecodeBatch,
-        drafted: Sequence[Sequence[int]],
+        lookahead: Lookahead,
         rows: Sequence[int],
     ) -> bool:
-        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks.
-
-        drafted: [B] what the drafts hold.
-        """
+        """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks."""
+        drafted = lookahead.drafted
         head, slots, count = self._packed, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
         is_best = drafts_best(batch, self._policy)
-        is_masked = self._masked is not None and drafts_masked(batch, self._policy) and not is_best
-        if not is_masked and not is_best:
+        masked = None if is_best or not drafts_masked(batch, self._policy) else self._masked
+        if masked is None and not is_best:
+            return False
+        is_given = any(drafted[row] for row in rows)
+        texts = None if masked is None or is_given else lookahead.tabled(rows, count)
+        if masked is not None and not self._can_wait and (texts is None or not texts.is_alone):
             return False
         head.rewind(slots)
         if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it
             return False
         given = None
-        if any(drafted[row] for row in rows):
+        if is_given:
             read = [drafted[row] if row in rows else () for row in range(len(batch))]
             given = Given.of(read, count, batch.device)
-        if self._masked is not None and is_masked:
-            loop.take_masked(self._masked, slots, given)
+        if masked is not None:
+            loop.take_masked(masked, slots, given, texts)
         elif given is None:
             loop.take(head.draft_greedily(slots, count))
         else:

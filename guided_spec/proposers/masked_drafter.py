@@ -15,6 +15,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.bitmask import num_mask_words
@@ -23,6 +24,7 @@ from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
+from guided_spec.ops.table_rows import CURSOR, SOURCE, advance
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
@@ -62,25 +64,29 @@ class Given(NamedTuple):
 class DraftBuffers(NamedTuple):
     """Where graphs leave what they drew; the next draft overwrites it.
 
-    ids: int64 [K, R], 0 where there is none. probs: float32 [K, R, D], None where all are greedy.
-    rescued: int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary.
+    ids: int64 [K, R], 0 where there is none. sources: int64 [K + 1, R], where the rows of tables
+    lie, see ``Lookahead.leave``. probs: float32 [K, R, D], None where all are greedy. rescued:
+    int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary.
     """
 
     ids: Tensor
+    sources: Tensor
     probs: Tensor | None
     rescued: Tensor | None
 
     def cut(self, depths: int, rows: int) -> DraftBuffers:
         """The first positions of the first rows."""
-        parts = (None if part is None else part[:depths, :rows] for part in self[1:])
-        return DraftBuffers(self.ids[:depths, :rows], *parts)
+        parts = (None if part is None else part[:depths, :rows] for part in self[2:])
+        sources = self.sources[: depths + 1, :rows]
+        return DraftBuffers(self.ids[:depths, :rows], sources, *parts)
 
 
 class MaskedTurn(NamedTuple):
     """A head's part of a step.
 
     ends: [B] tokens that each draft holds behind it at most. given: None where no draft holds any
-    before it. A request that drafts nothing is given nothing.
+    before it. A request that drafts nothing is given nothing. texts: whose rows the device takes
+    from tables; None where there are none.
 
     No turn ends before: the graph is launched.
     """
@@ -88,6 +94,12 @@ class MaskedTurn(NamedTuple):
     lookahead: Lookahead
     ends: Sequence[int]
     given: Given | None
+    texts: TabledTexts | None = None
+
+    @property
+    def needs_host(self) -> bool:
+        """Whether anybody's mask is filled by the host."""
+        return self.texts is None or not self.texts.is_alone
 
     def first(self) -> int:
         """The first position at which any request draws."""
@@ -121,6 +133,15 @@ class MaskedDraft:
         """Whether the device waits for nothing any more."""
         return self._depth >= self._depths
 
+    @property
+    def needs_host(self) -> bool:
+        """Whether the device waits for the host before the draft is made."""
+        return self._turn.needs_host and not self.is_walked
+
+    def release(self) -> None:
+        """The device waits for no mask."""
+        self._mailbox.release()
+
     def begin(self) -> None:
         """Fill the first mask. Positions before it are of given tokens only."""
         with self._turn.at_work() as lookahead:
@@ -146,17 +167,17 @@ class MaskedDraft:
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
-        if self._depth < self._depths and lookahead.has_room(1):
-            self._post(lookahead, self._depth)
-        else:  # nobody drafts any more
+        if self._depth >= self._depths or not lookahead.has_room(1):  # nobody drafts any more
             self._end()
+        elif self._turn.needs_host:
+            self._post(lookahead, self._depth)
 
     def _post(self, lookahead: Lookahead, depth: int) -> None:
         self._mailbox.post(depth, lookahead.next_rows(self._size, depth))
 
     def _end(self) -> None:
         self._depth = self._depths
-        self._mailbox.release()
+        self.release()
 
     def _check(self) -> None:
         if self.room.ids.is_cuda:
@@ -206,8 +227,15 @@ class MaskedDrafter:
         ticket = self._mailbox.begin()
         room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
         draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
-        picker = _Picker(self, ticket, len(slots), room, sampling, noise)
-        self._head.draft_by(picker, slots, count, token_ids, draft.begin)
+        cursors = None
+        if turn.texts is not None:
+            cursors = turn.texts.cursors
+            turn.lookahead.leave(turn.texts, draft.room.sources)
+        if not turn.needs_host:
+            draft.release()
+        picker = _Picker(self, ticket, len(slots), room, sampling, noise, cursors)
+        beside = draft.begin if turn.needs_host else None
+        self._head.draft_by(picker, slots, count, token_ids, beside)
         return draft
 
     def capture(self) -> Iterator[None]:
@@ -227,17 +255,20 @@ class MaskedDrafter:
 
     def draw(
         self,
-        ticket: Tensor,
-        depth: int,
+        place: _Depth,
         room: DraftBuffers,
         logits: Tensor,
         sampling: Sampling,
         noise: DraftNoise | None,
     ) -> Tensor:
         """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
+        ticket, depth, cursors = place
+        if depth == 0:
+            room.sources[0].copy_(cursors[:, SOURCE])
         mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
-        fetch_rows(self._mailbox.orders[depth], ticket, mask)
+        fetch_rows(self._mailbox.orders[depth], ticket, mask, room.sources[depth])
         drawn = choose_draft(logits, mask, self._target_ids, sampling, noise)
+        advance(drawn.tokens, cursors, room.sources[depth + 1])
         told = self._mailbox.answers[depth]
         answer(drawn.tokens, drawn.starved, ticket, told, room.ids[depth])
         if room.probs is not None and drawn.probs is not None:
@@ -248,16 +279,29 @@ class MaskedDrafter:
 
     def _room(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
         if is_sampled not in self._rooms:
-            ids = torch.empty(2, *self._shape, dtype=torch.int64, device=self._device)
+            depths, rows = self._shape
+            ids = torch.empty(2, depths, rows, dtype=torch.int64, device=self._device)
+            sources = ids.new_zeros(depths + 1, rows)
             width = vocab_size if self._target_ids is None else len(self._target_ids)
-            probs = torch.empty(*self._shape, width, device=self._device) if is_sampled else None
+            probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
             rescued = None if self._target_ids is None else ids[1]
-            self._rooms[is_sampled] = DraftBuffers(ids[0], probs, rescued)
+            self._rooms[is_sampled] = DraftBuffers(ids[0], sources, probs, rescued)
         return self._rooms[is_sampled]
 
 
+class _Depth(NamedTuple):
+    """ticket: of the draft, int64 [1]. depth: of the token. cursors: of the texts, int64 [R, 6]."""
+
+    ticket: Tensor
+    depth: int
+    cursors: Tensor
+
+
 class _Picker(NamedTuple):
-    """See ``guided_spec.models.packed.slot_head.Picker``; batch: rows that are used."""
+    """See ``guided_spec.models.packed.slot_head.Picker``; batch: rows that are used.
+
+    cursors: int64 [batch, 6] on the host, see ``TabledTexts``; None where no text has a table.
+    """
 
     drafter: MaskedDrafter
     ticket: int
@@ -265,18 +309,22 @@ class _Picker(NamedTuple):
     room: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
+    cursors: Tensor | None = None
 
     @property
     def key(self) -> Hashable:
         return ("masked", *sampling_key(self.sampling, self.noise))
 
     def inputs(self, graph: Hashable, size: int) -> Inputs:
-        if self.noise is None:
-            return {}
-        given = self.drafter.held.changed(graph, self.sampling, self.noise, self.batch)
-        given["positions"] = self.noise.positions
+        given = dict[str, Tensor]()
+        if self.noise is not None:
+            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.batch)
+            given["positions"] = self.noise.positions
+        none = torch.zeros(0, CURSOR, dtype=torch.int64)
+        given["cursors"] = none if self.cursors is None else self.cursors
         return {name: pad_rows(value, size) for name, value in given.items()}
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
-        return self.drafter.draw(ticket, depth, self.room, logits, *drawing)
+        place = _Depth(ticket, depth, inputs["cursors"])
+        return self.drafter.draw(place, self.room, logits, *drawing)

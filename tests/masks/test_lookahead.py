@@ -102,7 +102,7 @@ class LookaheadMachine(RuleBasedStateMachine):
             if constraint is None:
                 continue
             original, fork = constraint._original, constraint._fork.matcher
-            is_there = not constraint._fork_unread and self.step._asleep is None
+            is_there = not constraint._fork_unread and not self.step._is_asleep
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):

@@ -22,9 +22,10 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.markers import AfterGrammar, Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.masks import lookahead as row_filler
+from guided_spec.masks import filler as row_filler
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import Lookahead, RowFiller, Walk
+from guided_spec.masks.filler import RowFiller, Walk
+from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.types import Draft

@@ -50,6 +50,7 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -325,6 +326,19 @@ class CompletingMatcher(WrappedMatcher):
     def row_source(self) -> GrammarMatcher:
         """The inner matcher's while every token fits the budget; else this one."""
         return self._inner.row_source if self._is_free() else self
+
+    def place(self, ahead: int) -> TablePlace | None:
+        """The inner matcher's where the budget takes no token out of any of these rows."""
+        if self.has_lost_end:
+            return self._inner.place(ahead)
+        place = self._inner.place(ahead + 1)  # what is behind the last row has to end in time, too
+        if place is None:
+            return None
+        if self._endings.is_exact:  # a token for every byte of the longest end, and the stop token
+            is_far = self.remaining - ahead > place.table.longest_end + 1
+        else:
+            is_far = len(self._token_ids) + ahead < self._known[-1].until and self._is_free()
+        return place if is_far else None
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

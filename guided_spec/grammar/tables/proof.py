@@ -16,13 +16,8 @@ from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
 from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.tables.automaton import Clock
-from guided_spec.grammar.tables.table import (
-    ENDED,
-    REFUSED,
-    TokenTable,
-    build_table,
-    without_tokens,
-)
+from guided_spec.grammar.tables.table import build_table, without_tokens
+from guided_spec.grammar.tables.token_table import ENDED, REFUSED, TokenTable
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 
 __all__ = [

@@ -1,10 +1,8 @@
-"""A bounded automaton over tokens: the mask row of every state, and the state behind each token."""
+"""How the table of a grammar is made: its rules, followed by all tokens from all states at once."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,65 +11,20 @@ from guided_spec.grammar.completion.endings import Rules
 from guided_spec.grammar.completion.places import NOWHERE
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
-from guided_spec.grammar.rows import full_row, pack_row
+from guided_spec.grammar.rows import pack_row
 from guided_spec.grammar.tables.automaton import ByteAutomaton, Clock, explore
+from guided_spec.grammar.tables.token_table import (
+    ANY_NUMBER,
+    ENDED,
+    MOST_AHEAD,
+    OUTSIDE,
+    REFUSED,
+    TokenTable,
+)
 
-__all__ = ["ENDED", "OUTSIDE", "REFUSED", "TokenTable", "build_table", "without_tokens"]
-
-REFUSED = -1
-"""The token is illegal."""
-ENDED = -2
-"""Behind a stop token."""
-OUTSIDE = -3
-"""The token is legal, and the table does not hold what follows it."""
+__all__ = ["build_table", "without_tokens"]
 
 _PREFIXES = 4  # times the limit of bytes, for the columns of all beginnings of tokens
-
-
-@dataclass(frozen=True, eq=False)
-class TokenTable:
-    """States 0 to N - 1, of which 0 is the start; immutable, shared by requests and processes.
-
-    classes: int32 [V], of each token; tokens of a class lead from every state to the same one.
-    then: int16 [N, C], the state behind a token of a class, or ``REFUSED``, ``ENDED``, ``OUTSIDE``.
-    rows: int32 [R, W], mask rows that differ. row_of: int32 [N], of each state.
-    """
-
-    classes: NDArray[np.int32]
-    then: NDArray[np.int16]
-    rows: NDArray[np.int32]
-    row_of: NDArray[np.int32]
-
-    @property
-    def num_states(self) -> int:
-        """N."""
-        return len(self.then)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether every text of the grammar stays inside."""
-        return not bool((self.then == OUTSIDE).any())
-
-    @property
-    def memory_size_bytes(self) -> int:
-        """Of all four arrays."""
-        return sum(part.nbytes for part in (self.classes, self.then, self.rows, self.row_of))
-
-    @cached_property
-    def forbids(self) -> NDArray[np.bool_]:
-        """bool [R]: whether a row forbids any token."""
-        found: NDArray[np.bool_] = (self.rows != full_row(len(self.classes))).any(axis=1)
-        return found
-
-    def after(self, state: int, token_id: int) -> int:
-        """The state behind a token, or ``REFUSED``, ``ENDED``, ``OUTSIDE``."""
-        then: int = self.then.item(state, self.classes.item(token_id))
-        return then
-
-    def row(self, state: int) -> NDArray[np.int32]:
-        """int32 [W]: the mask row of a state. Read only."""
-        row: NDArray[np.int32] = self.rows[self.row_of[state]]
-        return row
 
 
 def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Clock) -> TokenTable:
@@ -92,7 +45,7 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
     names[columns.refused], names[count + 2] = REFUSED, ENDED
     names[reached] = np.arange(len(reached))
     merged, index = _merge(names[then[:, reached]])
-    return _with_rows(merged, index[classes], limits, clock)
+    return _with_rows(merged, index[classes], automaton.longest_end, limits, clock)
 
 
 def without_tokens(
@@ -110,7 +63,7 @@ def without_tokens(
         columns.append(column)
     used, numbers = np.unique(classes, return_inverse=True)
     merged, index = _merge(np.stack([columns[at] for at in used.tolist()]))
-    return _with_rows(merged, index[numbers], limits, clock)
+    return _with_rows(merged, index[numbers], table.longest_end, limits, clock)
 
 
 class _Columns:
@@ -192,9 +145,13 @@ def _merge(then: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[np.int64
 
 
 def _with_rows(
-    then: NDArray[np.int16], classes: NDArray[np.int64], limits: TableLimits, clock: Clock
+    then: NDArray[np.int16],
+    classes: NDArray[np.int64],
+    longest_end: int,
+    limits: TableLimits,
+    clock: Clock,
 ) -> TokenTable:
-    """then: int16 [C, N]. classes: int64 [V]."""
+    """then: int16 [C, N]. classes: int64 [V]. The others are those of ``TokenTable``."""
     allowed, row_of = np.unique(then.T != REFUSED, axis=0, return_inverse=True)
     words = -(-len(classes) // 32)
     size = then.nbytes + 4 * (len(classes) + len(row_of) + words * len(allowed))
@@ -209,4 +166,21 @@ def _with_rows(
         np.ascontiguousarray(then.T),
         rows,
         row_of.reshape(-1).astype(np.int32),
+        _margins(then, clock),
+        longest_end,
     )
+
+
+def _margins(then: NDArray[np.int16], clock: Clock) -> NDArray[np.uint8]:
+    """See ``TokenTable``; then: int16 [C, N]."""
+    margins = np.full(then.shape[1], ANY_NUMBER, dtype=np.uint8)
+    leads_out = (then == OUTSIDE).any(axis=0)
+    for margin in range(MOST_AHEAD if leads_out.any() else 0):
+        clock.look()
+        margins[leads_out & (margins == ANY_NUMBER)] = margin
+        known = np.append(leads_out, [False] * 3)  # for what is no state
+        before = known[then].any(axis=0) | leads_out
+        if np.array_equal(before, leads_out):
+            break
+        leads_out = before
+    return margins

@@ -27,7 +27,13 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import tabled_part
-from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
+from guided_spec.grammar.tables.token_table import (
+    ENDED,
+    OUTSIDE,
+    REFUSED,
+    TablePlace,
+    TokenTable,
+)
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 __all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]
@@ -159,6 +165,13 @@ class TabledMatcher(Matcher):
         """Whether a stop token has been accepted."""
         state = self._state()
         return self._matcher().is_terminated() if state == OUTSIDE else state == ENDED
+
+    def place(self, ahead: int) -> TablePlace | None:
+        """None without a table, and where a text may leave it. See ``Matcher``."""
+        state, table = self._state(), self._table
+        if table is None or state < 0 or table.margins.item(state) < ahead:
+            return None
+        return TablePlace(table, state)
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""

@@ -25,7 +25,7 @@ from guided_spec.grammar.tables.proof import (
     tabled_part,
     walk_both,
 )
-from guided_spec.grammar.tables.table import ENDED, OUTSIDE, REFUSED, TokenTable
+from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 from tests.strategies import regexes, schemas

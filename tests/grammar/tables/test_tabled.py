@@ -25,13 +25,13 @@ from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
-from guided_spec.grammar.tables.table import TokenTable
 from guided_spec.grammar.tables.tabled import (
     TabledGrammar,
     TabledMatcher,
     TableMaker,
     table_bytes,
 )
+from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 

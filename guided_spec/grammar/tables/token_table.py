@@ -1,0 +1,92 @@
+"""A bounded automaton over tokens: the mask row of every state, and the state behind each token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from guided_spec.grammar.rows import full_row
+
+__all__ = [
+    "ANY_NUMBER",
+    "ENDED",
+    "MOST_AHEAD",
+    "OUTSIDE",
+    "REFUSED",
+    "TablePlace",
+    "TokenTable",
+]
+
+REFUSED = -1
+"""The token is illegal."""
+ENDED = -2
+"""Behind a stop token."""
+OUTSIDE = -3
+"""The token is legal, and the table does not hold what follows it."""
+
+MOST_AHEAD = 131
+"""Nobody asks about so many tokens: a draft has 64, as many and one may be unread, and one ends."""
+ANY_NUMBER = 255
+
+
+@dataclass(frozen=True, eq=False)
+class TokenTable:
+    """States 0 to N - 1, of which 0 is the start; immutable, shared by requests and processes.
+
+    classes: int32 [V], of each token; tokens of a class lead from every state to the same one.
+    then: int16 [N, C], the state behind a token of a class, or ``REFUSED``, ``ENDED``, ``OUTSIDE``.
+    rows: int32 [R, W], mask rows that differ. row_of: int32 [N], of each state.
+    margins: uint8 [N], tokens that may follow before a text can leave the table; ``ANY_NUMBER`` for
+    ``MOST_AHEAD`` or more.
+    longest_end: bytes of the shortest way to the end, from the state where that is longest.
+    """
+
+    classes: NDArray[np.int32]
+    then: NDArray[np.int16]
+    rows: NDArray[np.int32]
+    row_of: NDArray[np.int32]
+    margins: NDArray[np.uint8]
+    longest_end: int
+
+    @property
+    def num_states(self) -> int:
+        """N."""
+        return len(self.then)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every text of the grammar stays inside."""
+        return not bool((self.then == OUTSIDE).any())
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of all arrays."""
+        parts = (self.classes, self.then, self.rows, self.row_of, self.margins)
+        return sum(part.nbytes for part in parts)
+
+    @cached_property
+    def forbids(self) -> NDArray[np.bool_]:
+        """bool [R]: whether a row forbids any token."""
+        found: NDArray[np.bool_] = (self.rows != full_row(len(self.classes))).any(axis=1)
+        return found
+
+    def after(self, state: int, token_id: int) -> int:
+        """The state behind a token, or ``REFUSED``, ``ENDED``, ``OUTSIDE``."""
+        then: int = self.then.item(state, self.classes.item(token_id))
+        return then
+
+    def row(self, state: int) -> NDArray[np.int32]:
+        """int32 [W]: the mask row of a state. Read only."""
+        row: NDArray[np.int32] = self.rows[self.row_of[state]]
+        return row
+
+
+class TablePlace(NamedTuple):
+    """Where a text stands: in a state of a table."""
+
+    table: TokenTable
+    state: int

@@ -1,0 +1,236 @@
+"""Who fills which mask rows of a step: one walk after another, or many walks on several threads.
+
+One request's way along its draft: its fork, the tokens so far, and whether more may follow.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import cache
+from typing import Any
+
+from guided_spec.masks.constraint import Fork
+from guided_spec.masks.rows import MaskRows, XGrammarBatch
+from guided_spec.ops.host import named_range
+
+__all__ = ["RowFiller", "Walk", "cores"]
+
+
+class Walk:
+    """Made once a step and request.
+
+    request: its index in the batch. fork: None for a free text, and until it is needed.
+    drafted: the legal draft tokens so far. filled: mask rows 0 to filled - 1 are filled.
+    has_ended: the draft's last token ended the text, or nothing could follow it from the start.
+    is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
+    drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
+    draft. starved: positions at which the drafter knew none of the legal tokens.
+    is_tabled: the device takes its rows from a table, see ``Lookahead.leave``.
+    """
+
+    __slots__ = (
+        "drafted",
+        "filled",
+        "fork",
+        "has_ended",
+        "is_open",
+        "is_paused",
+        "is_tabled",
+        "limit",
+        "refused",
+        "request",
+        "starved",
+        "until",
+    )
+
+    def __init__(self, request: int, fork: Fork | None, limit: int) -> None:
+        self.request = request
+        self.fork = fork
+        self.limit = self.until = limit
+        self.drafted: list[int] = []
+        self.filled = 0
+        self.has_ended = fork is not None and fork.matcher.is_terminated()
+        self.is_open = limit > 0 and not self.has_ended
+        self.is_paused = self.is_tabled = False
+        self.refused: int | None = None
+        self.starved = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Mask rows of the draft so far; a complete text has none behind it."""
+        return len(self.drafted) + (not self.has_ended)
+
+    @property
+    def num_missing(self) -> int:
+        """Those of them that the host has to fill, and has not."""
+        if self.fork is None or self.is_tabled:
+            return 0
+        missing = len(self.drafted) + (not self.has_ended) - self.filled
+        return missing if missing > 0 else 0  # a third of the time of ``max``
+
+    @property
+    def is_drafting(self) -> bool:
+        """Whether a token may be appended now."""
+        return self.is_open and not self.is_paused and len(self.drafted) < self.until
+
+    def append(self, token_id: int) -> bool:
+        """Append a token; False, and no change, where the fork refuses it."""
+        fork = self.fork
+        if fork is not None:
+            if not fork.accept(token_id):
+                return False
+            self.has_ended = fork.matcher.is_terminated()
+        self.drafted.append(token_id)
+        self.is_open = not self.has_ended and len(self.drafted) < self.limit
+        return True
+
+    def take(self, fork: Fork) -> None:
+        """From here on the fork goes with the draft, of which there is nothing yet."""
+        self.fork = fork
+        if fork.matcher.is_terminated():  # it disagrees with its text, which fails at the commit
+            self.end()
+
+    def end(self) -> None:
+        """The text is complete: nothing follows."""
+        self.has_ended, self.is_open = True, False
+
+    def refuse(self, token_id: int) -> None:
+        """An illegal token ends the draft."""
+        self.is_open, self.refused = False, token_id
+
+
+# Seconds, in all and for each walk that is done, after which other threads help with the walks that
+# are left. Most rows cost a few microseconds, and then waking threads costs more than they gain,
+# however many rows there are: the time tells, their number does not (``python -m
+# benchmarks.masks``; docs/performance.md, "Where masks are filled").
+PATIENCE = 0.003
+SLOW_WALK = 0.00005
+WALKS_AT_ONCE = 16  # before the first look at the clock; twice as many before each further one
+# Walks that are worth a call of xgrammar's for the rows of one depth together.
+WALKS_TOGETHER = 8
+# More threads than this only wait for each other: between two native calls each needs the
+# interpreter. Nor are there more than half the cores: where those are busy, one thread that has to
+# wait for its turn holds up all the others, and that costs far more than the threads gain.
+MOST_THREADS = 8
+
+
+class RowFiller:
+    """Fills the rows that the walks of one step still lack.
+
+    The rows are the same on every way: each walk's rows are filled by one thread, in order.
+    """
+
+    def __init__(self, rows: MaskRows) -> None:
+        self._rows = rows
+        self._batch = XGrammarBatch()  # of the thread that calls ``fill``
+
+    def fill(self, walks: Sequence[Walk], *, threads: int | None = None) -> None:
+        """Fill every missing row of these walks, up to the one behind the draft so far.
+
+        threads: that fill at once, this one among them; None for what the rows turn out to cost.
+
+        The forks end where they stood, at the ends of the drafts.
+        """
+        missing = [walk for walk in walks if walk.num_missing]
+        if not missing:
+            return
+        with named_range("fill masks"):
+            if threads is None:
+                self._fill_patiently(missing)
+            elif threads > 1:
+                self._fill_apart(missing, threads)
+            else:
+                self._fill_here(missing)
+
+    def _fill_patiently(self, walks: Sequence[Walk]) -> None:
+        began = time.perf_counter()
+        start, count = 0, WALKS_AT_ONCE
+        while start < len(walks):
+            left = walks[start:]
+            threads = min(MOST_THREADS, cores() // 2, len(left))
+            if threads > 1 and time.perf_counter() - began > max(PATIENCE, SLOW_WALK * start):
+                self._fill_apart(left, threads)
+                return
+            self._fill_here(left[:count])
+            start, count = start + count, 2 * count
+
+    def _fill_here(self, walks: Sequence[Walk]) -> None:
+        if len(walks) >= WALKS_TOGETHER:
+            self._fill_together(walks, self._batch)
+        else:
+            for walk in walks:
+                self._fill_alone(walk)
+
+    def _fill_apart(self, walks: Sequence[Walk], threads: int) -> None:
+        """Deal the walks out; this thread takes its share too."""
+        own, *others = (walks[start::threads] for start in range(threads))
+        running: list[Future[None]] = [
+            _pool().submit(self._fill_together, share, XGrammarBatch()) for share in others
+        ]
+        try:
+            self._fill_together(own, self._batch)
+        finally:
+            wait(running)  # whatever happens: nobody may write into the next step's rows
+        for share in running:
+            share.result()
+
+    def _fill_alone(self, walk: Walk) -> None:
+        fork = walk.fork
+        assert fork is not None
+        # Tokens may have been appended unfilled: back to the first missing row, and up again.
+        fork.rollback_to(walk.filled)
+        for depth in range(walk.filled, len(walk.drafted)):
+            self._rows.fill(fork.matcher, walk.request, depth)
+            fork.accept(walk.drafted[depth])
+            walk.filled = depth + 1
+        if walk.num_missing:
+            self._rows.fill(fork.matcher, walk.request, len(walk.drafted))
+            walk.filled += 1
+
+    def _fill_together(self, walks: Sequence[Walk], batch: XGrammarBatch) -> None:
+        """Every walk's next missing row, then the row after that, ..."""
+        for walk in walks:
+            if walk.fork is not None and len(walk.fork.token_ids) > walk.filled:
+                walk.fork.rollback_to(walk.filled)
+        while walks:
+            self._fill_level(batch, walks)
+            left: list[Walk] = []
+            for walk in walks:
+                at, walk.filled = walk.filled, walk.filled + 1
+                if at < len(walk.drafted) and walk.fork is not None:
+                    walk.fork.accept(walk.drafted[at])
+                    if walk.num_missing:
+                        left.append(walk)
+            walks = left
+
+    def _fill_level(self, batch: XGrammarBatch, walks: Sequence[Walk]) -> None:
+        """One row of each walk: xgrammar's in one call, others one by one."""
+        matchers: list[Any] = []
+        places: list[tuple[int, int]] = []
+        for walk in walks:
+            assert walk.fork is not None
+            matcher = walk.fork.matcher
+            source = matcher.row_source
+            if batch.takes(source):
+                matchers.append(source)
+                places.append((walk.request, walk.filled))
+            else:
+                self._rows.fill(matcher, walk.request, walk.filled)
+        if matchers:
+            self._rows.fill_many(batch, matchers, places)
+
+
+@cache
+def cores() -> int:
+    """Cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(MOST_THREADS - 1, thread_name_prefix="guided-spec-rows")

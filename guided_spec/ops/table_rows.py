@@ -1,0 +1,85 @@
+"""Texts that walk along tables of states over tokens where their drafts are made, by addresses.
+
+A table lies in memory of its own, and a text carries with it where that is: so one kernel serves
+texts of different grammars, and a CUDA graph holds no table. What a text carries is its cursor, one
+row of an int64 [R, 6]:
+
+- ``CLASSES``: the address of int32 [V], the class of each token. 0: the text has no table, or
+  nothing follows it.
+- ``THEN``: the address of int16 [N, C], the state behind a token of a class; negative for none.
+- ``WIDTH``: C.
+- ``ROWS``: the address of int64 [N], the address of each state's mask row, int32 [W].
+- ``STATE``: where the text stands.
+- ``SOURCE``: the address of that state's row, 0 where the text has no table.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "CLASSES",
+    "CURSOR",
+    "ROWS",
+    "SOURCE",
+    "STATE",
+    "THEN",
+    "WIDTH",
+    "advance",
+    "copy_rows",
+]
+
+CLASSES, THEN, WIDTH, ROWS, STATE, SOURCE = range(6)
+CURSOR = 6  # numbers of a cursor
+
+
+def copy_rows(sources: Tensor, out: Tensor) -> None:
+    """Copy the row at each address; where it is 0, ``out`` is left as it is.
+
+    sources: int64 [R] on the device of ``out``, which can read there. out: int32 [R, W].
+    """
+    if out.is_cuda:
+        _kernels().copy_rows(sources, out)
+        return
+    for row, address in zip(out, sources.tolist(), strict=True):
+        if address:
+            words = (ctypes.c_int32 * len(row)).from_address(address)
+            row.copy_(torch.frombuffer(words, dtype=torch.int32))
+
+
+def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
+    """Move texts on by a token each, which their rows allow.
+
+    token_ids: int64 [R]; -1 for none, behind which nothing follows. cursors: int64 [R, 6], changed
+    in place. out: int64 [R], gets their ``SOURCE``.
+    """
+    if cursors.is_cuda:
+        _kernels().advance(token_ids, cursors, out)
+        return
+    for cursor, token_id in zip(cursors, token_ids.tolist(), strict=True):
+        classes, then, width, rows, state, _ = cursor.tolist()
+        found = -1
+        if classes and token_id >= 0:
+            of = _at(ctypes.c_int32, classes, token_id)
+            found = _at(ctypes.c_int16, then, state * width + of)
+        cursor[STATE] = max(found, 0)
+        cursor[CLASSES] = classes if found >= 0 else 0
+        cursor[SOURCE] = _at(ctypes.c_int64, rows, found) if found >= 0 else 0
+    out.copy_(cursors[:, SOURCE])
+
+
+def _at(kind: type[ctypes.c_int16 | ctypes.c_int32 | ctypes.c_int64], start: int, at: int) -> int:
+    """One number of an array in memory."""
+    return kind.from_address(start + at * ctypes.sizeof(kind)).value
+
+
+@cache
+def _kernels() -> ModuleType:
+    from guided_spec.ops import table_rows_triton  # imported here: it needs triton
+
+    return table_rows_triton

@@ -1,0 +1,113 @@
+"""Random tables of states, and texts that walk along them; run as a module it compares kernels."""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TablePlace, TokenTable
+from guided_spec.masks.tables import DeviceTables
+from guided_spec.ops import table_rows
+
+__all__ = ["Walked", "host_walk", "random_table", "start", "walk"]
+
+STEPS = 5
+
+
+def random_table(seed: int, vocab_size: int, states: int = 7, classes: int = 5) -> TokenTable:
+    """A table whose rows have nothing to do with its steps: both are only read."""
+    dice = np.random.default_rng(seed)
+    words = -(-vocab_size // 32)
+    rows = dice.integers(-(2**31), 2**31, (states // 2 + 1, words)).astype(np.int32)
+    return TokenTable(
+        dice.integers(0, classes, vocab_size).astype(np.int32),
+        dice.integers(OUTSIDE, states, (states, classes)).astype(np.int16),
+        rows,
+        dice.integers(0, len(rows), states).astype(np.int32),
+        np.full(states, ANY_NUMBER, dtype=np.uint8),
+        0,
+    )
+
+
+class Walked(NamedTuple):
+    """masks: int32 [STEPS + 1, B, W], of rows before each token and behind the last. cursors: int64
+    [STEPS, B, 2], whether a text goes on and where it stands."""
+
+    masks: Tensor
+    cursors: Tensor
+
+
+def start(tables: list[TokenTable | None], device: torch.device) -> tuple[DeviceTables, Tensor]:
+    """The tables on the device, and the cursors of texts in the first state of each."""
+    words = next(table.rows.shape[1] for table in tables if table is not None)
+    placed = DeviceTables(device, words, 2**24)
+    places = {at: TablePlace(table, 0) for at, table in enumerate(tables) if table is not None}
+    found = placed.find(places, len(tables), others=False)
+    assert found is not None
+    return placed, found.cursors.to(device)
+
+
+def walk(ops: object, cursors: Tensor, token_ids: Tensor, words: int) -> Walked:
+    """Texts from ``cursors`` [B, 6] on along token_ids [STEPS, B], by ``advance`` of ``ops``."""
+    count = len(cursors)
+    masks = torch.full((STEPS + 1, count, words), 7, dtype=torch.int32, device=cursors.device)
+    states = torch.zeros(STEPS, count, 2, dtype=torch.int64, device=cursors.device)
+    sources = cursors[:, table_rows.SOURCE].clone()
+    for step, ids in enumerate(token_ids):
+        ops.copy_rows(sources, masks[step])  # type: ignore[attr-defined]
+        ops.advance(ids, cursors, sources)  # type: ignore[attr-defined]
+        states[step, :, 0] = cursors[:, table_rows.CLASSES] != 0
+        states[step, :, 1] = cursors[:, table_rows.STATE]
+    ops.copy_rows(sources, masks[STEPS])  # type: ignore[attr-defined]
+    return Walked(masks, states)
+
+
+def host_walk(tables: list[TokenTable | None], token_ids: Tensor, words: int) -> Walked:
+    """The same by the tables' own methods."""
+    masks = torch.full((STEPS + 1, len(tables), words), 7, dtype=torch.int32)
+    states = torch.zeros(STEPS, len(tables), 2, dtype=torch.int64)
+    for text, table in enumerate(tables):
+        state = 0 if table is not None else -1
+        for step in range(STEPS + 1):
+            if table is None or state < 0:
+                break
+            masks[step, text] = torch.from_numpy(table.row(state))
+            token_id = int(token_ids[step, text]) if step < STEPS else -1
+            state = table.after(state, token_id) if token_id >= 0 else -1
+            if state >= 0:
+                states[step, text] = torch.tensor([1, state])
+    return Walked(masks, states)
+
+
+def cases(seed: int, vocab_size: int, texts: int) -> tuple[list[TokenTable | None], Tensor]:
+    """Tables of which two texts share one and some have none, and tokens of which some are none."""
+    shared = random_table(seed, vocab_size)
+    own = [random_table(seed + at, vocab_size, 3 + at, 2 + at) for at in range(texts)]
+    tables = [None if at % 4 == 3 else shared if at % 4 < 2 else own[at] for at in range(texts)]
+    token_ids = torch.randint(-1, vocab_size, (STEPS, texts))
+    return tables, token_ids
+
+
+def compare(ops: object, device: torch.device) -> None:
+    """Assert that kernels do what tables say, for texts and rows of odd numbers."""
+    torch.manual_seed(0)
+    for seed, (vocab_size, texts) in enumerate([(12, 1), (4099, 7), (40_000, 3), (64, 300)]):
+        tables, token_ids = cases(seed, vocab_size, texts)
+        words = -(-vocab_size // 32)
+        kept, cursors = start(tables, device)
+        found = walk(ops, cursors, token_ids.to(device), words)
+        expected = host_walk(tables, token_ids, words)
+        assert torch.equal(found.masks.cpu(), expected.masks), (vocab_size, texts)
+        assert torch.equal(found.cursors.cpu(), expected.cursors), (vocab_size, texts)
+        del kept
+
+
+if __name__ == "__main__":
+    from guided_spec.ops import table_rows_triton
+
+    compare(table_rows_triton, torch.device("cpu"))
+    sys.stdout.write("equal\n")
