@@ -232,7 +232,9 @@ class LearnedHead:
             return False
         is_given = any(drafted[row] for row in rows)
         texts = None if masked is None or is_given else lookahead.tabled(rows, count)
-        if masked is not None and not self._can_wait and (texts is None or not texts.is_alone):
+        # Where the host is not waited for, a chain's turns end as they should: one after another.
+        is_alone = texts is not None and texts.is_alone and not lookahead.turns
+        if masked is not None and not (self._can_wait or is_alone):
             return False
         head.rewind(slots)
         if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it

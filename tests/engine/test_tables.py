@@ -12,7 +12,8 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
-from tests.tiny_llm import make_llm, near_copy
+from tests.learned_heads import HeadedTarget, write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy
 
 RECORD = {
     "type": "object",
@@ -62,6 +63,52 @@ def test_texts_do_not_depend_on_tables(proposer: str) -> None:
     assert judged[:6] == lengths[:6]  # every token, the end among them
     assert all(0 < few <= many for few, many in zip(judged[6:8], lengths[6:8], strict=True))
     assert judged[8:] == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
+    return write_head(tmp_path_factory.mktemp("head"), "eagle3", VOCAB_SIZE)
+
+
+LISTS = {"$defs": {"l": {"type": "array", "items": {"$ref": "#/$defs/l"}}}, "$ref": "#/$defs/l"}
+DEVICE_GRAMMARS = (
+    GRAMMARS[0],
+    GrammarSpec.json_schema(LISTS),
+    GRAMMARS[2],
+    GrammarSpec.regex("[a-z]{20,40}").after("e"),
+    None,
+)
+
+
+@pytest.mark.parametrize(
+    ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]
+)
+def test_a_device_that_walks_along_tables_writes_the_same(
+    headed: HeadedTarget, heat: float, verifier: str, at_a_time: int
+) -> None:
+    """Behind markers, far from the end of a budget, in a part of a table, and beside others."""
+    params = [
+        SamplingParams(max_tokens=120, grammar=grammar, temperature=heat, seed=5)
+        for grammar in DEVICE_GRAMMARS
+    ]
+    options: dict[str, Any] = {"max_batch_size": at_a_time, "verifier": verifier}
+    found = []
+    for size in (0, 2**24):
+        options |= {"grammar_tables": "always", "device_table_bytes": size}
+        with make_llm(headed.target, "eagle3:mask", headed.draft, **options) as llm:
+            outputs = llm.generate(["The name"] * len(params), params)
+        found.append([output.completions[0] for output in outputs])
+    for host, device in zip(*found, strict=True):
+        assert host.error is None
+        assert (host.token_ids, host.finish_reason) == (device.token_ids, device.finish_reason)
+        one, other = host.stats.as_dict(), device.stats.as_dict()
+        counted = [name for name in one if "second" not in name and name != "device_steps"]
+        assert [one[name] for name in counted] == [other[name] for name in counted]
+        assert host.stats.device_steps == 0
+    steps = [done.stats.device_steps for done in found[1]]
+    assert steps[4] == 0  # a free text
+    if at_a_time == 1:  # a CPU cannot wait for the host, so all who draft together need tables
+        assert all(count > 0 for count in steps[:4]), steps
 
 
 def test_a_log_says_why_there_is_no_table(caplog: pytest.LogCaptureFixture) -> None:

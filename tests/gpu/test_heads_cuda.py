@@ -27,14 +27,15 @@ def on_cuda(folder: Path, method: str, dtype: torch.dtype) -> HeadedTarget:
     return HeadedTarget(model.to("cuda", dtype), draft)
 
 
-def generate(headed: HeadedTarget, proposer: str, temperature: float) -> list[RequestOutput]:
+def generate(
+    headed: HeadedTarget, proposer: str, temperature: float, **options: Any
+) -> list[RequestOutput]:
     params = [
         SamplingParams(max_tokens=50, temperature=temperature, seed=4, grammar=grammar)
         for grammar in GRAMMARS
     ]
-    with make_llm(
-        headed.target, proposer, headed.draft, prefill_tokens=24, max_batch_size=3
-    ) as llm:
+    options = {"prefill_tokens": 24, "max_batch_size": 3, **options}
+    with make_llm(headed.target, proposer, headed.draft, **options) as llm:
         return llm.generate(PROMPTS, params)
 
 
@@ -83,6 +84,35 @@ def test_a_graph_that_waits_for_masks_drafts_the_same(
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [o.stats.drafted for o in found] == [o.stats.drafted for o in expected]
     assert [o.stats.accepted for o in found] == [o.stats.accepted for o in expected]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("at_a_time", [1, 3])
+def test_a_graph_that_walks_along_tables_drafts_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, at_a_time: int
+) -> None:
+    """Alone, where nobody waits for the host, and beside texts without a table."""
+    headed = on_cuda(tmp_path / "head", "eagle3", torch.float32)
+    waits: list[bool] = []
+    begin = MaskedDrafter.begin
+
+    def watched(*arguments: Any) -> MaskedDraft:
+        waits.append(arguments[3].needs_host)
+        return begin(*arguments)
+
+    monkeypatch.setattr(MaskedDrafter, "begin", watched)
+    options: dict[str, Any] = {"max_batch_size": at_a_time, "grammar_tables": "always"}
+    found = generate(headed, "eagle3:mask", temperature, **options)
+    assert False in waits
+    assert True in waits
+    expected = generate(headed, "eagle3:mask", temperature, **options, device_table_bytes=0)
+    assert [output.error for output in found] == [None] * len(PROMPTS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert [o.stats.drafted for o in found] == [o.stats.drafted for o in expected]
+    assert [o.stats.accepted for o in found] == [o.stats.accepted for o in expected]
+    assert [o.stats.tabled for o in found] == [o.stats.tabled for o in expected]
+    assert sum(output.stats.device_steps for output in found) > 3
+    assert not any(output.stats.device_steps for output in expected)
 
 
 @pytest.mark.parametrize(("vocab_size", "draft_size"), [(12, 5), (4097, 1000), (151_669, 32_000)])

@@ -73,13 +73,13 @@ class Device(GraphPool):
         name = key[0] if isinstance(key, tuple) else None
         if not (isinstance(name, tuple) and name[0] == "masked"):
             return super().run(key, inputs, body, fixed, beside)
-        assert beside is not None
         held = self._captured[key].inputs
         for at, value in inputs.items():
             held[at].copy_(value)
         self.running.append(threading.Thread(target=self._run, args=(body, held)))
         self.running[-1].start()
-        beside()
+        if beside is not None:  # else the device needs nothing from the host
+            beside()
         size = len(inputs["places"][0])
         return None, Scored(torch.empty(size, 0), torch.empty(size, 0))  # nobody looks here
 
@@ -307,15 +307,19 @@ def test_a_walk_that_fails_lets_the_device_go(
 def test_the_same_texts_by_the_same_drafts(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
 ) -> None:
+    """Of a device that waits for the host, of one that has tables for some, and of none."""
     found: list[list[RequestOutput]] = []
-    for is_waiting in (True, False):
+    for is_waiting, tables in ((True, "off"), (True, "always"), (False, "off")):
         monkeypatch.setattr(learned_head, "can_share", lambda _, now=is_waiting: now)
-        found.append(generate(headed_llm, "eagle3:mask", temperature))
+        found.append(generate(headed_llm, "eagle3:mask", temperature, grammar_tables=tables))
     assert [output.error for output in found[0]] == [None] * len(PROMPTS)
-    for new, old in zip(*found, strict=True):
-        assert new.token_ids == old.token_ids
-        assert new.stats.drafted == old.stats.drafted
-        assert new.stats.accepted == old.stats.accepted
+    for waiting, tabled, old in zip(*found, strict=True):
+        assert waiting.token_ids == tabled.token_ids == old.token_ids
+        assert waiting.stats.drafted == tabled.stats.drafted == old.stats.drafted
+        assert waiting.stats.accepted == tabled.stats.accepted == old.stats.accepted
+        assert waiting.stats.starved == tabled.stats.starved == old.stats.starved
+        assert waiting.stats.device_steps == 0
+    assert [output.stats.device_steps > 0 for output in found[1]] == [False, True, False, True]
 
 
 @pytest.mark.parametrize("verifier", ["rejection", "coupled"])

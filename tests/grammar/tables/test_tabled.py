@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import time
+from collections import Counter
 from concurrent.futures import Future
 from contextlib import closing
 from functools import cache, partial
@@ -33,6 +35,7 @@ from guided_spec.grammar.tables.tabled import (
 )
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
+from guided_spec.masks.constraint import Constraint
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
 SPECS = {
@@ -259,3 +262,37 @@ def test_no_table_is_begun_once_it_is_closed() -> None:
         grammar.new_matcher()
     assert grammar.reason == "none is made any more"
     assert not made._workers.pids
+
+
+@pytest.mark.parametrize("max_tokens", [None, 25])
+@pytest.mark.parametrize("name", sorted(SPECS))
+def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | None) -> None:
+    """As far as is asked, along random texts, of which a budget or the table's end are in reach."""
+    compiled, table = parts(name)
+    if name == "part":
+        table = proven_table(compiled, Spelling(SMALL), TableLimits(states=300))
+    grammar: Any = TabledGrammar(compiled, lambda: finished(table), 0)
+    if max_tokens is not None:
+        grammar = EndingsCache(SMALL).bound(grammar, max_tokens, is_required=False)
+    dice, answers = random.Random(0), Counter[bool]()
+    for _ in range(12):
+        constraint = Constraint(grammar, STOPS)
+        while not constraint.is_terminated and len(constraint.committed) < (max_tokens or 30):
+            place, fork = constraint.place(3), constraint.fork()
+            answers[place is not None] += 1
+            drafted = list[int]()
+            for _ in range(4):
+                found = row_of(fork.matcher)
+                if place is not None:
+                    assert found == table.row(place.state).tolist()
+                token_id = dice.choice(legal(fork.matcher))
+                assert fork.accept(token_id)
+                drafted.append(token_id)
+                if fork.matcher.is_terminated():
+                    break
+                if place is not None:
+                    place = place._replace(state=table.after(place.state, token_id))
+            assert fork.matcher.steered == frozenset() or place is None
+            constraint.commit_ahead(drafted[: dice.randint(1, 4)])
+    assert answers[True] >= 5
+    assert answers[False] >= 5 or (max_tokens is None and table.is_whole)

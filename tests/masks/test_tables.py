@@ -1,0 +1,54 @@
+"""Which tables lie on the device, and from where their texts go on."""
+
+from __future__ import annotations
+
+import torch
+
+from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.masks.tables import DeviceTables, TabledTexts
+from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
+from tests.ops.table_walks import random_table
+
+VOCAB_SIZE = 100
+TABLES = [random_table(seed, VOCAB_SIZE) for seed in range(4)]
+SIZE = TABLES[0].memory_size_bytes  # of each
+
+
+def find(device: DeviceTables, *numbers: int, others: bool = False) -> TabledTexts | None:
+    """Texts in state 2 of some tables, the first one in row 1 of the batch."""
+    places = {at: TablePlace(TABLES[number], 2) for at, number in enumerate(numbers, 1)}
+    return device.find(places, len(numbers) + 1, others=others)
+
+
+def rows_of(found: TabledTexts) -> torch.Tensor:
+    rows = torch.zeros(len(found.cursors), -(-VOCAB_SIZE // 32), dtype=torch.int32)
+    copy_rows(found.cursors[:, SOURCE].contiguous(), rows)
+    return rows
+
+
+def test_where_texts_go_on() -> None:
+    device = DeviceTables(torch.device("cpu"), 4, 4 * SIZE)
+    found = find(device, 3, 1, 3)
+    assert found is not None
+    assert (sorted(found.requests), found.is_alone) == ([1, 2, 3], True)
+    assert found.cursors[:, STATE].tolist() == [0, 2, 2, 2]
+    assert found.cursors[0, CLASSES] == 0
+    expected = torch.tensor([[0] * 4, *(TABLES[number].row(2).tolist() for number in (3, 1, 3))])
+    assert torch.equal(rows_of(found), expected.to(torch.int32))
+    beside = find(device, 1, others=True)
+    assert beside is not None
+    assert not beside.is_alone
+
+
+def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
+    device = DeviceTables(torch.device("cpu"), 4, 2 * SIZE)
+    first = find(device, 0, 1)
+    assert first is not None
+    crowded = find(device, 0, 1, 2)
+    assert crowded is not None
+    assert (sorted(crowded.requests), crowded.is_alone) == ([1, 2], False)
+    assert torch.equal(crowded.cursors[1:3], first.cursors[1:3])  # they stay where they are
+    assert find(device, 0) is not None
+    assert find(device, 2) is not None  # in the place of table 1, which is the oldest
+    assert set(device._placed) == {TABLES[0], TABLES[2]}
+    assert find(DeviceTables(torch.device("cpu"), 4, SIZE - 1), 0) is None
