@@ -13,7 +13,7 @@ import typer
 from benchmarks.gpu.documents import DocumentPlan
 from benchmarks.gpu.peers import VllmEnvironment
 from benchmarks.gpu.run import SECTIONS, GpuPlan, run_gpu
-from benchmarks.gpu.steps import StepPlan
+from benchmarks.gpu.steps import TABLES, StepPlan
 from guided_spec.cli.console import (
     Json,
     Verbose,
@@ -51,6 +51,9 @@ def gpu(
     steps: Annotated[int, typer.Option(help="Steps to time.")] = 60,
     warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 16,
     prompt_length: Annotated[int, typer.Option(help="Prompt tokens when steps are timed.")] = 1000,
+    tables: Annotated[
+        str | None, typer.Option(help=f"Some of {', '.join(TABLES)}, when steps are timed.")
+    ] = None,
     requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
@@ -74,7 +77,8 @@ def gpu(
         where |= {"model": model, "eagle3": eagle3, "work": work, "device": device, "dtype": dtype}
         shared = _shared(batches, temperatures, proposers)
         shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
-        timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
+        timed: dict[str, Any] = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
+        timed["tables"] = _split("tables", tables, str)
         whole = {"max_tokens": max_tokens, "requests": requests}
         vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
         vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}

@@ -44,7 +44,8 @@ def step_table(times: Sequence[StepTime]) -> Table:
     table = _table("proposer", *heads)
     pairs: dict[tuple[str, int, float], dict[bool, StepTime]] = {}
     for time in times:
-        key = (time.proposer, time.batch, time.temperature)
+        name = time.proposer if time.tables is None else f"{time.proposer}, tables: {time.tables}"
+        key = (name, time.batch, time.temperature)
         pairs.setdefault(key, {})[time.grammar] = time
     for key, pair in pairs.items():
         figures = zip(_figures(pair.get(False)), _figures(pair.get(True)), strict=True)

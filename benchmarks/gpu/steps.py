@@ -28,10 +28,18 @@ from guided_spec.evaluate.measurement import frozen_heap
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 
-__all__ = ["STEP_PROPOSERS", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
+__all__ = ["STEP_PROPOSERS", "TABLES", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
 
 STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:validate")
+TABLES: dict[str, dict[str, Any]] = {
+    "off": {"grammar_tables": "off"},
+    "host": {"grammar_tables": "always", "device_table_bytes": 0},
+    "device": {"grammar_tables": "always"},
+}
+"""Who looks masks up in tables of the grammar, and what an engine is told for it."""
 FILLER_DOCUMENTS = 32
+RECORD = ("name", "age", "status", "tags", "address")
+FLAT_RECORD = RECORD[:3]  # a list of them has few enough states for a table
 FEWEST_ITEMS = 100  # some 2,500 tokens at least, more than any run writes before it is stopped
 
 
@@ -40,7 +48,10 @@ class StepPlan(NamedTuple):
 
     context: prompt tokens of every request. steps: how many are timed, after ``warm_up`` others in
     which all requests decode. num_draft_tokens: K of every proposer but ``none``. options: further
-    fields of ``EngineConfig``.
+    fields of ``EngineConfig``. tables: of ``TABLES``, each an engine of its own, under a schema
+    that fits a table; () leaves them to ``options``.
+
+    Raises ConfigError for other tables.
     """
 
     proposers: Sequence[str] = STEP_PROPOSERS
@@ -51,14 +62,16 @@ class StepPlan(NamedTuple):
     steps: int = 60
     warm_up: int = 16
     options: Mapping[str, Any] = MappingProxyType({})
+    tables: Sequence[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """Milliseconds from commit to commit, all requests of the batch decoding.
 
-    steps: how many were timed. tokens, drafted: per request and step. problem: why there are no
-    figures, or fewer than asked for.
+    steps: how many were timed. tokens, drafted: per request and step. tabled: the share of the
+    requests' steps whose masks the device took from tables. problem: why there are no figures, or
+    fewer than asked for.
     """
 
     proposer: str
@@ -66,12 +79,14 @@ class StepTime:
     batch: int
     temperature: float
     grammar: bool
+    tables: str | None = None
     steps: int = 0
     median_ms: float | None = None
     p90_ms: float | None = None
     mean_ms: float | None = None
     tokens: float | None = None
     drafted: float | None = None
+    tabled: float | None = None
     problem: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -85,19 +100,32 @@ class _Case(NamedTuple):
     batch: int
     temperature: float
     grammar: bool
+    tables: str | None
 
 
-def endless_schema() -> dict[str, Any]:
-    """A list of records that cannot end within a benchmark: one mask after another is filled."""
+class _Counts(NamedTuple):
+    """Over all requests so far. tabled: steps whose masks the device took from tables."""
+
+    tokens: int
+    drafted: int
+    tabled: int
+
+
+def endless_schema(properties: Sequence[str] = RECORD) -> dict[str, Any]:
+    """A list of records that cannot end within a benchmark: one mask after another is filled.
+
+    properties: that each of them has.
+    """
     address = {"type": "object", "properties": {"street": {"type": "string"}}}
-    properties = {
+    known: dict[str, Any] = {
         "name": {"type": "string"},
         "age": {"type": "integer"},
         "status": {"enum": ["active", "paused"]},
         "tags": {"type": "array", "items": {"type": "string"}},
         "address": {**address, "required": ["street"], "additionalProperties": False},
     }
-    record = {"type": "object", "properties": properties, "required": [*properties]}
+    used = {name: known[name] for name in properties}
+    record = {"type": "object", "properties": used, "required": [*used]}
     items = {**record, "additionalProperties": False}
     return {"type": "array", "items": items, "minItems": FEWEST_ITEMS}
 
@@ -111,19 +139,27 @@ def measure_steps(
     timed after one another, the same number of them. A batch for which there is no memory is
     reported with its problem.
     """
+    if unknown := [name for name in plan.tables if name not in TABLES]:
+        raise ConfigError("tables", ",".join(unknown), f"must be of {', '.join(TABLES)}")
     for proposer in with_draft(subject, plan.proposers):
         for batch in plan.batches:
-            yield _measure_engine(subject, plan, (proposer, batch), report)
-            free_memory(subject.model.device)
+            for tables in plan.tables or (None,):
+                yield _measure_engine(subject, plan, (proposer, batch, tables), report)
+                free_memory(subject.model.device)
 
 
 def _measure_engine(
-    subject: Subject, plan: StepPlan, which: tuple[str, int], report: Callable[[str], None]
+    subject: Subject,
+    plan: StepPlan,
+    which: tuple[str, int, str | None],
+    report: Callable[[str], None],
 ) -> list[StepTime]:
-    proposer, batch = which
+    proposer, batch, tables = which
     depth = 0 if proposer == "none" else plan.num_draft_tokens
     pairs = [(t, grammar) for t in plan.temperatures for grammar in (False, True)]
-    cases = [_Case(proposer, depth, batch, t, grammar) for t, grammar in pairs]
+    cases = [_Case(proposer, depth, batch, t, grammar, tables) for t, grammar in pairs]
+    if tables is not None:
+        plan = plan._replace(options={**plan.options, **TABLES[tables]})
     config = _config(subject, plan, batch, depth)
     if (problem := _lack_of_memory(subject, config)) is not None:
         return [StepTime(*case, problem=problem) for case in cases]
@@ -132,9 +168,9 @@ def _measure_engine(
     try:
         found = []
         for case in cases:
-            report(
-                f"steps: {proposer}, {batch} requests, grammar {'on' if case.grammar else 'off'}"
-            )
+            by = "" if tables is None else f", tables: {tables}"
+            switch = "on" if case.grammar else "off"
+            report(f"steps: {proposer}, {batch} requests, grammar {switch}{by}")
             found.append(_time(setup, subject, plan, case))
         return found
     except torch.OutOfMemoryError:
@@ -172,7 +208,7 @@ def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTi
     for request in requests:
         engine.add(request)
     clock: list[float] = []
-    counts: list[tuple[int, int]] = []
+    counts: list[_Counts] = []
     with frozen_heap():
         while engine.has_work and len(clock) <= plan.warm_up + plan.steps:
             engine.step()
@@ -187,14 +223,14 @@ def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTi
     if len(timed) < 2:
         return StepTime(*case, problem=str(failed or "the requests ended before the warm-up did"))
     steps = len(timed) - 1
-    tokens, drafted = (
+    tokens, drafted, tabled = (
         (last - first) / (steps * case.batch)
         for first, last in zip(counts[plan.warm_up], counts[-1], strict=True)
     )
     spans = [(b - a) * 1e3 for a, b in zip(timed, timed[1:], strict=False)]
     problem = None if steps == plan.steps else "ended early"
     median, p90, mean = statistics.median(spans), _p90(spans), statistics.fmean(spans)
-    return StepTime(*case, steps, median, p90, mean, tokens, drafted, problem)
+    return StepTime(*case, steps, median, p90, mean, tokens, drafted, tabled, problem)
 
 
 def _requests(
@@ -202,7 +238,8 @@ def _requests(
 ) -> tuple[list[Request], list[Chunk]]:
     grammar = None
     if case.grammar:
-        grammar = setup.grammars.queue.submit(GrammarSpec.json_schema(endless_schema()))
+        schema = endless_schema(RECORD if case.tables is None else FLAT_RECORD)
+        grammar = setup.grammars.queue.submit(GrammarSpec.json_schema(schema))
         grammar.result()
     ended: list[Chunk] = []
     room = setup.max_model_len - plan.context
@@ -229,10 +266,13 @@ def _prompts(subject: Subject, length: int, count: int) -> Iterator[list[int]]:
         yield tokens[:length]
 
 
-def _counts(requests: Sequence[Request]) -> tuple[int, int]:
-    """Tokens so far and drafted so far, over all requests."""
-    tokens = sum(len(request.text.tokens) for request in requests)
-    return tokens, sum(sum(request.stats.drafted) for request in requests)
+def _counts(requests: Sequence[Request]) -> _Counts:
+    stats = [request.stats for request in requests]
+    return _Counts(
+        tokens=sum(len(request.text.tokens) for request in requests),
+        drafted=sum(sum(one.drafted) for one in stats),
+        tabled=sum(one.device_steps for one in stats),
+    )
 
 
 def _p90(values: Sequence[float]) -> float:

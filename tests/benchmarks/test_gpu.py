@@ -134,6 +134,20 @@ def test_requests_that_join_one_after_another(subject: Subject) -> None:
         assert (time.problem, time.steps) == (None, 3)
 
 
+def test_tables_of_either_side(subject: Subject) -> None:
+    plan = StepPlan(("eagle3:mask",), (1,), context=40, steps=4, warm_up=1)
+    times = sum(measure_steps(subject, plan._replace(tables=("host", "device")), nobody), [])
+    assert [(time.tables, time.grammar, time.problem, time.tabled) for time in times] == [
+        ("host", False, None, 0.0),
+        ("host", True, None, 0.0),
+        ("device", False, None, 0.0),
+        ("device", True, None, 1.0),
+    ]
+    assert times[1].tokens == times[3].tokens
+    with pytest.raises(ConfigError, match="tables='gpu': must be of off, host, device"):
+        list(measure_steps(subject, plan._replace(tables=("gpu",)), nobody))
+
+
 @pytest.mark.slow
 def test_what_was_measured_so_far_is_kept(folders: Folders) -> None:
     plan = GpuPlan(("steps",), str(folders.target), device="cpu", dtype="float32")
