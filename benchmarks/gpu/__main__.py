@@ -29,6 +29,7 @@ from guided_spec.errors import ConfigError
 __all__ = ["app"]
 
 NAMES = ", ".join(SECTIONS)
+TABLE_NAMES = ", ".join(TABLES)
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
@@ -51,9 +52,7 @@ def gpu(
     steps: Annotated[int, typer.Option(help="Steps to time.")] = 60,
     warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 16,
     prompt_length: Annotated[int, typer.Option(help="Prompt tokens when steps are timed.")] = 1000,
-    tables: Annotated[
-        str | None, typer.Option(help=f"Some of {', '.join(TABLES)}, when steps are timed.")
-    ] = None,
+    tables: Annotated[str | None, typer.Option(help=f"Some of {TABLE_NAMES}; for steps.")] = None,
     requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
@@ -75,10 +74,8 @@ def gpu(
     with failures_as_messages(as_json=as_json):
         where: dict[str, Any] = {"sections": (sections or NAMES).replace(" ", "").split(",")}
         where |= {"model": model, "eagle3": eagle3, "work": work, "device": device, "dtype": dtype}
-        shared = _shared(batches, temperatures, proposers)
-        shared |= {"num_draft_tokens": num_draft_tokens, "options": _options(engine_option or [])}
-        timed: dict[str, Any] = {"context": prompt_length, "steps": steps, "warm_up": warm_up}
-        timed["tables"] = _split("tables", tables, str)
+        shared = _shared(batches, temperatures, proposers) | _own(engine_option, num_draft_tokens)
+        timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up, **_tables(tables)}
         whole = {"max_tokens": max_tokens, "requests": requests}
         vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
         vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
@@ -107,14 +104,19 @@ def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:
             print_json({"section": name, **records})
 
 
-def _options(pairs: list[str]) -> dict[str, Any]:
+def _own(pairs: list[str] | None, num_draft_tokens: int) -> dict[str, Any]:
+    """What steps and documents are told besides. pairs: NAME=VALUE."""
     found: dict[str, Any] = {}
-    for pair in pairs:
+    for pair in pairs or ():
         name, separator, value = pair.partition("=")
         if name not in {field.name for field in fields(EngineConfig)} or not separator:
             raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
         found[name] = int(value) if value.isdigit() else value
-    return found
+    return {"num_draft_tokens": num_draft_tokens, "options": found}
+
+
+def _tables(text: str | None) -> dict[str, Any]:
+    return {"tables": _split("tables", text, str)}
 
 
 def _shared(batches: str | None, temperatures: str | None, proposers: str | None) -> dict[str, Any]:
