@@ -98,7 +98,7 @@ class DeviceTables:
             torch.tensor(part).to(self._device) for part in (table.classes, table.then, table.rows)
         )
         at = rows.data_ptr() + table.row_of.astype(np.int64) * table.rows.strides[0]
-        row_at = torch.tensor(at).to(self._device)
+        row_at = torch.as_tensor(at, device=self._device)
         count, width = table.then.shape
         cursors = np.empty((count, CURSOR), dtype=np.int64)
         cursors[:, :STATE] = classes.data_ptr(), then.data_ptr(), width, row_at.data_ptr()

@@ -121,7 +121,7 @@ class LearnedHead:
         self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedDrafter | None = None
         self._can_wait = can_share(context.device)  # for the host, while a draft is made
-        if self._packed is not None:
+        if self._packed is not None and (self._can_wait or context.device.type == "cpu"):
             self._masked = MaskedDrafter(self._packed, target_ids, context)
         self._paths: BlockDrafter | None = None
         if self._block is None:

@@ -29,7 +29,7 @@ def random_table(seed: int, vocab_size: int, states: int = 7, classes: int = 5) 
         rows,
         dice.integers(0, len(rows), states).astype(np.int32),
         np.full(states, ANY_NUMBER, dtype=np.uint8),
-        0,
+        np.zeros(states, dtype=np.int32),
     )
 
 

@@ -335,7 +335,7 @@ class CompletingMatcher(WrappedMatcher):
         if place is None:
             return None
         if self._endings.is_exact:  # a token for every byte of the longest end, and the stop token
-            is_far = self.remaining - ahead > place.table.longest_end + 1
+            is_far = self.remaining - ahead > place.table.ends.item(place.state) + 1
         else:
             is_far = len(self._token_ids) + ahead < self._known[-1].until and self._is_free()
         return place if is_far else None

@@ -35,14 +35,14 @@ class ByteAutomaton(NamedTuple):
     kinds: int64 [256], of each byte; bytes of a kind lead from every state to the same one.
     then: int32 [N, kinds], the next state, or ``NOWHERE``. can_end: bool [N].
     is_open: bool [N], states that were not followed: nothing is known about what comes after them.
-    longest_end: bytes of the shortest way to the end, from the state where that is longest.
+    missing: int32 [N], bytes of the shortest way to the end.
     """
 
     kinds: NDArray[np.int64]
     then: NDArray[np.int32]
     can_end: NDArray[np.bool_]
     is_open: NDArray[np.bool_]
-    longest_end: int
+    missing: NDArray[np.int32]
 
 
 def explore(rules: Rules, limits: TableLimits, clock: Clock) -> ByteAutomaton:
@@ -76,5 +76,5 @@ def explore(rules: Rules, limits: TableLimits, clock: Clock) -> ByteAutomaton:
     can_end = np.array([places[number].can_end for number in range(count)])
     is_open = np.ones(count, dtype=np.bool_)
     is_open[made] = False
-    longest_end = max(len(places[number].text) for number in range(count))
-    return ByteAutomaton(kinds.reshape(-1), rows[:, first], can_end, is_open, longest_end)
+    missing = np.array([len(places[number].text) for number in range(count)], dtype=np.int32)
+    return ByteAutomaton(kinds.reshape(-1), rows[:, first], can_end, is_open, missing)

@@ -45,7 +45,8 @@ def build_table(rules: Rules, spelling: Spelling, limits: TableLimits, clock: Cl
     names[columns.refused], names[count + 2] = REFUSED, ENDED
     names[reached] = np.arange(len(reached))
     merged, index = _merge(names[then[:, reached]])
-    return _with_rows(merged, index[classes], automaton.longest_end, limits, clock)
+    ends = _longest_ends(merged, automaton.missing[reached], clock)
+    return _with_rows(merged, index[classes], ends, limits, clock)
 
 
 def without_tokens(
@@ -63,7 +64,7 @@ def without_tokens(
         columns.append(column)
     used, numbers = np.unique(classes, return_inverse=True)
     merged, index = _merge(np.stack([columns[at] for at in used.tolist()]))
-    return _with_rows(merged, index[numbers], table.longest_end, limits, clock)
+    return _with_rows(merged, index[numbers], table.ends, limits, clock)
 
 
 class _Columns:
@@ -147,7 +148,7 @@ def _merge(then: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[np.int64
 def _with_rows(
     then: NDArray[np.int16],
     classes: NDArray[np.int64],
-    longest_end: int,
+    ends: NDArray[np.int32],
     limits: TableLimits,
     clock: Clock,
 ) -> TokenTable:
@@ -167,8 +168,29 @@ def _with_rows(
         rows,
         row_of.reshape(-1).astype(np.int32),
         _margins(then, clock),
-        longest_end,
+        ends,
     )
+
+
+def _longest_ends(
+    then: NDArray[np.int16], missing: NDArray[np.int32], clock: Clock
+) -> NDArray[np.int32]:
+    """``TokenTable.ends``; then: int16 [C, N]. missing: [N], of each state itself."""
+    before: list[list[int]] = [[] for _ in missing]
+    for state, thens in enumerate(then.T):
+        clock.look()
+        for following in set(thens.tolist()):
+            if following >= 0:
+                before[following].append(state)
+    ends = [-1] * len(missing)
+    for most in np.argsort(-missing, kind="stable").tolist():
+        waiting = [most]
+        while waiting:  # what leads there, and to no state that misses more
+            state = waiting.pop()
+            if ends[state] < 0:
+                ends[state] = int(missing[most])
+                waiting += before[state]
+    return np.array(ends, dtype=np.int32)
 
 
 def _margins(then: NDArray[np.int16], clock: Clock) -> NDArray[np.uint8]:

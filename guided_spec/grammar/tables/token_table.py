@@ -42,7 +42,8 @@ class TokenTable:
     rows: int32 [R, W], mask rows that differ. row_of: int32 [N], of each state.
     margins: uint8 [N], tokens that may follow before a text can leave the table; ``ANY_NUMBER`` for
     ``MOST_AHEAD`` or more.
-    longest_end: bytes of the shortest way to the end, from the state where that is longest.
+    ends: int32 [N], bytes of the shortest way to the end, from the state or from one that may
+    follow it and needs more.
     """
 
     classes: NDArray[np.int32]
@@ -50,7 +51,7 @@ class TokenTable:
     rows: NDArray[np.int32]
     row_of: NDArray[np.int32]
     margins: NDArray[np.uint8]
-    longest_end: int
+    ends: NDArray[np.int32]
 
     @property
     def num_states(self) -> int:
@@ -65,7 +66,7 @@ class TokenTable:
     @property
     def memory_size_bytes(self) -> int:
         """Of all arrays."""
-        parts = (self.classes, self.then, self.rows, self.row_of, self.margins)
+        parts = (self.classes, self.then, self.rows, self.row_of, self.margins, self.ends)
         return sum(part.nbytes for part in parts)
 
     @cached_property

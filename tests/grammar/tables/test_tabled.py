@@ -295,4 +295,4 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
             assert fork.matcher.steered == frozenset() or place is None
             constraint.commit_ahead(drafted[: dice.randint(1, 4)])
     assert answers[True] >= 5
-    assert answers[False] >= 5 or (max_tokens is None and table.is_whole)
+    assert answers[False] >= 3 or (max_tokens is None and table.is_whole)
