@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -13,7 +13,6 @@ from rich.table import Column, Table
 from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
 from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
 from guided_spec.evaluate.plots import acceptance_figures
-from guided_spec.training.options import read_device_map
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
@@ -35,8 +34,6 @@ def evaluate(
     ] = "none,ngram,auto",
     batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 8,
     limit: Annotated[int, typer.Option(help="Prompts of each source.")] = 64,
-    device_map: Annotated[str | None, typer.Option(help="As of guided-spec train.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code")] = False,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -44,11 +41,9 @@ def evaluate(
 
     The target answers the prompts of the data, under their grammars and without.
     """
-    settings: dict[str, Any] = {"max_batch_size": batch_size}
-    settings |= {"device_map": None if device_map is None else read_device_map(device_map)}
-    settings |= {"trust_remote_code": trust_remote_code or None}
     params = reports.params()
-    found = _measure(data, partial(load.load, **settings), proposers.split(","), params, limit)
+    opened = partial(load.load, max_batch_size=batch_size)
+    found = _measure(data, opened, proposers.split(","), params, limit)
     report = [acceptance.as_dict() for acceptance in found]
     reports.keep(report, acceptance_figures, as_json=as_json)
     if not as_json:

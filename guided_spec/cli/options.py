@@ -20,6 +20,7 @@ from guided_spec.cli.console import print_json, stderr
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Figure, Origin, draw_all, require_matplotlib
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.training.options import read_device_map
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # this loads torch
@@ -49,16 +50,31 @@ class ModelOptions:
     num_draft_tokens: Annotated[int, typer.Option("--num-draft-tokens", "-k")] = 5
     device: Annotated[str | None, typer.Option(help="cpu, cuda, cuda:1, ...")] = None
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None
+    device_map: Annotated[
+        str | None,
+        typer.Option(help="Spread the model over devices: auto, or JSON of its modules."),
+    ] = None
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the model.")
+    ] = False
 
     def load(self, **others: Any) -> LLM:
-        """The model; others: further arguments of ``LLM``. None counts as not given."""
+        """The model; others: further arguments of ``LLM``.
+
+        Raises ConfigError for a device map that cannot be read, and what ``LLM`` raises.
+        """
         from guided_spec.engine.llm import LLM
 
         return LLM(**self.arguments(**others))
 
     def arguments(self, **others: Any) -> dict[str, Any]:
-        """Of ``LLM``, those that are given. others: further ones."""
-        given = asdict(self) | others
+        """Of ``LLM``, those that are given; None is not. others: further ones.
+
+        Raises ConfigError for a device map that cannot be read.
+        """
+        device_map = None if self.device_map is None else read_device_map(self.device_map)
+        own = {"device_map": device_map, "trust_remote_code": self.trust_remote_code or None}
+        given = asdict(self) | own | others
         return {name: value for name, value in given.items() if value is not None}
 
 

@@ -23,6 +23,7 @@ from guided_spec.cli.bench import DEFAULT_PROPOSERS
 from guided_spec.cli.bench import _table as measurement_table
 from guided_spec.cli.main import app
 from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import Measurement
 from guided_spec.proposers import PROPOSERS, proposer_names
 from tests.models.tiny import build
@@ -399,3 +400,25 @@ def test_after(model: str) -> None:
     result = generate(model, "--after", "name")
     assert result.exit_code != 0
     assert "--after='name': needs a grammar" in result.stderr
+
+
+@pytest.mark.parametrize("command", ["generate", "trace", "bench", "serve", "eval"])
+def test_how_the_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every command that loads one has the same two options, and hands them on."""
+    seen: list[dict[str, Any]] = []
+
+    def load(*_: object, **options: Any) -> None:
+        seen.append(options)
+        raise ModelError("seen")
+
+    monkeypatch.setattr("guided_spec.engine.llm.LLM", load)
+    given = {"generate": ["a"], "trace": ["a"], "eval": ["--data", "ultrachat"]}.get(command, [])
+    assert run(command, *given).exit_code == 1
+    assert run(command, *given, "--device-map", "auto", "--trust-remote-code").exit_code == 1
+    assert not {"device_map", "trust_remote_code"} & seen[0].keys()
+    assert (seen[1]["device_map"], seen[1]["trust_remote_code"]) == ("auto", True)
+    assert run(command, *given, "--device-map", '{"": "cpu"}').exit_code == 1
+    assert seen[2]["device_map"] == {"": "cpu"}
+    refused = run(command, *given, "--device-map", "all")
+    assert "device_map='all': must be one of auto," in " ".join(refused.stderr.split())
+    assert len(seen) == 3

@@ -10,7 +10,6 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
-from guided_spec.errors import ModelError
 from tests.training.toy_algorithm import write_target
 
 SCHEMA = {"enum": ["yes", "no"]}
@@ -77,21 +76,3 @@ def test_data_that_cannot_be_asked(target: str, tmp_path: Path) -> None:
     path.write_text('{"prompt": "a", "shema": {}}\n')
     assert "a.jsonl:1" in run("--model", target, "--data", str(path)).stderr
     assert "there is no such file" in run("--model", "absent", "--data", "absent").stderr
-
-
-def test_how_the_target_is_loaded(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-
-    def load(*_: object, **options: Any) -> None:
-        seen.append(options)
-        raise ModelError("seen")
-
-    monkeypatch.setattr("guided_spec.engine.llm.LLM", load)
-    assert run("--data", data).exit_code == 1
-    assert run("--data", data, "--device-map", "auto", "--trust-remote-code").exit_code == 1
-    assert "device_map" not in seen[0]
-    assert "trust_remote_code" not in seen[0]
-    assert seen[1]["device_map"] == "auto"
-    assert seen[1]["trust_remote_code"] is True
-    result = run("--data", data, "--device-map", "all")
-    assert "device_map='all': must be one of auto," in " ".join(result.stderr.split())
