@@ -4,7 +4,7 @@ Hidden states of the target in files, one a document: ``hs_{i}.safetensors``.
 
 The format is that of the speculators library, so that either reads what the other wrote:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
-and ``token_ids`` int64 [S]; i is the row of the document in the dataset. The header also names the
+and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
 layers, where the file was written here. A file may hold more tokens than its row, such as the line
 end that a chat template writes behind the last answer: states do not depend on what follows them.
 """

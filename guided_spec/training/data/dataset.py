@@ -25,8 +25,15 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
+from guided_spec.evaluate.workload import read_grammar, refuse_unknown
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.training.data.records import Example, read_example, read_lines, require_datasets
+from guided_spec.training.data.records import (
+    RECORD_KEYS,
+    Example,
+    read_example,
+    read_lines,
+    require_datasets,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -44,6 +51,8 @@ __all__ = [
 
 # Some tokenizers put a space before a text; behind one of these they cannot.
 ANCHORS = ("\n", "a", '"')
+
+UNTRAINED = -100  # the label of a token without a loss, as torch and transformers have it
 
 MARKS = re.compile(r"{%-?\s*generation\b")  # in a chat template: what follows is generated
 
@@ -70,7 +79,7 @@ class Segment(NamedTuple):
 
 
 def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[int]) -> Encoded:
-    """Tokenize a record of one of the shapes that ``read_example`` reads.
+    """Tokenize a record of one of the shapes that ``read_example`` reads, or read its tokens.
 
     stop_ids: the tokens that end an answer, at least one. The last answer is cut behind its first
         one, and gets one where it has none. In earlier answers what follows it is no answer.
@@ -78,9 +87,14 @@ def encode_record(record: Mapping[str, Any], tokenizer: Any, stop_ids: Sequence[
     Every answer of a chat counts. Which text that is says the chat template, where it marks what is
     generated. Where it does not, only the last one counts if the template writes earlier
     turns in another way once later ones follow: their tokens are not those that were generated.
+
+    ``input_ids`` are taken as they are, up to the end of the last answer. ``loss_mask`` says which
+    of them are answers, or ``labels``, which are -100 elsewhere; a grammar is that of the last run.
     Raises ConfigError for a record that cannot be read, PromptError for a prompt without tokens
     and for a chat that the template refuses.
     """
+    if record.get("input_ids") is not None:
+        return _given(record, len(tokenizer), _Stops(tokenizer, stop_ids))
     example = read_example(record)
     encoder = PromptEncoder(tokenizer, len(tokenizer), sys.maxsize)
     if example.prompt is None:
@@ -141,6 +155,52 @@ def _join(segments: list[Segment], grammar: GrammarSpec | None, stops: _Stops) -
         loss_mask += [is_answer and at < length for at in range(len(token_ids))]
     loss_mask[:1] = [False]
     return Encoded(input_ids, loss_mask, answer_start, grammar)
+
+
+def _given(record: Mapping[str, Any], vocab_size: int, stops: _Stops) -> Encoded:
+    """Of a record of tokens. What follows the end of an answer in its run is no answer."""
+    refuse_unknown(record, RECORD_KEYS)
+    input_ids = _numbers(record, "input_ids")
+    wrong = [token for token in input_ids if not 0 <= token < vocab_size]
+    if wrong:
+        fix = f"holds token {wrong[0]}, and the target's tokenizer has {vocab_size}"
+        raise ConfigError("input_ids", f"{len(input_ids)} of them", fix)
+    loss_mask = _given_mask(record, input_ids)
+    loss_mask[:1] = [False]
+    starts = [at for at, here in enumerate(loss_mask) if here and not loss_mask[at - 1]]
+    end = 0
+    for start in starts:
+        end = next((at for at in range(start, len(input_ids)) if not loss_mask[at]), len(input_ids))
+        kept = start + (stops.length(input_ids[start:end]) or end - start)
+        loss_mask[kept:end] = [False] * (end - kept)
+        end = kept
+    answer_start = starts[-1] if starts else 0
+    return Encoded(input_ids[:end], loss_mask[:end], answer_start, read_grammar(record))
+
+
+def _given_mask(record: Mapping[str, Any], input_ids: list[int]) -> list[bool]:
+    given = [name for name in ("loss_mask", "labels") if record.get(name) is not None]
+    if len(given) != 1:
+        fix = "need one of loss_mask and labels beside them, which says what is trained on"
+        raise ConfigError("input_ids", f"{len(input_ids)} of them", fix)
+    values = _numbers(record, given[0])
+    if len(values) != len(input_ids):
+        fix = f"must have a number for each of the {len(input_ids)} input_ids"
+        raise ConfigError(given[0], f"{len(values)} of them", fix)
+    if given == ["loss_mask"]:
+        return [bool(value) for value in values]
+    shifted = [at for at, value in enumerate(values) if value not in (UNTRAINED, input_ids[at])]
+    if shifted:
+        fix = f"must be the tokens of input_ids at the same places, or {UNTRAINED}"
+        raise ConfigError("labels", values[shifted[0]], fix)
+    return [value != UNTRAINED for value in values]
+
+
+def _numbers(record: Mapping[str, Any], name: str) -> list[int]:
+    values = record[name]
+    if not isinstance(values, list) or not all(isinstance(value, int) for value in values):
+        raise ConfigError(name, values, "must be a list of whole numbers")
+    return values
 
 
 def _text_segments(text: str, tokenizer: Any) -> list[Segment]:
@@ -275,7 +335,7 @@ def load_examples(
 
     Columns: ``input_ids`` int64 [T]; ``loss_mask`` bool [T], see ``Encoded``; ``seq_len`` T;
     ``answer_start``; ``grammar``, a text for ``read_grammar_text``, "" for none; ``index``, the
-    row's number, which selecting and shuffling keep. Rows hold numpy arrays.
+    record's number in the data from 0 on, those that are left out counted. Rows hold numpy arrays.
 
     Raises ConfigError naming file and line for a record that cannot be used, and where no document
     is left or ``datasets`` is not installed.
@@ -284,7 +344,7 @@ def load_examples(
     chunks: list[Any] = []
     rows: list[dict[str, Any]] = []
     kept = too_long = unanswered = 0
-    for encoded in _encode_all(paths, tokenizer, stop_ids):
+    for index, encoded in enumerate(_encode_all(paths, tokenizer, stop_ids)):
         if kept == limit:
             break
         if not any(encoded.loss_mask):
@@ -292,7 +352,7 @@ def load_examples(
         elif len(encoded.input_ids) > max_length:
             too_long += 1
         else:
-            rows.append(_row(encoded, kept))
+            rows.append(_row(encoded, index))
             kept += 1
             if len(rows) == CHUNK:
                 chunks.append(_chunk(library, rows))

@@ -10,6 +10,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "PRESETS",
     "RECORD_KEYS",
     "SHAREGPT_ROLES",
+    "TOKEN_KEYS",
     "Example",
     "Line",
     "Preset",
@@ -39,6 +41,9 @@ ANSWER_NAMES = ("response", "completion", "answer")
 CHAT_NAMES = ("messages", "conversations", "prompt")
 """Where a chat may stand; the first one that is there counts."""
 
+TOKEN_KEYS = ("input_ids", "loss_mask", "labels", "seq_len")
+"""What a record holds that is tokenized already; see ``encode_record``."""
+
 REFUSED = {
     "after": "is not followed in training: write the grammar of the whole answer",
     "reasoning_budget": "is not followed in training: write the grammar of the whole answer",
@@ -46,7 +51,15 @@ REFUSED = {
 """What an engine could do, but not a training run; and what to do instead."""
 
 RECORD_KEYS = frozenset(
-    {*CHAT_NAMES, "text", "tools", *ANSWER_NAMES, *GRAMMAR_KEYS, *NOTE_KEYS}.difference(REFUSED)
+    {
+        *CHAT_NAMES,
+        "text",
+        "tools",
+        *ANSWER_NAMES,
+        *TOKEN_KEYS,
+        *GRAMMAR_KEYS,
+        *NOTE_KEYS,
+    }.difference(REFUSED)
 )
 """All that may stand in a record."""
 
@@ -84,12 +97,17 @@ def read_example(record: Mapping[str, Any]) -> Example:
     ``prompt``: text. Their answer is the assistant's last message or, behind the prompt,
     ``response``, ``completion`` or ``answer``; one that is no text is written as JSON. ``text``:
     all of it is the answer. ``tools``: of a chat, a list or its JSON. The grammar: see
-    ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS``.
+    ``read_grammar``. Raises ConfigError, also for a key that is none of ``RECORD_KEYS`` and for a
+    record of tokens, which has no text.
     """
     for key, fix in REFUSED.items():
         if record.get(key):
             raise ConfigError(key, record[key], fix)
     refuse_unknown({**record, **dict.fromkeys(REFUSED)}, RECORD_KEYS)
+    tokens = record.get("input_ids")
+    if tokens is not None:
+        fix = "are tokens, which are trained on as they are: to have them answered, pass their text"
+        raise ConfigError("input_ids", f"{len(tokens)} of them", fix)
     grammar = read_grammar(record)
     answer = _answer(record)
     chat, tools = _chat(record), _tools(record)
@@ -216,6 +234,7 @@ PRESETS = {
 HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(:(?P<split>[^:]+))?(:(?P<config>[^:]+))?")
 LINES = (".json", ".jsonl")
 PARQUET = ".parquet"
+SAVED = "dataset_info.json"  # in a folder that ``Dataset.save_to_disk`` wrote
 
 
 def check_sources(sources: Sequence[str | Path]) -> None:
@@ -227,10 +246,10 @@ def check_sources(sources: Sequence[str | Path]) -> None:
 def read_lines(sources: Sequence[str | Path]) -> Iterator[Line]:
     """Every record of the sources, in order, read as they are asked for.
 
-    A source is a file of JSON Lines, whose blank lines are skipped, a Parquet file, a dataset of
-    the hub (``org/name``, ``org/name:split`` or ``org/name:split:config``; the split is "train" by
-    default), or one of ``PRESETS``. What else a Parquet file or a dataset holds beside
-    ``RECORD_KEYS`` is left out, and a warning names it.
+    A source is a file of JSON Lines, whose blank lines are skipped, a Parquet file, a folder that
+    ``Dataset.save_to_disk`` wrote, a dataset of the hub (``org/name``, ``org/name:split`` or
+    ``org/name:split:config``; the split is "train" by default), or one of ``PRESETS``. What else
+    a Parquet file or a dataset holds beside ``RECORD_KEYS`` is left out, and a warning names it.
 
     Raises ConfigError naming the source, or file and line, where one cannot be read.
     """
@@ -250,20 +269,32 @@ def require_datasets() -> Any:
 
 def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
     path, name = Path(source), str(source)
+    if (path / SAVED).is_file():
+        # Lists, whatever it was saved to give.
+        return lambda: _read_rows(
+            name, lambda: require_datasets().load_from_disk(name).with_format(None)
+        )
     if path.suffix == PARQUET and path.is_file():
-        return lambda: _read_rows(name, "parquet", data_files=name, split="train")
+        return lambda: _read_rows(name, lambda: _stream("parquet", data_files=name, split="train"))
     if path.is_file():
         return lambda: _read_file(path)
     if name in PRESETS:
         preset = PRESETS[name]
-        return lambda: _read_rows(name, preset.dataset, preset.convert, split=preset.split)
+        opened = partial(_stream, preset.dataset, split=preset.split)
+        return lambda: _read_rows(name, opened, preset.convert)
     found = HUB.fullmatch(name)
     if found is None or path.suffix in (*LINES, PARQUET):
         known = ", ".join(PRESETS)
         fix = f"cannot be read: there is no such file, and it is no dataset org/name nor {known}"
         raise ConfigError("data", name, fix)
     dataset, config = found["name"], found["config"]
-    return lambda: _read_rows(name, dataset, split=found["split"] or "train", name=config)
+    opened = partial(_stream, dataset, split=found["split"] or "train", name=config)
+    return lambda: _read_rows(name, opened)
+
+
+def _stream(dataset: str, **arguments: Any) -> Any:
+    """arguments: of ``load_dataset``."""
+    return require_datasets().load_dataset(dataset, streaming=True, **arguments)
 
 
 def _read_file(path: Path) -> Iterator[Line]:
@@ -279,14 +310,12 @@ def _read_file(path: Path) -> Iterator[Line]:
 
 def _read_rows(
     source: str,
-    dataset: str,
+    opened: Callable[[], Any],
     convert: Callable[[Mapping[str, Any]], Record] | None = None,
-    **arguments: Any,
 ) -> Iterator[Line]:
-    """arguments: of ``load_dataset``."""
-    library = require_datasets()
+    require_datasets()
     try:
-        rows = iter(library.load_dataset(dataset, streaming=True, **arguments))
+        rows = iter(opened())
         first = next(rows, None)
     except Exception as error:  # the library raises nearly every class of exception here
         raise ConfigError("data", source, f"cannot be read: {error}") from error

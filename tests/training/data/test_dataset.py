@@ -73,10 +73,52 @@ def test_what_is_left_out_is_told(
     path = write(tmp_path / "data.jsonl", records)
     with caplog.at_level(logging.WARNING):
         dataset = load([path, path], tokenizer, 12)
-    assert list(dataset["index"]) == [0, 1, 2, 3, 4, 5]
+    assert list(dataset["index"]) == [0, 3, 4, 5, 8, 9]  # files of hidden states have these numbers
     (warning,) = caplog.messages
     assert warning == ("left out 4 of 10 documents: 2 longer than 12 tokens, 2 without an answer")
     assert len(load([path], tokenizer, 12, limit=2)) == 2
+
+
+def test_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: Any) -> None:
+    """A folder as speculators prepares it, whose rows are tensors, and labels in JSON Lines."""
+    import datasets
+
+    ids, mask = [5, 6, 7, 0, 9, 10, 11, 12, 0, 13], [1, 0, 1, 1, 1, 0, 0, 1, 1, 1]
+    rows = {"input_ids": [[5, 6], ids], "loss_mask": [[0, 0], mask], "seq_len": [2, 10]}
+    folder = tmp_path / "prepared"
+    datasets.Dataset.from_dict(rows).with_format("torch").save_to_disk(folder)
+    labels = [token if trained else -100 for token, trained in zip(ids, mask, strict=True)]
+    record = {"input_ids": ids, "labels": labels, "schema": {"const": 1}}
+    lines = write(tmp_path / "data.jsonl", [record])
+    dataset = load([folder, lines], tokenizer)
+    assert list(dataset["index"]) == [1, 2]  # the first row has no answer
+    for row in dataset:
+        assert (
+            row["input_ids"].tolist() == ids[:9]
+        )  # token 0 ends a text: nothing is said behind it
+        assert row["loss_mask"].tolist() == [bool(at in (2, 3, 7, 8)) for at in range(9)]
+        assert row["answer_start"] == 7
+    assert [bool(text) for text in dataset["grammar"]] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"labels": [-100, 6]}, "need one of loss_mask and labels"),
+        ({"loss_mask": None}, "need one of loss_mask and labels"),
+        ({"loss_mask": [1]}, "a number for each of the 2 input_ids"),
+        ({"loss_mask": None, "labels": [6, -100]}, "labels=6: must be the tokens of input_ids"),
+        ({"input_ids": [5, 10**6]}, "holds token 1000000, and the target's tokenizer has"),
+        ({"input_ids": "56"}, "must be a list of whole numbers"),
+        ({"attention_mask": [1, 1]}, "attention_mask=.*is unknown"),
+    ],
+)
+def test_tokens_that_are_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    record = {"input_ids": [5, 6], "loss_mask": [0, 1], **changes}
+    with pytest.raises(ConfigError, match=rf"data.jsonl:1.*{message}"):
+        load([write(tmp_path / "data.jsonl", [record])], tokenizer)
 
 
 def test_errors(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
