@@ -411,7 +411,8 @@ def test_how_the_model_is_loaded(command: str, monkeypatch: pytest.MonkeyPatch) 
         seen.append(options)
         raise ModelError("seen")
 
-    monkeypatch.setattr("guided_spec.engine.llm.LLM", load)
+    for name in ("guided_spec.engine.llm.LLM", "guided_spec.engine.process.EngineProcess"):
+        monkeypatch.setattr(name, load)
     given = {"generate": ["a"], "trace": ["a"], "eval": ["--data", "ultrachat"]}.get(command, [])
     assert run(command, *given).exit_code == 1
     assert run(command, *given, "--device-map", "auto", "--trust-remote-code").exit_code == 1

@@ -19,6 +19,7 @@ from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import EngineProcess
 from guided_spec.errors import ConfigError, ModelError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.trace.record import Trace
 from guided_spec.types import SamplingParams
 from tests.server.running import until
 
@@ -37,6 +38,10 @@ def process() -> Iterator[EngineProcess]:
 
 async def chunks_of(llm: LLM | EngineProcess, *args: Any, **options: Any) -> list[Chunk]:
     return [chunk async for chunk in llm.astream(*args, **options)]
+
+
+def outcomes(trace: Trace) -> list[list[tuple[int, str]]]:
+    return [[(token.id, token.outcome) for token in step.drafted] for step in trace.steps]
 
 
 def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
@@ -65,11 +70,7 @@ def test_chunks_are_those_of_an_llm(process: EngineProcess) -> None:
         assert [chunk.grammar for chunk in theirs] == [mine.grammar] * len(theirs)
         assert mine.trace is not None
         assert other.trace is not None
-        drafted = [
-            [[(token.id, token.outcome) for token in step.drafted] for step in found.trace.steps]
-            for found in (mine, other)
-        ]
-        assert drafted[0] == drafted[1]
+        assert outcomes(mine.trace) == outcomes(other.trace)
         for ours_at, theirs_at in zip(mine.logprobs or (), other.logprobs or (), strict=True):
             assert ours_at.logprob == pytest.approx(theirs_at.logprob, abs=1e-4)
 
@@ -108,7 +109,7 @@ def test_its_end_is_told(caplog: pytest.LogCaptureFixture) -> None:
         assert any("packed forwards" in record.getMessage() for record in caplog.records)
 
         async def ask() -> list[Chunk]:
-            found = []
+            found = list[Chunk]()
             async for chunk in own.astream(["A"], LONG, on_error="return"):
                 if not found:
                     os.kill(_child_of_this_process(), signal.SIGKILL)
