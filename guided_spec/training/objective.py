@@ -26,6 +26,7 @@ from guided_spec.types import require_int
 
 __all__ = [
     "LOSSES",
+    "Confidence",
     "DraftScorer",
     "DraftStates",
     "Loss",
@@ -144,6 +145,16 @@ class DraftStates(NamedTuple):
     hidden: Tensor
 
 
+class Confidence(NamedTuple):
+    """What a draft believes of itself. logits: from its hidden states [n, H] to [n], logits of the
+    probability that rejection sampling keeps it, among tokens that it scores. weight: of its binary
+    cross-entropy in the loss.
+    """
+
+    logits: Callable[[Tensor], Tensor]
+    weight: float
+
+
 class DraftScorer(NamedTuple):
     """How the hidden states [n, H] of a draft become logits [n, D].
 
@@ -152,15 +163,20 @@ class DraftScorer(NamedTuple):
 
     logits: Callable[[Tensor], Tensor]
     parameters: tuple[Tensor, ...]
+    confidence: Confidence | None = None
 
     @classmethod
     def of(
-        cls, logits: Callable[[Tensor], Tensor], module: nn.Module, layers: nn.ModuleList
+        cls,
+        logits: Callable[[Tensor], Tensor],
+        module: nn.Module,
+        layers: nn.ModuleList,
+        confidence: Confidence | None = None,
     ) -> DraftScorer:
         """With the parameters of ``module`` that are not in ``layers``, which it runs before."""
         inside = {id(parameter) for parameter in layers.parameters()}
         outside = (p for p in module.parameters() if p.requires_grad and id(p) not in inside)
-        return cls(logits, tuple(outside))
+        return cls(logits, tuple(outside), confidence)
 
 
 @dataclass(frozen=True)
@@ -219,6 +235,8 @@ def measure(
     for first in range(0, max(1, last), step):
         loss.add(first, min(first + step, last))
     metrics: dict[str, Metric] = {}
+    if scorer.confidence is not None:
+        metrics["confidence_error"] = Metric(loss.confidence_error, loss.counts.sum())
     tally, chosen = _Tally(batch), []
     for depth, weight in enumerate(objective.weights):
         if weight > 0:
@@ -282,7 +300,8 @@ class _FusedLoss:
     """The loss of all drafts, its gradient, and the verdicts on them, a chunk of rows at a time.
 
     size: D. totals, counts: float32 [steps], the sums of the losses of each depth, and over how
-    many drafts: those that have any legal token.
+    many drafts: those that have any legal token. confidence_error: float32, the sum over these of
+    how far the confidence is from the probability it is about.
     """
 
     def __init__(
@@ -300,7 +319,7 @@ class _FusedLoss:
         self.counts = torch.zeros_like(weights).index_add_(0, rows.depth, keep.float())
         self._keep = keep
         self._share = keep * (weights / self.counts.clamp_min(1))[rows.depth]
-        self._value = torch.zeros_like(weights[0])
+        self._value, self.confidence_error = (torch.zeros_like(weights[0]) for _ in range(2))
         self._leaves = (rows.hidden, *scorer.parameters)
         self._needs_gradient = torch.is_grad_enabled() and any(
             x.requires_grad for x in self._leaves
@@ -323,11 +342,11 @@ class _FusedLoss:
         if goal.legal is not None and self._objective.masked:
             legal = goal.legal[at]
         tokens = targets.token[start:end][at]
-        losses = self._objective.loss(
-            LossRows(forbid(logits, legal), forbid(goal.logits[at], legal), tokens)
-        )
-        value = (losses * self._share[first:last]).sum()
+        compared = LossRows(forbid(logits, legal), forbid(goal.logits[at], legal), tokens)
+        losses = self._objective.loss(compared)
         self.totals.index_add_(0, depth, losses.detach() * self._keep[first:last])
+        losses = losses + self._doubt(hidden, compared, self._keep[first:last])
+        value = (losses * self._share[first:last]).sum()
         self._value += value.detach()
         if self._needs_gradient and value.requires_grad:
             leaves = (hidden, *self._scorer.parameters)
@@ -337,6 +356,19 @@ class _FusedLoss:
             for number, part in enumerate(shared, 1):
                 before = self._gradients[number]
                 self._gradients[number] = part if before is None else before.add_(part)
+
+    def _doubt(self, hidden: Tensor, rows: LossRows, keep: Tensor) -> Tensor:
+        """What the confidence in each of m drafts adds to its loss, [m]."""
+        confidence = self._scorer.confidence
+        if confidence is None:
+            return torch.zeros_like(keep, dtype=torch.float32)
+        with torch.no_grad():
+            overlap = 1 - total_variation(rows)
+        believed = confidence.logits(hidden).float()
+        self.confidence_error += ((believed.detach().sigmoid() - overlap).abs() * keep).sum()
+        return confidence.weight * functional.binary_cross_entropy_with_logits(
+            believed, overlap, reduction="none"
+        )
 
     def result(self) -> Tensor:
         """The weighted sum of the depths' means: a scalar, with gradient."""

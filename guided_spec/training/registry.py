@@ -28,8 +28,9 @@ _BUILT_IN = "guided_spec.training.algorithms."
 
 # name: the class, or the module that registers it when it is imported
 ALGORITHMS: dict[str, type | str] = {
-    "dflash": "guided_spec.training.algorithms.dflash",
+    "dflash": "guided_spec.training.algorithms.blocks",
     "draft_model": "guided_spec.training.algorithms.draft_model",
+    "dspark": "guided_spec.training.algorithms.blocks",
     "eagle": "guided_spec.training.algorithms.heads",
     "eagle3": "guided_spec.training.algorithms.heads",
     "mtp": "guided_spec.training.algorithms.heads",
@@ -38,6 +39,7 @@ ALGORITHMS: dict[str, type | str] = {
 _CONFIGS = {
     "dflash": "DFlashConfig",
     "draft_model": "DraftModelConfig",
+    "dspark": "DSparkConfig",
     "eagle": "EagleConfig",
     "eagle3": "Eagle3Config",
     "mtp": "MtpConfig",

@@ -34,6 +34,12 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "eagle3 of two layers": ("eagle3", "qwen3", {"num_layers": 2, "norm_output": True}),
     "dflash": ("dflash", "llama", {"num_layers": 2, "anchors": 5}),
     "dflash of all tokens": ("dflash", "qwen3", {"num_layers": 1}),
+    "dspark": ("dspark", "llama", {"num_layers": 2, "anchors": 5, "markov_rank": 8}),
+    "dspark of all tokens": (
+        "dspark",
+        "qwen3",
+        {"num_layers": 1, "markov_rank": 8, "markov_head_type": "gated"},
+    ),
     "mtp of Qwen": ("mtp", "qwen3_5", {}),
     "mtp of DeepSeek": ("mtp", "deepseek_v3", {}),
     "two modules of GLM": ("mtp", "glm4_moe", {"num_modules": 2}),
@@ -243,31 +249,34 @@ def test_a_step_draws_other_blocks_than_the_one_before(tmp_path: Path) -> None:
     kept = (first.output[0] >= 0).sum(1)
     assert kept.tolist() == [5, 5, 5]
     with torch.no_grad():
-        case.model.head.hidden_norm.weight += 1e-3
+        case.model.head.norm.weight += 1e-3
     moved = case.run().output
     assert ((moved[0] >= 0) != (first.output[0] >= 0)).any()
 
 
 @pytest.mark.parametrize(
-    ("kind", "own", "message"),
+    ("name", "kind", "own", "message"),
     [
-        ("dflash", {"anchors": 0}, "anchors=0: must be at least 1"),
+        ("dflash", "dflash", {"anchors": 0}, "anchors=0: must be at least 1"),
         (
+            "dflash",
             "dflash",
             {"ttt_steps": 8},
             "ttt_steps=8: must be at most 7, the tokens of a block of init=",
         ),
-        ("dspark", {}, "init=.*expected a DFlash head, found one of another kind"),
+        ("dflash", "dspark", {}, "init=.*expected a DFlash head, found one of another kind"),
+        ("dspark", "dflash", {}, "init=.*expected a DSpark head, found one of another kind"),
+        ("dspark", "dspark", {"confidence_weight": -1.0}, "confidence_weight=-1.0: must be at"),
     ],
 )
 def test_blocks_that_are_not_trained(
-    tmp_path: Path, kind: str, own: dict[str, Any], message: str
+    tmp_path: Path, name: str, kind: str, own: dict[str, Any], message: str
 ) -> None:
     target = build("llama", vocab_size=VOCAB_SIZE)
     write_block(tmp_path, target, kind, "speculators")
     config = {"init": str(tmp_path), **own}
     with pytest.raises((ConfigError, ModelError), match=message):
-        find_algorithm("dflash").from_training_args(
+        find_algorithm(name).from_training_args(
             target.config, target=target, vocabulary=None, **config
         )
 
@@ -287,8 +296,10 @@ def test_registry() -> None:
         pass
 
     assert find_algorithm("mine") is Mine
-    assert {"dflash", "draft_model", "eagle", "eagle3", "mine", "mtp"} <= {*algorithm_names()}
+    assert {"dflash", "draft_model", "dspark", "eagle", "eagle3", "mine", "mtp"} <= {
+        *algorithm_names()
+    }
     with pytest.raises(ConfigError, match="name='mine': is taken"):
         register("mine")(int)
-    with pytest.raises(ConfigError, match="must be one of dflash, draft_model, eagle"):
+    with pytest.raises(ConfigError, match="must be one of dflash, draft_model, dspark"):
         find_algorithm("eagle4")

@@ -184,12 +184,14 @@ class LayoutHead(nn.Module):
     layout_class: its ``read`` makes the layout of a config.json, of the tensors beside it, for a
     target, from a source to be named in errors. ignored: how the names of tensors begin that
     checkpoints hold for training or for other runtimes. trains_output: whether a fresh head has an
-    output head of its own though its vocabulary is the target's.
+    output head of its own though its vocabulary is the target's. fresh_biases: what a fresh head
+    has of biases.
     """
 
     layout_class: ClassVar[Any]
     ignored: ClassVar[tuple[str, ...]] = ("t2d", "verifier_lm_head.weight", "verifier_norm.weight")
     trains_output: ClassVar[bool] = False
+    fresh_biases: ClassVar[tuple[str, ...]] = ()
     num_modules = 1
 
     def __init__(
@@ -244,9 +246,9 @@ class LayoutHead(nn.Module):
 
         vocabulary: which target tokens it scores; None is all. Its output head, if it has one,
         starts as the target's rows of these tokens; the embedding is the target's, and no
-        parameter. There are no biases. Other weights are those of ``start_head``.
+        parameter. There are no biases but ``fresh_biases``. Other weights are ``start_head``'s.
         """
-        names = ("lm_head.weight",) if cls.trains_output else ()
+        names = (*cls.fresh_biases, *(("lm_head.weight",) if cls.trains_output else ()))
         known = None if vocabulary is None else vocabulary.to(target.device)
         std = layout.config.initializer_range
         head = start_head(lambda: cls(layout, names, known, target), target, std)

@@ -5,7 +5,7 @@ kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
 ``EagleHead``      "safeailab": none
 ``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
-``BlockHead``      "zlab": none; "speculators": none
+``BlockHead``      "zlab": none; "speculators": speculators 0.9; "deepseek": none
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
 =================  =================================================================
@@ -14,7 +14,8 @@ vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran th
 ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 
 Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
-speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash.
+speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash, and
+with DeepSeek's and speculators' of DSpark.
 
 Of multi-token prediction, "deepseek" and "qwen" have the target's own config.json, with the number
 of modules in it, and only the tensors of the modules: as a folder of its own, or to be added to the
@@ -53,6 +54,7 @@ __all__ = [
     "SaveKeywords",
     "SaveOptions",
     "architectures_of",
+    "block_deepseek",
     "block_speculators",
     "block_zlab",
     "dtype_name",
@@ -192,6 +194,7 @@ SIZES = (
 )
 WINDOWS = ("layer_types", "max_window_layers", "sliding_window", "use_sliding_window")
 SLIDING = "sliding_attention"
+NUM_ANCHORS = 512  # DeepSpec's class asks for it, and only trains by it
 
 
 def eagle_safeailab(
@@ -299,6 +302,8 @@ def block_zlab(
     """
     del target
     layout = _plain_block(head, "zlab")
+    if layout.from_anchor or layout.markov is not None:
+        raise _refusal("zlab", "a DFlash head, found one of DSpark", "speculators")
     if head.vocabulary is not None or "lm_head.weight" in tensors:
         raise _refusal("zlab", "the target's own output head, found another", "speculators")
     config = {
@@ -317,12 +322,16 @@ def block_zlab(
 def block_speculators(
     head: BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
 ) -> HeadFiles:
-    """What ``DFlashDraftModel.from_pretrained`` of speculators reads; it wants the output head."""
+    """What speculators' classes of DFlash and DSpark read; they want the output head."""
     layout = _plain_block(head, "speculators")
+    kind, name, fields = "dflash", "DFlashDraftModel", {}
+    if layout.markov is not None:
+        kind, name, fields = "dspark", "DSparkDraftModel", _dspark_fields(layout)
     config = {
-        "architectures": ["DFlashDraftModel"],
-        "speculators_model_type": "dflash",
-        **speculators_config(target, options, "dflash"),
+        "architectures": [name],
+        "speculators_model_type": kind,
+        **speculators_config(target, options, kind),
+        **fields,
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": None,
         "aux_hidden_state_layer_ids": [*layout.aux_hidden_layers],
@@ -338,6 +347,44 @@ def block_speculators(
     return HeadFiles(config, _complete(head, tensors, target, complete))
 
 
+def block_deepseek(
+    head: BlockHead, tensors: Tensors, target: PreTrainedModel, options: SaveOptions
+) -> HeadFiles:
+    """What ``Qwen3DSparkModel`` of DeepSeek's DeepSpec reads, with embedding and output head.
+
+    Raises ModelError for a head that scores only some tokens, or drafts behind its first place.
+    """
+    layout = _plain_block(head, "deepseek")
+    if head.vocabulary is not None:
+        raise _refusal("deepseek", "all tokens of the target, found some", "speculators")
+    if not layout.from_anchor or layout.is_causal is False or layout.markov is None:
+        raise _refusal("deepseek", "a DSpark head, found another", "speculators")
+    text_config: Any = target.config.get_text_config(decoder=True)
+    config = {
+        "architectures": ["Qwen3DSparkModel"],
+        **_block_fields(head, tensors),
+        **_dspark_fields(layout),
+        "block_size": layout.block_size,
+        "mask_token_id": layout.mask_token_id,
+        "num_anchors": NUM_ANCHORS,
+        "num_target_layers": text_config.num_hidden_layers,
+        "target_layer_ids": [index - 1 for index in layout.aux_hidden_layers],
+        "dtype": dtype_name(options.dtype),
+    }
+    complete = replace(options, embedding="copy")
+    return HeadFiles(config, _complete(head, tensors, target, complete))
+
+
+def _dspark_fields(layout: BlockLayout) -> dict[str, Any]:
+    assert layout.markov is not None
+    return {
+        "markov_rank": layout.markov.rank,
+        "markov_head_type": layout.markov.kind,
+        "enable_confidence_head": layout.confidence_width > 0,
+        "confidence_head_with_markov": layout.confidence_width > layout.config.hidden_size,
+    }
+
+
 def _block_fields(head: BlockHead, tensors: Tensors) -> dict[str, Any]:
     types = {"layer_types": head.config.layer_types, "tie_word_embeddings": False}
     return {**types, **_layer_fields(head.config, tensors)}
@@ -346,10 +393,9 @@ def _block_fields(head: BlockHead, tensors: Tensors) -> dict[str, Any]:
 def _plain_block(head: BlockHead, name: str) -> BlockLayout:
     """Raises ModelError for what neither layout is written with here."""
     layout = head.layout
-    plain = layout._replace(embedding_scale=1.0, logit_scale=1.0, softcap=0.0, is_causal=None)
-    kept = plain._replace(conv=None, markov=None, selector=None, is_causal=layout.is_causal)
-    if layout != kept or layout.is_causal or (name == "zlab" and layout.from_anchor):
-        problem = "it needs a plain DFlash head, found further parts, scales or a causal block"
+    plain = layout._replace(embedding_scale=1.0, logit_scale=1.0, softcap=0.0)
+    if layout != plain._replace(conv=None, selector=None) or layout.is_causal:
+        problem = "it needs a DFlash or DSpark head, found other parts, scales or a causal block"
         raise ModelError(f"layout={name!r}: {problem}; train a fresh one")
     return layout
 
@@ -472,7 +518,11 @@ Describe = Callable[[Any, Tensors, PreTrainedModel, SaveOptions], HeadFiles]
 LAYOUTS: dict[type[nn.Module], dict[str, Describe]] = {
     EagleHead: {"safeailab": eagle_safeailab},
     Eagle3Head: {"speculators": eagle3_speculators, "safeailab": eagle3_safeailab},
-    BlockHead: {"speculators": block_speculators, "zlab": block_zlab},
+    BlockHead: {
+        "speculators": block_speculators,
+        "zlab": block_zlab,
+        "deepseek": block_deepseek,
+    },
     MtpHead: {"deepseek": mtp_deepseek},
     QwenMtpHead: {"qwen": mtp_qwen},
 }

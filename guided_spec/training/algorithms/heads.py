@@ -55,6 +55,7 @@ __all__ = [
     "head_shape",
     "make_trainable",
     "own_tensors",
+    "shift",
     "source_of",
     "trainer_kwargs",
     "unroll",
@@ -78,7 +79,7 @@ def unroll(head: DraftHead, token_ids: Tensor, states: Tensor, steps: int) -> It
         module = min(depth, head.num_modules - 1)
         repeats = depth - module
         hidden = run(
-            _shift(token_ids, 1 + depth),
+            shift(token_ids, 1 + depth),
             hidden,
             module=module,
             position_ids=places + repeats,
@@ -125,7 +126,7 @@ def _masks(config: Any, length: int, repeats: int, hidden: Tensor) -> Any:
     return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
-def _shift(token_ids: Tensor, places: int) -> Tensor:
+def shift(token_ids: Tensor, places: int) -> Tensor:
     """Tokens ``places`` further on; 0 where the row has ended."""
     shifted = torch.zeros_like(token_ids)
     if places < token_ids.shape[1]:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 __all__ = [
     "DFlashConfig",
+    "DSparkConfig",
     "DraftModelConfig",
     "Eagle3Config",
     "EagleConfig",
@@ -77,6 +78,24 @@ class DFlashConfig(ShapeOptions):
     mask_token_id: int | None = option(
         "Token that stands where one is drafted; the last of the embedding by default.",
         default=None,
+    )
+
+
+@dataclass(frozen=True)
+class DSparkConfig(DFlashConfig):
+    """What a head looks like, and how it is trained."""
+
+    ttt_steps: int = option("Draft tokens of a block, its last token among its places.", default=7)
+    ttt_step_loss_decay: float = option(
+        "Weight of a place's loss, relative to the one before.", default=0.78
+    )
+    init: str | None = option("A DSpark head to go on from; a folder or hub id.", default=None)
+    markov_rank: int = option("Rank of what the token before adds to the scores.", default=256)
+    markov_head_type: Literal["vanilla", "gated"] = option(
+        "Whether that depends on the head's output too.", default="vanilla"
+    )
+    confidence_weight: float = option(
+        "Weight of the confidence head's loss; with 0 a fresh head has none.", default=1.0
     )
 
 

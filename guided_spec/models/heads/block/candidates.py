@@ -12,6 +12,9 @@ likeliest tokens t of a place,
     score(t) = logit(t) + successor[t] . (predecessor[previous] * hidden_projection(hidden))
 
 and no other token is drafted.
+
+DSpark's ``ConfidenceHead`` says how likely a token is to stay, from [hidden ; e]. It is trained and
+kept; drafts have the length that is asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ __all__ = [
     "Block",
     "CandidateSelector",
     "Candidates",
+    "ConfidenceHead",
     "MarkovHead",
     "MarkovShape",
     "SelectorShape",
@@ -150,8 +154,12 @@ class MarkovHead(nn.Module):
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
         """See ``Transition``."""
-        bias: Tensor = self.markov_w2(self._latent(hidden, previous))
-        return logits.float() + bias.float()
+        return logits.float() + self.bias(hidden, self.markov_w1(previous)).float()
+
+    def bias(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """What is added to the logits [..., D] behind tokens of w1 ``embedded`` [..., rank]."""
+        bias: Tensor = self.markov_w2(self._latent(hidden, embedded))
+        return bias
 
     def pairs(self, hidden: Tensor, previous: Tensor, token_ids: Tensor) -> Tensor:
         """See ``Transition``."""
@@ -160,15 +168,31 @@ class MarkovHead(nn.Module):
         if self._vocabulary is not None:
             scored = self._vocabulary.columns[token_ids].long()
         rows = self.markov_w2.weight[scored]
-        return torch.einsum("rwps,rwcs->rwpc", self._latent(spread, previous).float(), rows.float())
+        latent = self._latent(spread, self.markov_w1(previous))
+        return torch.einsum("rwps,rwcs->rwpc", latent.float(), rows.float())
 
-    def _latent(self, hidden: Tensor, previous: Tensor) -> Tensor:
-        """[..., H] and int64 [...] to [..., rank]."""
-        embedded: Tensor = self.markov_w1(previous)
+    def _latent(self, hidden: Tensor, embedded: Tensor) -> Tensor:
+        """[..., H] and [..., rank] to [..., rank]."""
         if self.gate_proj is None:
             return embedded
         gate = self.gate_proj(torch.cat([hidden.to(embedded.dtype), embedded], -1))
         return torch.sigmoid(gate) * embedded
+
+
+class ConfidenceHead(nn.Module):
+    """How likely the verifier is to keep what a place drafts, as a logit.
+
+    width: H, or H + rank where it reads the token before by the Markov head's w1.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(width, 1)
+
+    def forward(self, joined: Tensor) -> Tensor:
+        """[..., H + rank], outputs and embedded tokens before them, to [...]."""
+        found: Tensor = self.proj(joined[..., : self.proj.in_features])
+        return found.squeeze(-1)
 
 
 class CandidateSelector(nn.Module):

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.block.candidates import MarkovShape, SelectorShape
 from guided_spec.models.heads.config import (
     HeadShape,
@@ -20,6 +21,7 @@ from guided_spec.models.heads.config import (
     check_fit,
     derive_head_config,
 )
+from guided_spec.types import require_int
 
 __all__ = ["BlockLayout", "ConvShape"]
 
@@ -42,6 +44,8 @@ KNOWN = (
 )
 DEFAULT_BLOCK = 8  # of speculators, which leaves out what is default
 DEFAULT_TOP_K = 16
+CONFIDENCE = "confidence_head.proj.weight"
+MARKOV_KINDS = ("vanilla", "gated")
 
 
 class ConvShape(NamedTuple):
@@ -61,7 +65,8 @@ class BlockLayout(NamedTuple):
     window. from_anchor: whether the output at the last token predicts the one behind it, and that
     at a mask the one behind the mask; else that at a mask predicts the token of its place.
     draft_vocab_size: D. embedding_scale, logit_scale, softcap: of embeddings and logits; softcap 0
-    is none. conv, markov, selector: parts that some heads have.
+    is none. conv, markov, selector: parts that some heads have. confidence_width: what the
+    confidence head reads; 0: there is none.
     """
 
     config: Any
@@ -77,6 +82,7 @@ class BlockLayout(NamedTuple):
     conv: ConvShape | None = None
     markov: MarkovShape | None = None
     selector: SelectorShape | None = None
+    confidence_width: int = 0
 
     @property
     def width(self) -> int:
@@ -119,12 +125,31 @@ class BlockLayout(NamedTuple):
         _check(layout, target, "a new head")
         return layout
 
+    def with_markov(self, markov: MarkovShape, *, confidence: bool) -> BlockLayout:
+        """This as a DSpark head of the same width, which predicts at the last token's place too.
+
+        confidence: whether it has a confidence head, which then reads the token before.
+        Raises ConfigError for a Markov head that cannot be.
+        """
+        require_int("markov_rank", markov.rank, low=1)
+        if markov.kind not in MARKOV_KINDS:
+            raise ConfigError("markov_head_type", markov.kind, f"must be one of {MARKOV_KINDS}")
+        return self._replace(
+            block_size=self.width,
+            from_anchor=True,
+            markov=markov,
+            confidence_width=self.config.hidden_size + markov.rank if confidence else 0,
+        )
+
     @classmethod
     def read(
-        cls, config: Mapping[str, Any], tensors: object, target: PreTrainedModel, source: str
+        cls,
+        config: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        target: PreTrainedModel,
+        source: str,
     ) -> BlockLayout:
         """Raises ModelError, naming ``source``, for what is missing or unknown, or does not fit."""
-        del tensors
         is_speculators = config.get("speculators_model_type") is not None
         found = _speculators(config) if is_speculators else _zlab(config, source)
         head = build_head_config(found.pop("layers"), "qwen3", target, source)
@@ -134,6 +159,7 @@ class BlockLayout(NamedTuple):
             config=head,
             draft_vocab_size=int(config.get("draft_vocab_size") or head.vocab_size),
             markov=_markov(config, source),
+            confidence_width=tensors[CONFIDENCE].shape[-1] if CONFIDENCE in tensors else 0,
             **found,
         )
         _check(layout, target, source)
@@ -214,7 +240,7 @@ def _markov(config: Mapping[str, Any], source: str) -> MarkovShape | None:
     if not rank:
         return None
     kind = str(config.get("markov_head_type") or "vanilla").lower()
-    if kind not in ("vanilla", "gated"):
+    if kind not in MARKOV_KINDS:
         raise ModelError(
             f"checkpoint={source!r}: markov_head_type: expected vanilla or gated, found {kind!r}; "
             "a head whose places depend on all tokens before them is not read"
@@ -250,6 +276,12 @@ def _check(layout: BlockLayout, target: PreTrainedModel, source: str) -> None:
             f"tokens in a head with a candidate_selector, found {layout.draft_vocab_size}"
         )
     size, conv = layout.config.hidden_size, layout.conv
+    widths = (0, size, size + (layout.markov.rank if layout.markov else 0))
+    if layout.confidence_width not in widths:
+        raise ModelError(
+            f"checkpoint={source!r}: {CONFIDENCE}: expected {widths[1]} or {widths[2]} columns, "
+            f"found {layout.confidence_width}"
+        )
     if conv is not None and (conv.group_size < 1 or size % conv.group_size):
         raise ModelError(
             f"checkpoint={source!r}: conv_group_size: expected a divisor of {size}, "

@@ -31,7 +31,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.models.heads.block.candidates import CandidateSelector, MarkovHead, Transition
+from guided_spec.models.heads.block.candidates import (
+    CandidateSelector,
+    ConfidenceHead,
+    MarkovHead,
+    Transition,
+)
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.draft_head import LayoutHead
 from guided_spec.ops.slot_attention import KeyValues
@@ -191,8 +196,7 @@ class BlockHead(LayoutHead):
 
     layout: BlockLayout
     layout_class = BlockLayout
-    # What is nowhere used besides: the confidence head says how far a draft is to be believed.
-    ignored = (*LayoutHead.ignored, "confidence_head.")
+    fresh_biases = ("confidence_head.proj.bias", "markov_head.gate_proj.bias")
 
     def _build(self) -> Any:
         layout, config, size = self.layout, self.config, self.hidden_size
@@ -202,11 +206,13 @@ class BlockHead(LayoutHead):
             _Layer(layout, index) for index in range(config.num_hidden_layers)
         )
         self.norm = qwen3.Qwen3RMSNorm(size, config.rms_norm_eps)
-        self.markov_head = self.candidate_selector = None
+        self.markov_head = self.candidate_selector = self.confidence_head = None
         if layout.markov is not None:
             self.markov_head = MarkovHead(layout.markov, size, config.vocab_size, self.vocabulary)
         if layout.selector is not None:
             self.candidate_selector = CandidateSelector(layout.selector, size, config.vocab_size)
+        if layout.confidence_width:
+            self.confidence_head = ConfidenceHead(layout.confidence_width)
         return qwen3.Qwen3RotaryEmbedding
 
     @property

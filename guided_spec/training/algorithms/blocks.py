@@ -1,0 +1,245 @@
+"""Training of heads that draft blocks: behind sampled anchors of whole documents, in one forward.
+
+DFlash (Chen, Liang and Liu, arXiv:2602.06036). A block is [the document's token at its anchor,
+mask, mask, ...] and sees the target's states of what stands before the anchor, and itself, as it
+does when it drafts. The loss of a place weighs ``ttt_step_loss_decay`` of that of the place before;
+SpecForge's recipes for blocks of 16 have exp(-1 / 7), its code and speculators' a weight of
+exp(-depth / gamma).
+
+DSpark (DeepSeek's DeepSpec, and speculators). The Markov head is given the document's token before
+each place, as the verifier has it where a draft stays. The confidence head learns the probability
+that rejection sampling keeps a place's token, by binary cross-entropy with the weights of the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from guided_spec.errors import ConfigError, ModelError
+from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.block.candidates import MarkovHead, MarkovShape
+from guided_spec.models.heads.block.layout import BlockLayout
+from guided_spec.models.heads.block.model import BlockHead
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
+from guided_spec.training.algorithms.heads import (
+    HeadTraining,
+    head_shape,
+    make_trainable,
+    shift,
+)
+from guided_spec.training.algorithms.options import DFlashConfig, DSparkConfig
+from guided_spec.training.objective import (
+    Confidence,
+    DraftScorer,
+    DraftStates,
+    Objective,
+    measure,
+)
+from guided_spec.training.registry import register
+from guided_spec.training.target_rows import TargetRows
+from guided_spec.types import require_int
+
+__all__ = ["BlockTraining", "DFlashTraining", "DSparkTraining"]
+
+
+class BlockTraining(HeadTraining):
+    """A ``HeadTraining`` by anchors; see ``drafts``. Its options have ``anchors``."""
+
+    reduced_vocabulary = True
+
+    def forward(
+        self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
+    ) -> TrainingOutput:
+        """Draft behind anchors of the batch and measure it; only rows of answers are scored."""
+        targets = TargetRows.build(batch, states, self._target.head, self.head.vocabulary)
+        places = targets.at_depth(0) >= 0
+        anchors = Anchors.choose(batch, places, self._config.anchors, self._seed)
+        features, width = states.aux.flatten(-2), len(objective.weights)
+        drafts = self.drafts(anchors, targets, features, width)
+        return measure(drafts, self.scorer(), batch, targets, objective)
+
+    def drafts(
+        self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
+    ) -> Iterator[DraftStates]:
+        """What ``scorer`` scores, at ``width`` depths; states: [B, T, layers * H_target]."""
+        outputs = self.head.train_blocks(anchors.tokens, anchors.starts, width, states)
+        for depth in range(width):
+            yield anchors.pick(outputs, targets, depth)
+
+    def scorer(self) -> DraftScorer:
+        """How drafts are scored."""
+        return DraftScorer.of(self.head.logits, self.head, self.head.layers)
+
+    @property
+    def _seed(self) -> int:
+        """Another after each step of training, and the same again where a run goes on from there.
+
+        So it is a sum over the bits of some weights. While validating it is always the same.
+        """
+        if not self.training:
+            return 0
+        bits: Tensor = self.head.norm.weight.detach().view(torch.int32)
+        return int(bits.sum(dtype=torch.int64))
+
+
+@register("dflash")
+class DFlashTraining(BlockTraining):
+    """See ``DraftAlgorithm``; made by ``from_training_args``."""
+
+    config_class = DFlashConfig
+
+    @classmethod
+    def make_head(
+        cls, config: DFlashConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> BlockHead:
+        """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
+        return _make_block(config, target, vocabulary, None)
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """z-lab's has no place for an output head."""
+        return ("zlab", "speculators") if self.head.lm_head is None else ("speculators",)
+
+
+@register("dspark")
+class DSparkTraining(BlockTraining):
+    """See ``DraftAlgorithm``; made by ``from_training_args``.
+
+    What is scored are outputs with what w1 makes of the tokens before them, [n, H + rank].
+    """
+
+    config_class = DSparkConfig
+
+    @classmethod
+    def make_head(
+        cls, config: DSparkConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> BlockHead:
+        """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
+        if not config.confidence_weight >= 0:
+            raise ConfigError("confidence_weight", config.confidence_weight, "must be at least 0")
+        markov = MarkovShape(config.markov_rank, config.markov_head_type)
+        head = _make_block(config, target, vocabulary, markov)
+        if head.confidence_head is not None and not config.confidence_weight:
+            head.confidence_head.requires_grad_(requires_grad=False)
+        return head
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """DeepSeek's scores all tokens, from a block's first place on."""
+        is_own = self.head.vocabulary is None and self.head.layout.from_anchor
+        return ("speculators", "deepseek") if is_own else ("speculators",)
+
+    def drafts(
+        self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
+    ) -> Iterator[DraftStates]:
+        """See ``BlockTraining``; the document's own token stands before each place."""
+        drafts = super().drafts(anchors, targets, states, width)
+        for depth, (places, hidden) in enumerate(drafts):
+            embedded = self._markov.markov_w1(shift(anchors.token_ids, 1 + depth)[places])
+            yield DraftStates(places, torch.cat([hidden, embedded.to(hidden.dtype)], -1))
+
+    def scorer(self) -> DraftScorer:
+        """How drafts are scored."""
+        head, weight = self.head, self._config.confidence_weight
+        confidence = None
+        if head.confidence_head is not None and weight > 0:
+            confidence = Confidence(head.confidence_head, weight)
+        return DraftScorer.of(self._logits, head, head.layers, confidence)
+
+    def _logits(self, joined: Tensor) -> Tensor:
+        hidden, embedded = joined.tensor_split([self.head.hidden_size], -1)
+        scores: Tensor = self.head.logits(hidden)
+        return scores.float() + self._markov.bias(hidden, embedded).float()
+
+    @property
+    def _markov(self) -> MarkovHead:
+        markov: MarkovHead = self.head.markov_head
+        return markov
+
+
+def _make_block(
+    config: DFlashConfig,
+    target: PreTrainedModel,
+    vocabulary: DraftVocabulary | None,
+    markov: MarkovShape | None,
+) -> BlockHead:
+    """markov: of a fresh head. A head of ``init`` has one of its own exactly where this is one."""
+    require_int("anchors", config.anchors, low=1)
+    if config.init is not None:
+        head = BlockHead.from_checkpoint(Checkpoint.open(config.init), target)
+        _check_kind(head, config, markov)
+        return make_trainable(head)
+    layout = BlockLayout.fresh(
+        target,
+        head_shape(config),
+        width=config.ttt_steps,
+        aux_hidden_layers=config.aux_layers,
+        mask_token_id=config.mask_token_id,
+        draft_vocab_size=None if vocabulary is None else len(vocabulary),
+    )
+    if isinstance(config, DSparkConfig) and markov is not None:
+        layout = layout.with_markov(markov, confidence=config.confidence_weight > 0)
+    return BlockHead.fresh(target, vocabulary=vocabulary, layout=layout)
+
+
+def _check_kind(head: BlockHead, config: DFlashConfig, markov: MarkovShape | None) -> None:
+    layout, kind = head.layout, "DFlash" if markov is None else "DSpark"
+    is_other = (layout.markov is None) != (markov is None)
+    if is_other or layout.selector is not None or layout.conv is not None:
+        raise ModelError(
+            f"init={config.init!r}: expected a {kind} head, found one of another kind; pass another"
+        )
+    if config.ttt_steps > layout.width:
+        fix = f"must be at most {layout.width}, the tokens of a block of init={config.init!r}"
+        raise ConfigError("ttt_steps", config.ttt_steps, fix)
+
+
+class Anchors(NamedTuple):
+    """Places of B documents behind which blocks begin, A of each at most.
+
+    token_ids: int64 [B, T], the documents. chosen: bool [B, T], at p where the token of place p + 1
+    is a block's first. slot: int64 [B, T], which block of its document that is. tokens, starts:
+    int64 [B, A], those tokens and where they stand; arbitrary behind a document's last one.
+    """
+
+    token_ids: Tensor
+    chosen: Tensor
+    slot: Tensor
+    tokens: Tensor
+    starts: Tensor
+
+    @classmethod
+    def choose(cls, batch: TrainingBatch, places: Tensor, most: int, seed: int) -> Anchors:
+        """Up to ``most`` among the true ``places`` bool [B, T] of each document, drawn."""
+        dice = torch.Generator().manual_seed(_mix(seed, batch.indices.tolist()))
+        keys = torch.rand(places.shape, generator=dice).to(places.device)
+        order = keys.masked_fill(~places, -1.0).argsort(1, descending=True)
+        found = order[:, :most]
+        chosen = torch.zeros_like(places).scatter(1, found, value=True) & places
+        slot = chosen.cumsum(1) - 1
+        rows, at = chosen.nonzero(as_tuple=True)
+        width = max(1, int(chosen.sum(1).max()))
+        starts = batch.token_ids.new_zeros(len(places), width)
+        starts[rows, slot[rows, at]] = at + 1
+        return cls(batch.token_ids, chosen, slot, batch.token_ids.gather(1, starts), starts)
+
+    def pick(self, outputs: Tensor, targets: TargetRows, depth: int, first: int = 0) -> DraftStates:
+        """Of the blocks' outputs [B, A, W, H], those at a depth that are trained.
+
+        first: the depth of the blocks' first outputs.
+        """
+        places = self.chosen & (targets.at_depth(depth) >= 0)
+        rows = places.nonzero(as_tuple=True)[0]
+        return DraftStates(places, outputs[rows, self.slot[places], depth - first])
+
+
+def _mix(seed: int, indices: list[int]) -> int:
+    for index in indices:
+        seed = (seed * 1_000_003 + index + 1) % 2**63
+    return seed % 2**63
