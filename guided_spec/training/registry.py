@@ -34,6 +34,7 @@ ALGORITHMS: dict[str, type | str] = {
     "eagle": "guided_spec.training.algorithms.heads",
     "eagle3": "guided_spec.training.algorithms.heads",
     "mtp": "guided_spec.training.algorithms.heads",
+    "p_eagle": "guided_spec.training.algorithms.blocks",
 }
 # Their options, in a module that loads no torch.
 _CONFIGS = {
@@ -43,6 +44,7 @@ _CONFIGS = {
     "eagle": "EagleConfig",
     "eagle3": "Eagle3Config",
     "mtp": "MtpConfig",
+    "p_eagle": "PEagleConfig",
 }
 
 

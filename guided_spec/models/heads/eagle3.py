@@ -45,6 +45,7 @@ from guided_spec.models.heads.config import (
 )
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary, LayoutHead
 from guided_spec.models.transformers_version import cache_keyword
+from guided_spec.types import require_int
 
 __all__ = ["LAYER_IDS", "NORM_FLAGS", "Eagle3Head", "Eagle3Layout"]
 
@@ -155,6 +156,16 @@ class Eagle3Layout(NamedTuple):
             **flags,
             mask_token_id=_read_mask(config, head.vocab_size, source) if MASK in tensors else None,
         )
+
+    def with_masks(self, mask_token_id: int | None) -> Eagle3Layout:
+        """This as a P-EAGLE head. mask_token_id: by default the last token of the vocabulary.
+
+        Raises ConfigError for one that is no token.
+        """
+        last: int = self.config.vocab_size - 1
+        chosen = last if mask_token_id is None else mask_token_id
+        require_int("mask_token_id", chosen, low=0, high=last)
+        return self._replace(mask_token_id=chosen)
 
 
 def _choose_layers(asked: Sequence[int] | None, depth: int) -> tuple[int, ...]:
@@ -278,7 +289,10 @@ class Eagle3Head(LayoutHead):
         if (kept, size) != (layout.draft_vocab_size, layout.config.vocab_size):
             fix = f"must have {layout.draft_vocab_size} of {layout.config.vocab_size} tokens"
             raise ConfigError("vocabulary", f"{kept} of {size} tokens", fix)
-        return super().fresh(target, vocabulary=vocabulary, layout=layout)
+        head = super().fresh(target, vocabulary=vocabulary, layout=layout)
+        if head.mask_hidden is not None:
+            nn.init.normal_(head.mask_hidden)
+        return head
 
     @classmethod
     def _own_name(cls, name: str) -> str:

@@ -4,7 +4,8 @@
 kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
 ``EagleHead``      "safeailab": none
-``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none
+``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none; with masks
+                   (P-EAGLE) "speculators": speculators 0.9
 ``BlockHead``      "zlab": none; "speculators": speculators 0.9; "deepseek": none
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
@@ -39,7 +40,7 @@ from transformers import PreTrainedModel
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.draft_head import DraftHead
+from guided_spec.models.heads.draft_head import MASK, DraftHead
 from guided_spec.models.heads.eagle import EagleHead
 from guided_spec.models.heads.eagle3 import LAYER_IDS, NORM_FLAGS, Eagle3Head
 from guided_spec.models.heads.loading import forget_head
@@ -246,7 +247,9 @@ def eagle3_safeailab(
         "tie_word_embeddings": False,
         "torch_dtype": dtype_name(options.dtype),
     }
-    complete = _complete(head, tensors, target, options)
+    if layout.mask_token_id is not None:
+        config["ptd_token_id"] = layout.mask_token_id
+    complete = _complete(head, _with_mask(tensors), target, options)
     renamed = {name.replace("layers.0.", "midlayer."): t for name, t in complete.items()}
     return HeadFiles(config, renamed)
 
@@ -273,10 +276,14 @@ def eagle3_speculators(
         raise _refusal("speculators", f"a head as wide as its target, found {found}", "safeailab")
     if any(name.endswith(".bias") for name in tensors):
         raise _refusal("speculators", "a head without biases, found some", "safeailab")
+    kind, name, fields = "eagle3", "Eagle3DraftModel", {}
+    if layout.mask_token_id is not None:
+        kind, name, fields = "peagle", "PEagleDraftModel", {"mask_token_id": layout.mask_token_id}
     config = {
-        "architectures": ["Eagle3DraftModel"],
-        "speculators_model_type": "eagle3",
-        **speculators_config(target, options, "eagle3"),
+        "architectures": [name],
+        "speculators_model_type": kind,
+        **speculators_config(target, options, kind),
+        **fields,
         "draft_vocab_size": layout.draft_vocab_size,
         "target_hidden_size": None,
         LAYER_IDS: [*layout.aux_hidden_layers],
@@ -290,7 +297,12 @@ def eagle3_speculators(
         },
     }
     complete = replace(options, embedding="copy")
-    return HeadFiles(config, _complete(head, tensors, target, complete))
+    return HeadFiles(config, _complete(head, _with_mask(tensors), target, complete))
+
+
+def _with_mask(tensors: Tensors) -> dict[str, Tensor]:
+    """P-EAGLE's state of a mask in the shape in which it is published."""
+    return {name: t.view(1, 1, -1) if name == MASK else t for name, t in tensors.items()}
 
 
 def block_zlab(

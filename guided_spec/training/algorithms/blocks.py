@@ -9,6 +9,11 @@ exp(-depth / gamma).
 DSpark (DeepSeek's DeepSpec, and speculators). The Markov head is given the document's token before
 each place, as the verifier has it where a draft stays. The confidence head learns the probability
 that rejection sampling keeps a place's token, by binary cross-entropy with the weights of the loss.
+
+P-EAGLE (speculators). A block is the EAGLE-3 head's output at its anchor and the places behind it,
+which are fed with masks and see the text up to the anchor and the masks before them. The outputs of
+the text itself are there anyway: the first token is trained at all places, further ones behind
+anchors. speculators draws fewer places for each further depth instead.
 """
 
 from __future__ import annotations
@@ -18,22 +23,27 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.candidates import MarkovHead, MarkovShape
 from guided_spec.models.heads.block.layout import BlockLayout
-from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.block.model import BlockHead, BlockPlaces, Sight
+from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
+from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.algorithms.heads import (
     HeadTraining,
+    eagle3_layout,
+    head_masks,
     head_shape,
     make_trainable,
     shift,
+    unroll_mask,
 )
-from guided_spec.training.algorithms.options import DFlashConfig, DSparkConfig
+from guided_spec.training.algorithms.options import DFlashConfig, DSparkConfig, PEagleConfig
 from guided_spec.training.objective import (
     Confidence,
     DraftScorer,
@@ -45,7 +55,7 @@ from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
-__all__ = ["BlockTraining", "DFlashTraining", "DSparkTraining"]
+__all__ = ["BlockTraining", "DFlashTraining", "DSparkTraining", "PEagleTraining", "read_and_mask"]
 
 
 class BlockTraining(HeadTraining):
@@ -161,6 +171,80 @@ class DSparkTraining(BlockTraining):
     def _markov(self) -> MarkovHead:
         markov: MarkovHead = self.head.markov_head
         return markov
+
+
+@register("p_eagle")
+class PEagleTraining(BlockTraining):
+    """See ``DraftAlgorithm``; made by ``from_training_args``."""
+
+    config_class = PEagleConfig
+
+    @classmethod
+    def make_head(
+        cls, config: PEagleConfig, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+    ) -> Eagle3Head:
+        """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
+        require_int("anchors", config.anchors, low=1)
+        if config.init is None:
+            layout = eagle3_layout(config, target, vocabulary).with_masks(config.mask_token_id)
+            return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
+        head = Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target)
+        if head.mask_hidden is None:
+            found = f"expected a P-EAGLE head, found one without {MASK}; pass another"
+            raise ModelError(f"init={config.init!r}: {found}")
+        return make_trainable(head)
+
+    def drafts(
+        self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
+    ) -> Iterator[DraftStates]:
+        """See ``BlockTraining``; the first depth needs no anchors."""
+        read, masked = read_and_mask(self.head, anchors.token_ids, anchors.starts, width, states)
+        places = targets.at_depth(0) >= 0
+        yield DraftStates(places, read[places])
+        for depth in range(1, width):
+            yield anchors.pick(masked, targets, depth, first=1)
+
+
+class MaskedOutputs(NamedTuple):
+    """Of a P-EAGLE head: read [B, T, H], of the places of the text; masked [B, A, W - 1, H]."""
+
+    read: Tensor
+    masked: Tensor
+
+
+def read_and_mask(
+    head: Eagle3Head, token_ids: Tensor, starts: Tensor, width: int, states: Tensor
+) -> MaskedOutputs:
+    """The outputs over whole texts, and at the masks behind A places of each, by one forward.
+
+    token_ids: int64 [B, T]. starts: int64 [B, A], where the masks begin: each block sees its text
+    up to there and itself, causally. states: [B, T, len(aux_hidden_layers) * H_target].
+    """
+    assert head.mask_hidden is not None
+    assert head.layout.mask_token_id is not None
+    count, length = width - 1, token_ids.shape[1]
+    places = BlockPlaces.of(starts, count)
+    masks = torch.full_like(places.position, head.layout.mask_token_id)
+    unknown = head.features(head.mask_hidden).expand(*masks.shape, -1)
+    text = torch.arange(length, device=starts.device)
+
+    def see(window: int | None) -> Tensor:
+        read = unroll_mask(length, 0, window=window, device=starts.device)
+        read = functional.pad(read, (0, masks.shape[1])).expand(len(starts), 1, -1, -1)
+        sight = Sight(is_causal=True, window=window)
+        return torch.cat([read, places.visible(sight, length)], 2)
+
+    hidden = torch.cat([head.features(states), unknown], 1)
+    outputs: Tensor = head(
+        torch.cat([shift(token_ids, 1), masks], 1),
+        hidden,
+        module=0,
+        position_ids=torch.cat([text.expand(len(starts), -1), places.position], 1),
+        attention_mask=head_masks(head.config, see, hidden),
+        cache=None,
+    )
+    read, masked = outputs.tensor_split([length], 1)
+    return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], count)))
 
 
 def _make_block(

@@ -11,7 +11,7 @@ own; the last one is repeated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -51,7 +51,9 @@ __all__ = [
     "FrozenTarget",
     "HeadTraining",
     "MtpTraining",
+    "eagle3_layout",
     "forward_head",
+    "head_masks",
     "head_shape",
     "make_trainable",
     "own_tensors",
@@ -78,12 +80,16 @@ def unroll(head: DraftHead, token_ids: Tensor, states: Tensor, steps: int) -> It
     for depth in range(steps):
         module = min(depth, head.num_modules - 1)
         repeats = depth - module
+
+        def see(window: int | None, repeats: int = repeats) -> Tensor:
+            return unroll_mask(length, repeats, window=window, device=places.device)[None, None]
+
         hidden = run(
             shift(token_ids, 1 + depth),
             hidden,
             module=module,
             position_ids=places + repeats,
-            attention_mask=_masks(head.config, length, repeats, hidden),
+            attention_mask=head_masks(head.config, see, hidden),
             cache=cache,
         )
         yield hidden
@@ -110,17 +116,19 @@ def unroll_mask(
     return torch.cat([seen, *further], 1)
 
 
-def _masks(config: Any, length: int, repeats: int, hidden: Tensor) -> Any:
-    """The mask as the head's layers take it: 4-D, or by layer type where some have a window."""
+def head_masks(config: Any, see: Callable[[int | None], Tensor], like: Tensor) -> Any:
+    """The mask as the head's layers take it: 4-D, or by layer type where some have a window.
+
+    see: what queries see of the keys, bool [B, 1, Q, K], by the window; None is no window. like:
+    has the dtype and the device.
+    """
     kinds = set(getattr(config, "layer_types", None) or ()) or {"full_attention"}
     masks = {}
     for kind in sorted(kinds):
-        window = config.sliding_window if kind == "sliding_attention" else None
-        seen = unroll_mask(length, repeats, window=window, device=hidden.device)[None, None]
+        seen = see(config.sliding_window if kind == "sliding_attention" else None)
         if config._attn_implementation == "eager":
-            dtype = hidden.dtype
-            seen = torch.zeros(seen.shape, dtype=dtype, device=hidden.device).masked_fill_(
-                ~seen, torch.finfo(dtype).min
+            seen = torch.zeros(seen.shape, dtype=like.dtype, device=like.device).masked_fill_(
+                ~seen, torch.finfo(like.dtype).min
             )
         masks[kind] = seen
     return next(iter(masks.values())) if len(masks) == 1 else masks
@@ -315,6 +323,20 @@ class EagleTraining(HeadTraining):
         return EagleHead.fresh(target, layout=layout)
 
 
+def eagle3_layout(
+    config: Eagle3Config, target: PreTrainedModel, vocabulary: DraftVocabulary | None
+) -> Eagle3Layout:
+    """Of the fresh head that a run asks for."""
+    return Eagle3Layout.fresh(
+        target,
+        head_shape(config),
+        config.layer_type,
+        config.aux_layers,
+        None if vocabulary is None else len(vocabulary),
+        **{name: getattr(config, name) for name in NORM_FLAGS},
+    )
+
+
 @register("eagle3")
 class Eagle3Training(HeadTraining):
     """EAGLE-3: training-time test, arXiv:2503.01840."""
@@ -329,14 +351,7 @@ class Eagle3Training(HeadTraining):
         """A fresh head, or the one of ``init``, whose own draft vocabulary then counts."""
         if config.init is not None:
             return make_trainable(Eagle3Head.from_checkpoint(Checkpoint.open(config.init), target))
-        layout = Eagle3Layout.fresh(
-            target,
-            head_shape(config),
-            config.layer_type,
-            config.aux_layers,
-            None if vocabulary is None else len(vocabulary),
-            **{name: getattr(config, name) for name in NORM_FLAGS},
-        )
+        layout = eagle3_layout(config, target, vocabulary)
         return Eagle3Head.fresh(target, vocabulary=vocabulary, layout=layout)
 
 

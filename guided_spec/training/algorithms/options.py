@@ -16,6 +16,7 @@ __all__ = [
     "EagleConfig",
     "LossOptions",
     "MtpConfig",
+    "PEagleConfig",
     "ShapeOptions",
     "option",
 ]
@@ -136,6 +137,22 @@ class Eagle3Config(ShapeOptions):
     fc_norm: bool = option("A norm for each layer it reads instead.", default=False)
     norm_before_residual: bool = option("Residual stream from behind the norm.", default=False)
     norm_output: bool = option("Recycle what is behind the final norm (EAGLE 3.1).", default=False)
+
+
+@dataclass(frozen=True)
+class PEagleConfig(Eagle3Config):
+    """What a head looks like, and how it is trained."""
+
+    ttt_steps: int = option("Draft tokens that are trained ahead, at once.", default=8)
+    init: str | None = option("A P-EAGLE head to go on from; a folder or hub id.", default=None)
+    anchors: int = option(
+        "Places of a document behind which masks are drafted in a step at most, drawn anew.",
+        default=128,
+    )
+    mask_token_id: int | None = option(
+        "Token that stands where one is drafted; the last of the vocabulary by default.",
+        default=None,
+    )
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.draft_head import LayoutHead
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["BlockContext", "BlockHead"]
+__all__ = ["BlockContext", "BlockHead", "BlockPlaces", "Sight"]
 
 
 class BlockContext(NamedTuple):
@@ -83,7 +83,7 @@ def _mix(x: Tensor, kernel: Tensor) -> Tensor:
     return mixed
 
 
-class _Sight(NamedTuple):
+class Sight(NamedTuple):
     """What of a block a query sees: all, or what is before it; and how far to either side."""
 
     is_causal: bool
@@ -103,7 +103,7 @@ class _Layer(nn.Module):
         self.post_attention_layernorm = qwen3.Qwen3RMSNorm(size, eps)
         self.index = index
         is_sliding = config.layer_types[index] == "sliding_attention"
-        self.sight = _Sight(
+        self.sight = Sight(
             is_causal=is_sliding if layout.is_causal is None else layout.is_causal,
             window=config.sliding_window if is_sliding else None,
         )
@@ -160,7 +160,7 @@ class _Layer(nn.Module):
 Context = Callable[[_Layer], KeyValues]
 
 
-class _Places(NamedTuple):
+class BlockPlaces(NamedTuple):
     """Where T places of blocks stand in each of R texts. position, start: int64 [R, T], their own
     and that of their block's first. block: int64 [T], which places make a block."""
 
@@ -169,14 +169,14 @@ class _Places(NamedTuple):
     block: Tensor
 
     @classmethod
-    def of(cls, starts: Tensor, count: int) -> _Places:
+    def of(cls, starts: Tensor, count: int) -> BlockPlaces:
         """Blocks of ``count`` places from ``starts`` int64 [R, A] on; T = A * count."""
         steps = torch.arange(count, device=starts.device)
         position = (starts.unsqueeze(2) + steps).flatten(1)
         block = torch.arange(starts.shape[1], device=starts.device).repeat_interleave(count)
         return cls(position, starts.repeat_interleave(count, 1), block)
 
-    def visible(self, sight: _Sight, length: int) -> Tensor:
+    def visible(self, sight: Sight, length: int) -> Tensor:
         """Bool [R, 1, T, length + T]: the text before the block, and the block."""
         asking = self.position.unsqueeze(2)
         held = torch.arange(length, device=asking.device)
@@ -269,10 +269,10 @@ class BlockHead(LayoutHead):
         masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
         x = self.embed(torch.cat([last.unsqueeze(2), masks], 2).flatten(1))
         x = x.to(self.norm.weight.dtype) * self.layout.embedding_scale
-        places = _Places.of(starts, count)
+        places = BlockPlaces.of(starts, count)
         rotation = self._rotation(x, places.position)
         layers: list[Any] = list(self.layers)
-        visible: dict[_Sight, Tensor] = {}
+        visible: dict[Sight, Tensor] = {}
         for layer in layers:
             if layer.sight not in visible:
                 visible[layer.sight] = places.visible(layer.sight, length)
