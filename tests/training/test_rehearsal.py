@@ -43,6 +43,8 @@ ALGORITHMS: list[tuple[str, dict[str, Any]]] = [
     ("mtp", {"form": "qwen", "num_modules": 2}),
     ("draft_model", SMALL),
     ("dflash", {"num_layers": 2, "ttt_steps": 3}),
+    ("dspark", {"num_layers": 1, "ttt_steps": 3, "markov_rank": 4}),
+    ("p_eagle", {"ttt_steps": 3}),
 ]
 
 

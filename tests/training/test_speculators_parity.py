@@ -10,14 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.loading import load_model
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
+from guided_spec.training.algorithms.blocks import read_and_mask
 from guided_spec.training.algorithms.heads import forward_head
 from guided_spec.training.objective import Objective
+from guided_spec.training.registry import find_algorithm
 from guided_spec.training.target_rows import TargetHead
 from tests.models.heads import mtp_checkpoints
 from tests.models.heads.heads import SPECULATORS_CONFIG, write_eagle3
@@ -26,7 +31,7 @@ from tests.models.tiny import build
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # another package's
 
-LENGTH, STEPS = 12, 3
+LENGTH, STEPS, VOCAB = 12, 3, 64
 FLAGS = ("norm_before_residual", "norm_before_fc", "norm_output")
 LOSSES = {
     "kl": "kl_div",
@@ -147,3 +152,114 @@ def test_mtp(tmp_path: Path) -> None:
     renamed |= {"fc.weight": "mtp_layers.0.input_proj.weight"}
     renamed |= {"norm.weight": "mtp_layers.0.final_layernorm.weight"}
     check_gradients(head, theirs, renamed)
+
+
+def make_trained(folder: Path, name: str, **options: Any) -> Any:
+    """A fresh draft of the algorithm ``name``, saved for speculators beside its target."""
+    torch.manual_seed(3)
+    target: Any = build("llama", vocab_size=VOCAB)
+    target.save_pretrained(folder / "target")
+    target.config.name_or_path = str(folder / "target")
+    vocabulary = DraftVocabulary(torch.arange(0, VOCAB, 2), VOCAB)
+    model = find_algorithm(name).from_training_args(
+        target.config, target=target, vocabulary=vocabulary, aux_layers=[1, 2], **options
+    )
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.1 * torch.randn_like(parameter)
+    save_head(model.head, folder, layout="speculators", target=target, dtype=torch.float32)
+    return model
+
+
+def make_states() -> TargetStates:
+    random = torch.Generator().manual_seed(9)
+    aux = torch.randn(1, LENGTH, 2, 32, generator=random)
+    return TargetStates(aux, torch.randn(1, LENGTH, 32, generator=random))
+
+
+def load_theirs(core: Any, name: str, folder: Path) -> Any:
+    config = vars(core)[f"{name}SpeculatorConfig"].from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"
+    return vars(core)[f"{name}DraftModel"].from_pretrained(folder, config=config).float().eval()
+
+
+def call_theirs(core: Any, monkeypatch: pytest.MonkeyPatch, model: Any, **inputs: Any) -> Any:
+    """What its loss is made of, by the names that it has there."""
+    found: dict[str, Any] = {}
+
+    def compute_metrics(*args: Any, **kwargs: Any) -> tuple[Tensor, dict[str, Any]]:
+        names = ("logits", "targets", "confidence")
+        found.update(dict(zip(names, args, strict=False)), **kwargs)
+        return torch.zeros(()), {}
+
+    monkeypatch.setattr(core, "compute_metrics", compute_metrics)
+    length = inputs["input_ids"].shape[1]
+    document = torch.zeros(1, length, dtype=torch.int64)
+    model(loss_mask=torch.ones(1, length), document_ids=document, **inputs)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["vanilla", "gated"])
+def test_dspark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Scores and confidence of each place, so loss and gradients; it averages otherwise."""
+    core = pytest.importorskip("speculators.models.dspark.core")
+    options = {"ttt_steps": STEPS, "num_layers": 2, "markov_rank": 4, "markov_head_type": kind}
+    model = make_trained(tmp_path, "dspark", confidence_weight=0.5, **options)
+    states, theirs = make_states(), load_theirs(core, "DSpark", tmp_path)
+    theirs.lm_head.weight.requires_grad_(requires_grad=True)
+    last = 8  # its blocks begin at 0 to 8, and end within the text; ours where a token is trained
+    batch = make_batch(VOCAB)
+    mask = torch.zeros_like(batch.loss_mask)
+    mask[:, 2 : last + 1] = True
+    objective = Objective.parse(steps=STEPS, decay=0.8, loss="kl", masked=False)
+    ours = model(batch._replace(loss_mask=mask), states, objective=objective)
+    found = call_theirs(
+        core,
+        monkeypatch,
+        theirs,
+        hidden_states=states.aux.flatten(2),
+        input_ids=batch.token_ids,
+        verifier_last_hidden_states=states.last,
+        max_anchors=LENGTH - STEPS,
+    )
+    shape = (LENGTH - STEPS, STEPS, -1)
+    logits, targets = (found[name].view(shape) for name in ("logits", "targets"))
+    confidence, wanted = found["confidence"].view(shape[:2]), torch.zeros(())
+    for depth in range(STEPS):
+        rows = slice(1, last - depth)
+        q, p = logits[rows, depth].log_softmax(-1), targets[rows, depth].log_softmax(-1)
+        overlap = p.exp().minimum(q.exp()).sum(-1).detach()
+        doubt = functional.binary_cross_entropy_with_logits(confidence[rows, depth], overlap)
+        wanted = wanted + 0.8**depth * ((p.exp() * (p - q)).sum(-1).mean() + 0.5 * doubt)
+    torch.testing.assert_close(ours.loss, wanted, rtol=1e-5, atol=1e-5)
+    ours.loss.backward()
+    wanted.backward()
+    check_gradients(model.head, theirs, {})
+
+
+def test_p_eagle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scores of every place that it draws."""
+    core = pytest.importorskip("speculators.models.peagle.core")
+    model = make_trained(tmp_path, "p_eagle", num_layers=2, mask_token_id=5)
+    states, theirs = make_states(), load_theirs(core, "PEagle", tmp_path)
+    tokens = make_batch(VOCAB).token_ids
+    starts = torch.arange(1, LENGTH + 1)[None]
+    with torch.no_grad():
+        found = call_theirs(
+            core,
+            monkeypatch,
+            theirs,
+            hidden_states=states.aux[:, :-1].flatten(2),
+            input_ids=tokens[:, 1:],
+            verifier_last_hidden_states=states.last[:, 1:],
+            num_depths=4,
+            down_sample_ratio=1.0,
+        )
+        read, masked = read_and_mask(model.head, tokens, starts, 4, states.aux.flatten(2))
+        outputs = torch.cat([read.unsqueeze(2), masked], 2)
+        place, depth = found["anchor_pos"], found["depth"]
+        ours = model.head.logits(outputs[0, place, depth])
+    assert (depth[place >= 0].bincount() >= LENGTH - 4).all()
+    # It draws masks before a text too, which have nothing to go by.
+    theirs_at = found["logits"][0, place >= 0]
+    torch.testing.assert_close(ours[place >= 0], theirs_at, rtol=1e-5, atol=1e-5)
