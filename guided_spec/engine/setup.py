@@ -198,8 +198,8 @@ def auto(context: ProposerContext) -> Proposer:
 def resolve_auto(spec: str, context: ProposerContext) -> str:
     """``spec`` with every ``auto`` replaced.
 
-    With a draft: the head's method, found from its checkpoint, or ``draft_model``. Without one: the
-    MTP layers in the target's checkpoint if there are any, else ``ngram``.
+    With a draft: the head's method, found from its checkpoint, ``pard`` or ``draft_model``. Without
+    one: the MTP layers in the target's checkpoint if there are any, else ``ngram``.
 
     Raises ModelError when a checkpoint cannot be read or is of an unknown kind.
     """
@@ -213,9 +213,10 @@ def _find(context: ProposerContext) -> str:
     if context.draft is None:
         method = None if context.target is None else find_method(None, context.target)
         return method or "ngram"
-    if not isinstance(context.draft, str | Path) or context.target is None:
-        return "draft_model"
-    return find_method(context.draft, context.target) or "draft_model"
+    if isinstance(context.draft, str | Path):
+        method = None if context.target is None else find_method(context.draft, context.target)
+        return method or "draft_model"
+    return "draft_model" if context.draft.config.to_dict().get("pard_token") is None else "pard"
 
 
 DEFAULT_PROPOSER = "chain:grammar_forced+auto"

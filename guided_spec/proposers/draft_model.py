@@ -20,7 +20,93 @@ from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts
 
-__all__ = ["DraftModel"]
+__all__ = ["DraftCache", "DraftModel", "fit_width"]
+
+
+class DraftCache:
+    """A smaller language model over slots, and how much of each text it has read.
+
+    Raises ConfigError when no draft model is named, ModelError when the model cannot be loaded, and
+    VocabularyMismatchError when its tokens are not the target's.
+    """
+
+    def __init__(self, context: ProposerContext) -> None:
+        if context.draft is None:
+            fix = "name a smaller model with the target's tokenizer, or choose the proposer ngram"
+            raise ConfigError("draft", None, fix)
+        model = _load(context)
+        limit = largest_context(model.config.get_text_config(decoder=True))
+        length = min(limit or context.max_model_len, context.max_model_len)
+        self.model = CausalLM(
+            model,
+            num_slots=context.num_slots,
+            max_length=length,
+            kernels=context.config.kernels,
+            num_blocks=_num_blocks(context),
+            window=context.window,
+        )
+        _check_width(self.model.vocab_size, context)
+        self.chunk = context.config.prefill_tokens
+        self._longest = context.config.num_draft_tokens
+        self.lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots' caches start anew with their next requests."""
+        for slot in slots:
+            self.lengths[slot] = 0
+        self.model.release(slots)
+
+    def open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
+        """The requests whose drafts are open and have room for the longest draft behind them.
+
+        For the longest one, whatever the others of the batch leave of it in this turn.
+        """
+        longest = max(batch.num_draft_tokens, self._longest)
+        room = self.model.max_length - longest if batch.num_draft_tokens > 0 else -1
+        lengths = map(len, lookahead.drafted)
+        pairs = zip(lookahead.is_open, batch.contexts, lengths, strict=True)
+        return [
+            row
+            for row, (is_open, context, drafted) in enumerate(pairs)
+            if is_open and len(context) + drafted <= room
+        ]
+
+    def read_prompts(self, batch: DecodeBatch, rows: Sequence[int], rest: int) -> None:
+        """Read the texts of ``rows`` but for ``rest`` tokens at most, in chunks.
+
+        The prompt of new requests is read once for those that share one; they go on behind it.
+        """
+        self._share_prompts(batch, rows)
+        for row in rows:
+            context = batch.contexts[row]
+            self._read_up_to(len(context) - rest, batch.slots[row], context)
+
+    def _share_prompts(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
+        for group in shared_prompts(batch):
+            length = batch.prompt_lengths[group[0]] - 1
+            new = [row for row in group if row in rows and not self.lengths[batch.slots[row]]]
+            # Keys and values stay where they are; a linear state has moved on with its text.
+            can_stay = not self.model.has_linear_state
+            known = [row for row in group if can_stay and self.lengths[batch.slots[row]] >= length]
+            if length == 0 or not new or len(new) + len(known) < 2:
+                continue
+            source, *_ = [*known, *new]
+            slot = batch.slots[source]
+            self._read_up_to(length, slot, batch.contexts[source])
+            others = [batch.slots[row] for row in new if row != source]
+            self.model.copy_slot(slot, others, length)
+            for other in others:
+                self.lengths[other] = length
+
+    def _read_up_to(self, end: int, slot: int, context: Sequence[int]) -> None:
+        """Feed committed tokens (a new prompt) in chunks, until ``end`` of them are there."""
+        while self.lengths[slot] < end:
+            start = self.lengths[slot]
+            count = min(self.chunk, end - start)
+            tokens = torch.tensor([list(context[start : start + count])])
+            self.model.forward(SlotInputs(tokens, [slot], [start], [count]), logits="none")
+            self.model.commit([count])
+            self.lengths[slot] += count
 
 
 class DraftModel:
@@ -30,33 +116,17 @@ class DraftModel:
     the last one, and so overwrites what the last draft left behind. The context's argument is the
     draft policy.
 
-    Raises ConfigError when no draft model is named or the policy is unknown, ModelError when the
-    model cannot be loaded, and VocabularyMismatchError when its tokens are not the target's.
+    Raises ConfigError when the policy is unknown, and what ``DraftCache`` raises.
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: ProposerContext) -> None:
-        if context.draft is None:
-            fix = "name a smaller model with the target's tokenizer, or choose the proposer ngram"
-            raise ConfigError("draft", None, fix)
         self._policy = read_policy(context.argument, "mask")
-        model = _load(context)
-        limit = largest_context(model.config.get_text_config(decoder=True))
-        length = min(limit or context.max_model_len, context.max_model_len)
-        self._model = CausalLM(
-            model,
-            num_slots=context.num_slots,
-            max_length=length,
-            kernels=context.config.kernels,
-            num_blocks=_num_blocks(context),
-            window=context.window,
-        )
-        _check_width(self._model.vocab_size, context)
-        self._chunk = context.config.prefill_tokens
-        self._longest = context.config.num_draft_tokens
+        self._cache = DraftCache(context)
+        self._model = self._cache.model
         self._chooser = DraftChooser.on(context.device, None)
-        self._lengths = [0] * context.num_slots  # committed tokens in the cache, a slot
+        self.release = self._cache.release
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -65,37 +135,23 @@ class DraftModel:
         del carry  # the cache is behind the text by what was accepted, and reads it now
         return self._draft(batch, lookahead).in_flight()
 
-    def release(self, slots: Sequence[int]) -> None:
-        """The slots' caches start anew with their next requests."""
-        for slot in slots:
-            self._lengths[slot] = 0
-        self._model.release(slots)
-
     def capture(self) -> Iterator[None]:
         """See ``Captures``."""
         yield from self._model.capture(())
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""
-        drafts, is_open = lookahead.drafted, lookahead.is_open
-        rows = [
-            row
-            for row, context in enumerate(batch.contexts)
-            if is_open[row] and self._fits(batch, len(context) + len(drafts[row]))
-        ]
+        rows = self._cache.open_rows(batch, lookahead)
         loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
         if not rows:
             return loop
-        drafted = [list(drafts[row]) for row in rows]
-        self._share_prompts(batch, rows)
+        drafted = [list(lookahead.drafted[row]) for row in rows]
+        self._cache.read_prompts(batch, rows, self._cache.chunk)
+        feeder, lengths = _Feeder(self._model, batch, rows), self._cache.lengths
+        pending = [batch.contexts[row][lengths[batch.slots[row]] :] for row in rows]
+        starts = [lengths[slot] for slot in feeder.slots]
         for row in rows:
-            context = batch.contexts[row]
-            self._read_up_to(len(context) - self._chunk, batch.slots[row], context)
-        feeder = _Feeder(self._model, batch, rows)
-        pending = [batch.contexts[row][self._lengths[batch.slots[row]] :] for row in rows]
-        starts = [self._lengths[slot] for slot in feeder.slots]
-        for row in rows:
-            self._lengths[batch.slots[row]] = len(batch.contexts[row])
+            lengths[batch.slots[row]] = len(batch.contexts[row])
         if self._model.has_linear_state:
             # Such a state cannot be cut back: it is kept as it is after the committed tokens.
             feeder.feed(pending, starts)
@@ -107,42 +163,6 @@ class DraftModel:
         feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
         loop.run(feeder.logits, feeder.next)
         return loop
-
-    def _fits(self, batch: DecodeBatch, length: int) -> bool:
-        """Whether the draft model's context has room for a draft behind ``length`` tokens.
-
-        For the longest one, whatever the others of the batch leave of it in this turn.
-        """
-        longest = max(batch.num_draft_tokens, self._longest)
-        return length + longest <= self._model.max_length and batch.num_draft_tokens > 0
-
-    def _share_prompts(self, batch: DecodeBatch, rows: Sequence[int]) -> None:
-        """Read the prompt of new requests once, for those that share one; they go on behind it."""
-        for group in shared_prompts(batch):
-            length = batch.prompt_lengths[group[0]] - 1
-            new = [row for row in group if row in rows and not self._lengths[batch.slots[row]]]
-            # Keys and values stay where they are; a linear state has moved on with its text.
-            can_stay = not self._model.has_linear_state
-            known = [row for row in group if can_stay and self._lengths[batch.slots[row]] >= length]
-            if length == 0 or not new or len(new) + len(known) < 2:
-                continue
-            source, *_ = [*known, *new]
-            slot = batch.slots[source]
-            self._read_up_to(length, slot, batch.contexts[source])
-            others = [batch.slots[row] for row in new if row != source]
-            self._model.copy_slot(slot, others, length)
-            for other in others:
-                self._lengths[other] = length
-
-    def _read_up_to(self, end: int, slot: int, context: Sequence[int]) -> None:
-        """Feed committed tokens (a new prompt) in chunks, until ``end`` of them are there."""
-        while self._lengths[slot] < end:
-            start = self._lengths[slot]
-            count = min(self._chunk, end - start)
-            tokens = torch.tensor([list(context[start : start + count])])
-            self._model.forward(SlotInputs(tokens, [slot], [start], [count]), logits="none")
-            self._model.commit([count])
-            self._lengths[slot] += count
 
 
 class _Feeder:
@@ -180,7 +200,7 @@ class _Feeder:
         logits = self._model.forward(inputs, logits="last").logits
         assert logits is not None
         self._model.commit(counts)
-        logits = _fit_width(logits[:, 0], self.logits.shape[1])
+        logits = fit_width(logits[:, 0], self.logits.shape[1])
         fed = [row for row, count in enumerate(counts) if count > 0]
         if len(fed) == len(self.logits):
             self.logits = logits
@@ -189,7 +209,7 @@ class _Feeder:
         self.logits = self.logits.index_copy(0, self._rows[kept], logits[kept])
 
 
-def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
+def fit_width(logits: Tensor, vocab_size: int) -> Tensor:
     """Models of one tokenizer pad their logits differently: padding ids are never drafted."""
     if logits.shape[-1] >= vocab_size:
         return logits[..., :vocab_size]

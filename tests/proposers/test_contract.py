@@ -53,7 +53,9 @@ CHAINS = [
     "chain:none+none",
 ]
 POLICIES = [
-    f"{name}:{policy}" for name in ("draft_model", "eagle3", "dflash") for policy in DRAFT_POLICIES
+    f"{name}:{policy}"
+    for name in ("draft_model", "eagle3", "dflash", "pard")
+    for policy in DRAFT_POLICIES
 ]
 SPECS = [*NAMES, *OTHERS, *CHAINS, *POLICIES, "chain:grammar_forced+dspark"]
 TARGET = ToyTarget(2)
@@ -108,7 +110,10 @@ def make(heads: dict[str, HeadedTarget]) -> Make:
         headed = next((heads[name] for name in re.split("[:+]", spec) if name in heads), None)
         if headed is not None:
             return build_proposer(spec, toy_context(target=headed.target, draft=headed.draft))
-        draft = build("llama", vocab_size=VOCAB_SIZE) if "draft_model" in spec else None
+        draft: Any = None
+        if "draft_model" in spec or "pard" in spec:
+            draft = build("llama", vocab_size=VOCAB_SIZE)
+            draft.config.pard_token = 3
         return build_proposer(spec, toy_context(draft=draft))
 
     return build_it

@@ -91,6 +91,8 @@ def forget_head(source: str | Path, target: PreTrainedModel) -> None:
 def find_method(source: str | Path | None, target: PreTrainedModel) -> str | None:
     """Whose checkpoint ``source`` is: a method's name, or None for an ordinary language model.
 
+    "pard" is a language model too, which ``load_head`` does not read.
+
     None as ``source`` asks for the MTP layers in the target's own checkpoint. Reads the config and
     the names of the tensors only. Raises ModelError when the checkpoint cannot be read.
     """
@@ -118,7 +120,7 @@ def find_method(source: str | Path | None, target: PreTrainedModel) -> str | Non
         return "eagle3"
     if "fc.weight" in names:
         return "eagle3" if "layers.0.hidden_norm.weight" in names else "eagle"
-    return None
+    return None if checkpoint.config.get("pard_token") is None else "pard"
 
 
 def _find_block(checkpoint: Checkpoint) -> str | None:
