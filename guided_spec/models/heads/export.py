@@ -6,7 +6,7 @@ kind of head       layouts, and whose loader was run on what is written here
 ``EagleHead``      "safeailab": none
 ``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none; with masks
                    (P-EAGLE) "speculators": speculators 0.9
-``BlockHead``      "zlab": none; "speculators": speculators 0.9; "deepseek": none
+``BlockHead``      "zlab": none; "speculators": speculators 0.9 (DSpark); "deepseek": none
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
 =================  =================================================================
