@@ -17,7 +17,8 @@ from guided_spec.grammar.completion import places as completion_places
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy
 from tests.toys import chi_square_p_value
@@ -44,9 +45,9 @@ SPECS = (
 )
 PROPOSERS = ("none", "ngram", "grammar_forced", "draft_model", "chain:grammar_forced+draft_model")
 PROMPTS = ("A", "The name of the cat is", '{"name": ')
-RUNS = 140  # of each proposer
+RUNS = 84  # of each proposer
 EXACT = GrammarSpec.regex("[ab]*c|d[a-z]{3}e*")
-EXACT_BUDGET, NUM_SEEDS = 4, 3000
+EXACT_BUDGET, NUM_SEEDS = 4, 2000
 
 
 def least_of(llm: LLM, spec: GrammarSpec) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -14,3 +15,11 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _without_collector() -> Iterator[None]:
+    """A batch holds lists by the tens of thousands, in none of which there is a circle."""
+    gc.disable()
+    yield
+    gc.enable()
