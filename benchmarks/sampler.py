@@ -15,7 +15,7 @@ from torch import Tensor
 
 from benchmarks.device_time import eager_seconds, graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify import draw_noise, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows

@@ -28,7 +28,8 @@ from guided_spec.errors import ConfigError, GrammarStateError, NoTokenLeftError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Fork
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, noise_key
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import SamplingParams

@@ -23,7 +23,7 @@ def stitch(
 
     Other engines load such modules from there.
     """
-    from guided_spec.models.heads.stitch import stitch as write
+    from guided_spec.models.checkpoint import stitch as write
 
     folder = str(write(target, draft, output))
     print_json({"output": folder}) if as_json else stdout().print(folder)

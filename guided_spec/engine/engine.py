@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import NamedTuple
 
@@ -27,8 +27,7 @@ from guided_spec.core import (
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.prefill import begin_alike, group_prompts, tokens_along
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.scoring import score_rows, scored_length
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target import SlotTarget, score_rows, scored_length
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
@@ -350,10 +349,11 @@ class Engine:
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = list[Piece]()
+        reads = dict[int, int]()  # tokens that a request has read behind this step, by its number
         for request in unread:
             if budget == 0 or request.state is not State.PREFILL:
                 break
-            if not self._take_prefix(request, pieces):
+            if not self._take_prefix(request, reads):
                 continue
             start, slot = request.num_cached, request.text.slot
             end = start + min(budget, request.num_unread)
@@ -362,10 +362,11 @@ class Engine:
             budget -= end - start
             tokens = PromptPiece(slot, start, request.text.tokens[start:end])
             pieces.append(Piece(request, tokens))
+            reads[request.number] = end
         # Who came last may have had to go for the others.
         return [piece for piece in pieces if piece.request.state is State.PREFILL]
 
-    def _take_prefix(self, request: Request, pieces: Sequence[Piece]) -> bool:
+    def _take_prefix(self, request: Request, reads: Mapping[int, int]) -> bool:
         """Where nothing of the prompt is read yet: what other texts left of it.
 
         False where another one is about to leave what it goes on with: it looks again in the next
@@ -374,22 +375,21 @@ class Engine:
         text = request.text
         if request.num_cached == 0 and self._takes_prefixes:
             found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
-            if self._is_coming(request, found.known + BLOCK, pieces):
+            if self._is_coming(request, found.known + BLOCK, reads):
                 return False
             request.num_cached = found.taken
             if request.is_new:  # else it finds its own text, which had to go for others
                 request.stats.cached_tokens = max(request.stats.cached_tokens, found.taken)
         return True
 
-    def _is_coming(self, request: Request, length: int, pieces: Sequence[Piece]) -> bool:
+    def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
         """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
 
         A head reads what the target has read once its text decodes, so until then a block may be
         there that is not given to others yet.
         """
-        read = {id(one): tokens.start + len(tokens.token_ids) for one, tokens in pieces}
         return length < len(request.text.tokens) and any(
-            max(other.num_cached, read.get(id(other), 0)) >= length
+            max(other.num_cached, reads.get(other.number, 0)) >= length
             and (other.state is State.PREFILL or (other.is_new and other.state is State.DECODE))
             and begin_alike(request.text, other.text, length)
             for other in self._scheduler.running()

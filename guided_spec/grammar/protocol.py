@@ -14,6 +14,7 @@ from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
     "CompiledGrammar",
@@ -201,7 +202,7 @@ def accept_tokens(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
 
 def legal_row(matcher: GrammarMatcher, vocab_size: int) -> NDArray[np.int32]:
     """int32 [W]: the tokens that may come next; the matcher does not move."""
-    row = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
+    row = np.zeros((1, num_mask_words(vocab_size)), dtype=np.int32)
     matcher.fill_next_token_bitmask(row)
     own: NDArray[np.int32] = row[0] & full_row(vocab_size)  # behind the last token all may be set
     return own

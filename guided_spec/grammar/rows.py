@@ -8,6 +8,8 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from guided_spec.ops.mask_words import BITS, num_mask_words
+
 __all__ = [
     "add_tokens",
     "bits_of",
@@ -22,7 +24,7 @@ __all__ = [
 
 def pack_row(is_legal: NDArray[np.bool_]) -> NDArray[np.int32]:
     """bool [V] to int32 [W]; the bits behind the last token are 0."""
-    bits = np.zeros(-(-len(is_legal) // 32) * 32, dtype=np.uint8)
+    bits = np.zeros(num_mask_words(len(is_legal)) * BITS, dtype=np.uint8)
     bits[: len(is_legal)] = is_legal
     row: NDArray[np.int32] = np.packbits(bits, bitorder="little").view(np.int32)
     return row
@@ -38,7 +40,7 @@ def full_row(vocab_size: int) -> NDArray[np.int32]:
 
 def row_of(token_ids: Sequence[int], vocab_size: int) -> NDArray[np.int32]:
     """The row of these tokens."""
-    row = np.zeros(-(-vocab_size // 32), dtype=np.int32)
+    row = np.zeros(num_mask_words(vocab_size), dtype=np.int32)
     add_tokens(row, np.array(token_ids, dtype=np.int64))
     return row
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.masks.tables import DeviceTables
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import copy_rows
 
 __all__ = [

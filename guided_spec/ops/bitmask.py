@@ -13,21 +13,15 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from guided_spec.ops.mask_words import BITS, num_mask_words
+
 __all__ = [
     "apply_token_bitmask",
-    "num_mask_words",
     "only_legal_token",
     "pack_bitmask",
     "translate_bitmask",
     "unpack_bitmask",
 ]
-
-BITS = 32
-
-
-def num_mask_words(vocab_size: int) -> int:
-    """W, the number of int32 words that hold ``vocab_size`` bits."""
-    return -(-vocab_size // BITS)
 
 
 def unpack_bitmask(bitmask: Tensor, vocab_size: int) -> Tensor:

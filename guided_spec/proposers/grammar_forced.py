@@ -21,7 +21,7 @@ from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.proposers.drafting import host_draft
 
 __all__ = ["ForcedSearch", "GrammarForced"]

@@ -18,9 +18,9 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
-from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.bitmask import BITS
+from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int

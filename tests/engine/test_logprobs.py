@@ -17,7 +17,8 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.loading import load_head
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.logprobs import gather_logprobs
 from guided_spec.types import LogprobsMode, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS

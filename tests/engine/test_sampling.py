@@ -17,7 +17,8 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.packed.packed_lm import LineOutput
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import MAX_SEED, SamplingParams
 from tests.models.heads.block_checkpoints import write_dflash
 from tests.tiny_llm import make_llm, near_copy, tiny_model

@@ -17,7 +17,8 @@ from guided_spec.masks import lookahead as lookahead_module
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import Draft
 from tests.masks.walks import BYTES
 from tests.toys import CPU, EOS, VOCAB_SIZE, ToyCompiled, ToyMatcher, hashed_rule, text_rule

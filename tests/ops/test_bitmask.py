@@ -8,12 +8,8 @@ import xgrammar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.ops.bitmask import (
-    apply_token_bitmask,
-    num_mask_words,
-    pack_bitmask,
-    unpack_bitmask,
-)
+from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 
 SIZES = st.sampled_from([1, 5, 31, 32, 33, 63, 64, 65, 100, 257])
 NO = float("-inf")

@@ -16,7 +16,8 @@ from guided_spec import SamplingParams
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import load_model
-from guided_spec.ops.bitmask import num_mask_words, pack_bitmask
+from guided_spec.ops.bitmask import pack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.training.algorithm import TrainingBatch, TrainingOutput
 from guided_spec.training.features import OnlineFeatures
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm, register

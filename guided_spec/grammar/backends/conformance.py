@@ -14,7 +14,7 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, Gramma
 from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = ["check_grammar_backend"]
 

@@ -21,6 +21,7 @@ from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = ["GuardedBackend", "GuardedGrammar", "GuardedMatcher"]
 
@@ -86,7 +87,7 @@ class GuardedBackend:
 
     def _try_out(self, spec: GrammarSpec, grammar: GuardedGrammar) -> None:
         """One row of a fork, so that a matcher that cannot work fails before the first token."""
-        row = np.zeros((1, -(-grammar.vocab_size // 32)), dtype=np.int32)
+        row = np.zeros((1, num_mask_words(grammar.vocab_size)), dtype=np.int32)
         matcher, style = grammar.new_matcher().fork(), grammar.new_style_matcher()
         is_over = matcher.is_terminated()
         matcher.fill_next_token_bitmask(row)

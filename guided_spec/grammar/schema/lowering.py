@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema.dialect import Document, Target, spell
-from guided_spec.grammar.schema.disjoint import Disjointness
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import change_parts
 from guided_spec.grammar.schema.report import Lowered, Report, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
+    Disjointness,
     Disjuncts,
     any_of,
     join_all,

@@ -1,4 +1,7 @@
-"""Schemas as sets of values: joined, reduced by some values, and held against one value."""
+"""Schemas as sets of values: joined, reduced by some values, and held against one value.
+
+Whether two schemas can admit one value both is told from what each surely demands.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,20 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import jsonschema
+import referencing.exceptions
+
+from guided_spec.grammar.regex import RE_PARSER
+from guided_spec.grammar.schema.dialect import Document, spell
 
 __all__ = [
     "ALL_TYPES",
+    "Demands",
+    "Disjointness",
     "Disjuncts",
     "any_of",
     "constant",
@@ -37,6 +47,16 @@ _LONGEST = 4_000  # characters of a pattern
 _MOST_GAPS = 32
 _MOST_ARRAYS = 500
 _RUN = re.compile(r"\^\[(\^?)((?:\\.|[^\\\]])+)\][+*]\$")
+_OTHER = "é"  # stands for everything beyond ASCII
+_ASCII = [chr(code) for code in range(128)]
+_DEPTH = 8
+_MOST_STEPS = 20_000  # of one document; beyond, nothing is known to be disjoint
+_RANGES = (
+    ("number", "minimum", "maximum"),
+    ("string", "minLength", "maxLength"),
+    ("array", "minItems", "maxItems"),
+    ("object", "minProperties", "maxProperties"),
+)
 
 
 class Disjuncts(NamedTuple):
@@ -304,3 +324,237 @@ def _distinct(parts: Sequence[Any]) -> list[Any]:
             kept.append(part)
             seen.add(text)
     return kept
+
+
+@lru_cache(maxsize=256)
+def _first_characters(pattern: str) -> frozenset[str] | None:
+    """ASCII characters that a match may begin with, and "é" for all others.
+
+    None where the pattern is not anchored, may be empty, or begins with what is not seen through.
+    """
+    parsed = RE_PARSER.parse(pattern)
+    items = list(parsed)
+    if parsed.state.flags & (re.IGNORECASE | re.MULTILINE):
+        return None
+    if len(items) < 2 or not str(items[0][1]).startswith("AT_BEGINNING"):
+        return None
+    return _of_item(*items[1])
+
+
+def _of_item(op: Any, value: Any) -> frozenset[str] | None:
+    match str(op):
+        case "LITERAL":
+            return frozenset([chr(value) if value < 128 else _OTHER])
+        case "IN":
+            return _of_class(value)
+        case "SUBPATTERN":
+            inner = list(value[3])
+            return _of_item(*inner[0]) if inner and not value[1] and not value[2] else None
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            inner = list(value[2])
+            return _of_item(*inner[0]) if inner and value[0] > 0 else None
+        case "BRANCH":
+            parts = [_of_item(*list(option)[0]) if list(option) else None for option in value[1]]
+            known = [part for part in parts if part is not None]
+            return frozenset().union(*known) if len(known) == len(parts) else None
+    return None
+
+
+def _of_class(members: Any) -> frozenset[str]:
+    found: set[str] = set()
+    negated = str(members[0][0]) == "NEGATE"
+    for kind, member in members[1:] if negated else members:
+        match str(kind):
+            case "LITERAL":
+                found.add(chr(member) if member < 128 else _OTHER)
+            case "RANGE":
+                low, high = member
+                found.update(char for char in _ASCII if low <= ord(char) <= high)
+                found.update([_OTHER] if high >= 128 else [])
+            case _:
+                letter = str(member).rsplit("_", 1)[-1][0].lower()
+                letter = letter.upper() if "_NOT_" in str(member) else letter
+                found.update(char for char in _ASCII if re.match(f"\\{letter}", char))
+                found.add(_OTHER)
+    if not negated:
+        return frozenset(found)
+    return frozenset([*(char for char in _ASCII if char not in found), _OTHER])
+
+
+@dataclass
+class Demands:
+    """What every value of a schema fulfils.
+
+    values: the only ones, if there are few. names: the only keys, if they are known. parts: for a
+    key, the schemas of its value. extras: schemas of all keys but some. first: what a string can
+    begin with. options: lists of schemas; one of each list holds.
+    """
+
+    types: frozenset[str] = ALL_TYPES
+    is_whole: bool = False  # its numbers are integers
+    values: list[Any] | None = None
+    required: set[str] = field(default_factory=set)
+    names: set[str] | None = None
+    parts: dict[str, list[Any]] = field(default_factory=dict)
+    extras: list[tuple[frozenset[str], Any]] = field(default_factory=list)
+    first: frozenset[str] | None = None
+    items: list[Any] = field(default_factory=list)
+    options: list[list[Any]] = field(default_factory=list)
+    low: dict[str, float] = field(default_factory=dict)
+    high: dict[str, float] = field(default_factory=dict)
+
+
+class Disjointness:
+    """Questions about the schemas of one document."""
+
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        kind = jsonschema.validators.validator_for(
+            document.root, default=jsonschema.Draft202012Validator
+        )
+        self._validator: Any = kind(document.root)
+        self._steps = 0
+
+    def types(self, schema: Any) -> frozenset[str]:
+        """The types that a value may have; perhaps too many, never too few."""
+        found = self._joined([schema])
+        types = found.types
+        for options in found.options:
+            types &= frozenset().union(*(self.types(option) for option in options))
+        return types
+
+    def is_valid(self, value: Any, schema: Any) -> bool:
+        """Whether jsonschema takes ``value`` under ``schema``, formats aside."""
+        return bool(self._validator.evolve(schema=schema).is_valid(value))
+
+    def apart(self, one: Any, other: Any, context: Any = None) -> bool:
+        """Whether no value is valid under both and ``context``; False where unsure."""
+        beside = [] if context is None else [context]
+        return self._apart([one, *beside], [other, *beside], _DEPTH)
+
+    def shared_types(self, one: Any, other: Any, context: Any = None) -> frozenset[str]:
+        """The types of values valid under both and ``context``; perhaps too many, never too few."""
+        if self.apart(one, other, context):
+            return frozenset()
+        beside = [] if context is None else [context]
+        left, right = self._joined([one, *beside]), self._joined([other, *beside])
+        types = left.types & right.types
+        return frozenset(kind for kind in types if not self._apart_as(kind, left, right, _DEPTH))
+
+    def _apart(self, one: list[Any], other: list[Any], depth: int) -> bool:
+        self._steps += 1
+        if depth <= 0 or self._steps > _MOST_STEPS:
+            return False
+        left, right = self._joined(one), self._joined(other)
+        for mine, theirs, all_of_theirs in ((left, right, other), (right, left, one)):
+            for options in mine.options:
+                rest = theirs.types
+                if all(
+                    self._apart([option], all_of_theirs, depth - 2) or not self.types(option) & rest
+                    for option in options
+                ):
+                    return True
+        types = left.types & right.types
+        if not types:
+            return True
+        if left.values is not None and self._none_fits(left.values, other):
+            return True
+        if right.values is not None and self._none_fits(right.values, one):
+            return True
+        return all(self._apart_as(kind, left, right, depth) for kind in types)
+
+    def _none_fits(self, values: list[Any], schemas: list[Any]) -> bool:
+        if self._document.has_parts:
+            return False  # jsonschema would look references up from the root
+        try:
+            return not any(
+                all(self._validator.evolve(schema=schema).is_valid(value) for schema in schemas)
+                for value in values
+            )
+        except (referencing.exceptions.Unresolvable, RecursionError):
+            return False
+
+    def _apart_as(self, kind: str, one: Demands, other: Demands, depth: int) -> bool:
+        """Whether they share no value of this type."""
+        low = max(one.low.get(kind, -math.inf), other.low.get(kind, -math.inf))
+        if low > min(one.high.get(kind, math.inf), other.high.get(kind, math.inf)):
+            return True
+        if kind == "array" and low >= 1:
+            return any(self._apart([a], [b], depth - 1) for a in one.items for b in other.items)
+        if kind == "string" and one.first is not None and other.first is not None:
+            return not one.first & other.first
+        if kind != "object":
+            return False
+        for mine, theirs in ((one, other), (other, one)):
+            if theirs.names is not None and mine.required - theirs.names:
+                return True
+        return any(
+            self._apart([a], [b], depth - 1)
+            for name in one.required | other.required
+            for a in self._at(one, name)
+            for b in self._at(other, name)
+        )
+
+    @staticmethod
+    def _at(demands: Demands, name: str) -> list[Any]:
+        """The schemas of one key's value."""
+        extras = [schema for names, schema in demands.extras if name not in names]
+        return demands.parts.get(name, []) + extras
+
+    def _joined(self, schemas: list[Any]) -> Demands:
+        joined = Demands()
+        for schema in schemas:
+            self._add(joined, schema, 0)
+        return joined
+
+    def _add(self, found: Demands, schema: Any, depth: int) -> None:
+        if schema is False:
+            found.types = frozenset()
+        if not isinstance(schema, dict) or depth > _DEPTH:
+            return
+        words = spell(schema, self._document.draft, strict=True)
+        if "$ref" in words:
+            target = self._document.resolve(schema)
+            if target is not None:
+                self._add(found, target.schema, depth + 1)
+        for part in words.get("allOf", []):
+            self._add(found, part, depth + 1)
+        found.options += [words[key] for key in ("anyOf", "oneOf") if key in words]
+        if "type" in words:
+            named = words["type"] if isinstance(words["type"], list) else [words["type"]]
+            found.types &= {"number" if name == "integer" else name for name in named}
+        if "enum" in words or "const" in words:
+            values = [words["const"]] if "const" in words else words["enum"]
+            found.types &= {type_of(value) for value in values}
+            if found.values is None or len(values) < len(found.values):
+                found.values = values
+        self._add_ranges(found, words)
+        self._add_object(found, words)
+        if "items" in words and "prefixItems" not in words:
+            found.items.append(words["items"])
+
+    @staticmethod
+    def _add_ranges(found: Demands, words: dict[str, Any]) -> None:
+        first = _first_characters(words["pattern"]) if "pattern" in words else None
+        if first is not None:
+            found.first = first if found.first is None else found.first & first
+        for kind, low, high in _RANGES:
+            if low in words:
+                found.low[kind] = max(words[low], found.low.get(kind, -math.inf))
+            if high in words:
+                found.high[kind] = min(words[high], found.high.get(kind, math.inf))
+
+    @staticmethod
+    def _add_object(found: Demands, words: dict[str, Any]) -> None:
+        properties = words.get("properties", {})
+        found.required.update(words.get("required", ()))
+        for name, part in properties.items():
+            found.parts.setdefault(name, []).append(part)
+        extra = words.get("additionalProperties", True)
+        if "patternProperties" in words:
+            return
+        if isinstance(extra, dict):
+            found.extras.append((frozenset(properties), extra))
+        if extra is False:
+            names = set(properties)
+            found.names = names if found.names is None else found.names & names

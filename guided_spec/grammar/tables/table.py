@@ -21,6 +21,7 @@ from guided_spec.grammar.tables.token_table import (
     REFUSED,
     TokenTable,
 )
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = ["build_table", "without_tokens"]
 
@@ -154,7 +155,7 @@ def _with_rows(
 ) -> TokenTable:
     """then: int16 [C, N]. classes: int64 [V]. The others are those of ``TokenTable``."""
     allowed, row_of = np.unique(then.T != REFUSED, axis=0, return_inverse=True)
-    words = -(-len(classes) // 32)
+    words = num_mask_words(len(classes))
     size = then.nbytes + 4 * (len(classes) + len(row_of) + words * len(allowed))
     if size > limits.bytes:
         raise NoTableError(f"it takes {size} bytes, more than bytes={limits.bytes}")

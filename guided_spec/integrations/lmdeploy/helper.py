@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from guided_spec.errors import VocabularyMismatchError
 from guided_spec.integrations.lmdeploy.manager import DraftPlace, GuidedManager, Place, fit_bitmask
-from guided_spec.ops.bitmask import apply_token_bitmask, num_mask_words, translate_bitmask
+from guided_spec.ops.bitmask import apply_token_bitmask, translate_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify import VERIFIERS, draw_noise, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows, warp

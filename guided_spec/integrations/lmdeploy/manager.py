@@ -33,7 +33,8 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows, row_allows
-from guided_spec.ops.bitmask import apply_token_bitmask, num_mask_words
+from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
     "TURN",

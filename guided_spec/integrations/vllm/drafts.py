@@ -33,12 +33,8 @@ from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_re
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.bitmask import (
-    apply_token_bitmask,
-    num_mask_words,
-    only_legal_token,
-    translate_bitmask,
-)
+from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
     "PARTS",

@@ -37,7 +37,7 @@ from guided_spec.integrations.vllm.requests import (
 )
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import row_allows
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
     "COUNTER",

@@ -55,6 +55,8 @@ def coupled_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted
 
 
 VERIFIERS = {"rejection": rejection_sample, "coupled": coupled_sample}
+KERNEL_VERIFIERS = frozenset({"rejection", "coupled"})
+"""Those that the kernels decide for. Others run as they are written."""
 
 
 def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:
@@ -67,7 +69,8 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
     Changes none of them. All on one device, no sync. On CUDA the kernels compute masses in another
     order than the reference, so choices can differ where it is within rounding of a tie.
     """
-    kernel = _kernel() if logits.is_cuda and isinstance(rows.noise, NoiseKeys) else None
+    has_kernel = rows.verifier in KERNEL_VERIFIERS and isinstance(rows.noise, NoiseKeys)
+    kernel = _kernel() if logits.is_cuda and has_kernel else None
     if kernel is not None:
         return kernel(logits, bitmask, draft, rows)
     noise = draw_noise(rows, draft.token_ids.shape[1], logits.shape[-1])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.warp import VerifyRows

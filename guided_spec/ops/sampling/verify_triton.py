@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.bitmask import num_mask_words
 from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import Stream
 from guided_spec.ops.sampling.token_rules import ANY

@@ -31,7 +31,8 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import end_of_text_ids
-from guided_spec.ops.bitmask import num_mask_words, only_legal_token
+from guided_spec.ops.bitmask import only_legal_token
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.training.card import CorpusFigures
 from guided_spec.training.data.batches import Collator, TokenBatches
 from guided_spec.training.data.dataset import (

@@ -24,7 +24,7 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import row_allows
-from guided_spec.ops.bitmask import num_mask_words
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.training.data.dataset import read_grammar_text
 
 __all__ = [

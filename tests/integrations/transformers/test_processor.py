@@ -21,7 +21,8 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor
 from guided_spec.integrations.transformers.processor import list_grammars
-from guided_spec.ops.bitmask import num_mask_words, unpack_bitmask
+from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import SamplingParams
 from tests.integrations.transformers import assisted
 from tests.models import tiny

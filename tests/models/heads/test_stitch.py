@@ -12,10 +12,9 @@ from typer.testing import CliRunner
 
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.checkpoint import Checkpoint, stitch
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.loading import find_method, load_head
-from guided_spec.models.heads.stitch import stitch
 from guided_spec.models.loading import load_model
 from tests.models.heads.fresh import fresh_head, spread
 from tests.models.tiny import build
