@@ -28,6 +28,7 @@ from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = [
+    "KERNEL_VERIFIERS",
     "VERIFIERS",
     "coupled_sample",
     "draw_noise",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,7 +14,13 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
-from guided_spec.ops.sampling.verify import coupled_sample, draw_noise, verify
+from guided_spec.ops.sampling.verify import (
+    KERNEL_VERIFIERS,
+    VERIFIERS,
+    coupled_sample,
+    draw_noise,
+    verify,
+)
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier
 from tests.ops.sampling.verify_cases import CPU, Case, cases, unexplained
@@ -140,3 +147,8 @@ def test_a_close_race_is_explained_by_rounding() -> None:
     counts = answer.num_accepted.clone()
     counts[0] = 0
     assert unexplained(close, Accepted(ids, counts)) == (1, [])
+
+
+def test_verifiers_are_those_that_may_be_named() -> None:
+    assert set(VERIFIERS) == set(get_args(Verifier))
+    assert set(VERIFIERS) >= KERNEL_VERIFIERS

@@ -1,0 +1,17 @@
+"""The tool that counts the files which a step goes through sees those, and no others."""
+
+from __future__ import annotations
+
+from guided_spec.core import from_propose
+from guided_spec.proposers.ngram import NGram
+from tests.toys import toy_context
+from tools.entered import entered, take_step
+
+
+def test_a_step_enters_the_step_and_its_own_proposer() -> None:
+    proposer = from_propose(NGram(toy_context()))
+    files = entered(lambda: take_step(proposer))
+    assert len(files) == len(set(files))
+    assert {"step.py", "proposers/ngram.py", "ops/sampling/verify.py"} < set(files)
+    assert "proposers/suffix.py" not in files
+    assert entered(lambda: None) == []

@@ -1,0 +1,86 @@
+"""Which files a schema and a step go through: ``python -m tools.entered``.
+
+A file counts when one of its functions is called: from a schema's ``GrammarSpec`` to its first mask
+row, and from a proposer to the commit of a step. Toys stand for model and vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from guided_spec.core import Proposer, from_propose
+from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.rows import MaskRows
+from guided_spec.proposers.ngram import NGram
+from guided_spec.step import commit, speculative_step
+from tests.toys import ToyCompiled, ToyDrafter, ToyTarget, text_rule, toy_batch, toy_context
+
+__all__ = ["entered"]
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},
+    "required": ["name"],
+}
+LETTERS = Vocabulary((*(bytes([byte]) for byte in range(256)), b""), (256,), 257)
+
+
+def entered(work: Callable[[], object]) -> list[str]:
+    """The files of the package that ``work`` enters in this thread, in the order of the calls."""
+    found: dict[str, None] = {}
+
+    def see(frame: FrameType, event: str, _: Any) -> None:
+        _, is_own, name = frame.f_code.co_filename.rpartition("/guided_spec/")
+        if event == "call" and is_own:
+            found[name] = None
+
+    sys.setprofile(see)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return list(found)
+
+
+def fill_row() -> None:
+    """A schema becomes a mask row."""
+    pipeline = GrammarPipeline(BackendChoice("auto", LETTERS), GrammarLimits())
+    compiled = pipeline.compile(GrammarSpec.json_schema(SCHEMA))
+    rows = MaskRows(1, 1, LETTERS.vocab_size, torch.device("cpu"))
+    Lookahead.fork([Constraint(compiled)], rows, [0]).finish(0)
+
+
+def take_step(proposer: Proposer) -> None:
+    """A draft becomes committed tokens."""
+    constraint = Constraint(ToyCompiled(text_rule([b'{"ab":1}', b'{"cd":0}'])))
+    batch = toy_batch([[1]], [constraint])
+    step = speculative_step(ToyTarget(2), proposer, batch)
+    commit(batch, step.accepted, step.packed)
+
+
+def main() -> None:
+    """The command."""
+    looked_up = from_propose(NGram(toy_context()))
+    drafted = from_propose(ToyDrafter(ToyTarget(3)))
+    for name, work in (
+        ("schema to mask row", fill_row),
+        ("n-grams to commit", lambda: take_step(looked_up)),
+        ("a model's drafts to commit", lambda: take_step(drafted)),
+    ):
+        files = entered(work)
+        sys.stdout.write(f"{name}: {len(files)} files: {' '.join(files)}\n")
+
+
+if __name__ == "__main__":
+    main()
