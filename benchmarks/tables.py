@@ -30,7 +30,7 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import proven_table, tabled_part, walk_both
+from guided_spec.grammar.tables.table import proven_table, tabled_part, walk_both
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar

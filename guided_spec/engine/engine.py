@@ -25,9 +25,15 @@ from guided_spec.core import (
     source_of,
 )
 from guided_spec.engine.parallel import is_parallel
-from guided_spec.engine.prefill import begin_alike, group_prompts, tokens_along
 from guided_spec.engine.request import Request, State
-from guided_spec.engine.target import SlotTarget, score_rows, scored_length
+from guided_spec.engine.target import (
+    SlotTarget,
+    begin_alike,
+    group_prompts,
+    score_rows,
+    scored_length,
+    tokens_along,
+)
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM

@@ -225,7 +225,7 @@ def _table_maker(
     vocabulary: Vocabulary,
 ) -> Callable[[CompiledGrammar, TableLimits], TokenTable]:
     from guided_spec.grammar.completion.spelling import Spelling
-    from guided_spec.grammar.tables.proof import proven_table, tabled_part
+    from guided_spec.grammar.tables.table import proven_table, tabled_part
 
     spelling = cache(partial(Spelling, vocabulary))
     return lambda compiled, limits: proven_table(tabled_part(compiled), spelling(), limits)

@@ -20,7 +20,7 @@ from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
 from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import proven_table
+from guided_spec.grammar.tables.table import proven_table
 from guided_spec.grammar.tables.tabled import TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary

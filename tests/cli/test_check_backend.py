@@ -14,7 +14,7 @@ from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import Difference
+from guided_spec.grammar.tables.table import Difference
 from tests.grammar.backends.own_backends import Listed
 
 TWO_PATTERNS = {"type": "string", "pattern": "^[a-c]+$", "minLength": 2, "maxLength": 4}

@@ -10,8 +10,7 @@ import pytest
 
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
-from guided_spec.engine.prefill import tokens_along
-from guided_spec.engine.target import SlotTarget
+from guided_spec.engine.target import SlotTarget, tokens_along
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head

@@ -26,7 +26,7 @@ from guided_spec.grammar.protocol import (
     as_matcher,
 )
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import tabled_part
+from guided_spec.grammar.tables.table import tabled_part
 from guided_spec.grammar.tables.token_table import (
     ENDED,
     OUTSIDE,

@@ -18,7 +18,7 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import (
+from guided_spec.grammar.tables.table import (
     Difference,
     compare_steps,
     proven_table,

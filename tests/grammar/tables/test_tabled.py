@@ -26,7 +26,7 @@ from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.proof import compare_steps, proven_table, tabled_part
+from guided_spec.grammar.tables.table import compare_steps, proven_table, tabled_part
 from guided_spec.grammar.tables.tabled import (
     TabledGrammar,
     TabledMatcher,
