@@ -164,7 +164,10 @@ def drafting_of(drafter: Any) -> Drafting | None:
 
 
 def is_covered(drafter: Any) -> bool:
-    """Whether its drafts are drawn position by position from ``compute_logits``."""
+    """Whether its drafts are drawn position by position from ``compute_logits``.
+
+    Warns, once for each drafter, of one whose are not.
+    """
     ways = [name for name in _OTHER_WAYS if getattr(drafter, name, False)]
     loops = [
         cls
@@ -173,8 +176,10 @@ def is_covered(drafter: Any) -> bool:
     ]
     if loops and not ways:
         return True
-    why = ", ".join(ways) or "it has a loop of its own"
-    warn(f"{type(drafter).__name__} drafts as without this package: {why}")
+    if not hasattr(drafter, _PLACE):
+        why = ", ".join(ways) or "it has a way of its own to draft"
+        warn(f"{type(drafter).__name__} drafts as without this package: {why}")
+        setattr(drafter, _PLACE, None)
     return False
 
 
@@ -307,6 +312,7 @@ def draft_legal(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         drafting = drafting_of(self.drafter)
         if drafting is None:
+            is_covered(self.drafter)  # n-grams and their like load no model: nothing has told yet
             return original(self, scheduler_output, sampled_token_ids, *args, **kwargs)
         num_draft = scheduler_output.num_spec_tokens_to_schedule
         with drafting.step(self.input_batch.req_ids, num_draft):

@@ -15,6 +15,7 @@ import pytest
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
+from guided_spec.integrations.vllm import drafts
 from guided_spec.integrations.vllm import plugin as vllm
 from guided_spec.integrations.vllm.exact import (
     keep_refused_draft,
@@ -277,3 +278,18 @@ def test_processes_on_ray_get_the_variable(engine: Any, monkeypatch: pytest.Monk
         vllm.register()
         vllm.register()
         assert os.environ[vllm.RAY_VARIABLE] == after
+
+
+def test_a_drafter_that_loads_no_model_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """N-grams and their like: ``drafts`` was asked for, and nobody has looked at them before."""
+
+    class NgramProposer:
+        pass
+
+    warned: list[str] = []
+    monkeypatch.setattr(drafts, "warn", warned.append)
+    runner = SimpleNamespace(drafter=NgramProposer())
+    propose = drafts.draft_legal(lambda _runner, _output, sampled: sampled)
+    assert [propose(runner, None, [[1]]) for _ in range(2)] == [[[1]], [[1]]]
+    why = "it has a way of its own to draft"
+    assert warned == [f"NgramProposer drafts as without this package: {why}"]
