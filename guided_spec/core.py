@@ -179,7 +179,7 @@ class Running(Protocol):
     def prefill(self) -> Hashable: ...
 
 
-class _Wishes(NamedTuple):
+class _Stacked(NamedTuple):
     """What the requests of a batch ask for: the same for as long as they run together.
 
     rules, logprobs: None when nobody has any.
@@ -211,7 +211,7 @@ class Batches:
         self._verifier: Verifier = config.verifier
         self._vocab_size = vocab_size
         self._device = device
-        self._wishes: tuple[tuple[Running, ...], _Wishes] | None = None
+        self._stacked: tuple[tuple[Running, ...], _Stacked] | None = None
 
     def make(
         self,
@@ -222,7 +222,7 @@ class Batches:
         prompts: Sequence[PromptPiece] = (),
     ) -> DecodeBatch:
         """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
-        wishes = self._wishes_of(tuple(requests))
+        stacked = self._stack(tuple(requests))
         contexts = tuple(request.tokens for request in requests)
         prompt_lengths = tuple(request.prompt_length for request in requests)
         return DecodeBatch(
@@ -231,7 +231,7 @@ class Batches:
             prompt_lengths=prompt_lengths,
             constraints=tuple(request.constraint for request in requests),
             limits=tuple(request.draft_room for request in requests),
-            sampling=wishes.sampling,
+            sampling=stacked.sampling,
             mask_rows=self._rows,
             num_draft_tokens=num_draft_tokens,
             vocab_size=self._vocab_size,
@@ -239,20 +239,20 @@ class Batches:
             features=features,
             policies=tuple(request.params.draft_policy for request in requests),
             verifier=self._verifier,
-            adjustments=Adjustments.stack(wishes.rules, contexts, prompt_lengths),
-            logprobs=wishes.logprobs,
+            adjustments=Adjustments.stack(stacked.rules, contexts, prompt_lengths),
+            logprobs=stacked.logprobs,
             prefills=tuple(request.prefill for request in requests),
-            sources=wishes.sources,
+            sources=stacked.sources,
             traced=traced,
             prompts=prompts,
         )
 
     def forget(self) -> None:
         """Let go of the requests of the last batch."""
-        self._wishes = None
+        self._stacked = None
 
-    def _wishes_of(self, requests: tuple[Running, ...]) -> _Wishes:
-        if self._wishes is None or self._wishes[0] != requests:
+    def _stack(self, requests: tuple[Running, ...]) -> _Stacked:
+        if self._stacked is None or self._stacked[0] != requests:
             params = [request.params for request in requests]
             seeds = [request.noise_key for request in requests]
             rules = [request.rules for request in requests]
@@ -260,9 +260,9 @@ class Batches:
             sampling = Sampling.stack(params, seeds, self._device)
             logprobs = LogprobsPlan.stack(params, self._device)
             sources = tuple(map(source_of, params))
-            wishes = _Wishes(sampling, table, logprobs, sources)
-            self._wishes = (requests, wishes)
-        return self._wishes[1]
+            stacked = _Stacked(sampling, table, logprobs, sources)
+            self._stacked = (requests, stacked)
+        return self._stacked[1]
 
 
 class DraftInFlight(Protocol):

@@ -20,9 +20,8 @@ from guided_spec.errors import NoTokenLeftError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.packed_lm import LineOutput
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.text import GuidedText
 
 __all__ = [

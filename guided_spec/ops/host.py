@@ -15,6 +15,7 @@ __all__ = [
     "Download",
     "host_integers",
     "named_range",
+    "pad_ids",
     "zeros_on_demand",
 ]
 
@@ -48,6 +49,12 @@ def host_integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     the time that torch takes.
     """
     return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
+    """int64 [B, width] on the host, zeros behind each row."""
+    padded = [[*row, *[0] * (width - len(row))] for row in rows]
+    return host_integers(padded).view(len(padded), width)
 
 
 _NOTHING = nullcontext()

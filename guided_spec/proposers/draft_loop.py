@@ -204,7 +204,7 @@ class DraftLoop:
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
         ]
         self._sampling = batch.sampling
-        self._places: list[Chosen] = []
+        self._chosen: list[Chosen] = []
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
@@ -216,17 +216,17 @@ class DraftLoop:
         noise = None if self._sampling.all_greedy else self._keys(self._starts)
         with self._lookahead.until(self._waiting_ends):
             for depth in range(self._batch.num_draft_tokens):
-                self._settle()
+                self._accept_drawn()
                 if not self._goes_on(depth):
                     break
                 self._draw(logits, depth, noise)
                 if depth + 1 == self._batch.num_draft_tokens or not self._may_go_on(depth + 1):
                     break
-                logits = forward(self._places[-1].readable)
+                logits = forward(self._chosen[-1].readable)
 
     def take(self, best: Tensor) -> None:
         """Every request's best tokens, int64 [B, K] target ids."""
-        self._places += [Chosen(ids.expand(3, -1), None, None) for ids in best.unbind(1)]
+        self._chosen += [Chosen(ids.expand(3, -1), None, None) for ids in best.unbind(1)]
 
     def take_masked(
         self,
@@ -256,7 +256,7 @@ class DraftLoop:
 
     def in_flight(self, carry_on: CarryOn | None = None) -> DraftInFlight:
         """The draft as the target may read it at once. carry_on: see ``FinishedDraft``."""
-        if self._masked is None and not self._places:
+        if self._masked is None and not self._chosen:
             return FinishedDraft(self.finish(), (0,) * len(self._batch), carry_on)
         ids = self._ids()
         pairs = zip(self._starts, self._ends, strict=True)
@@ -286,20 +286,20 @@ class DraftLoop:
         return self._lookahead.has_room(1) or depth < max(self._rooms)
 
     def _may_go_on(self, depth: int) -> bool:
-        """``_goes_on`` as far as it can be told before ``_settle``."""
+        """``_goes_on`` as far as it can be told before ``_accept_drawn``."""
         return self._lookahead.has_room(2) or depth < max(self._rooms)
 
     def _draw(self, logits: Tensor, depth: int, noise: DraftNoise | None) -> None:
-        """One token for each request from logits [B, D]; ``_settle`` follows."""
+        """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise)
-        self._places.append(chosen)
+        self._chosen.append(chosen)
         self._adjustments.append(chosen.tokens)
         if not all(self._is_later):
             self._drawn = Download(chosen.report[:2])
 
-    def _settle(self) -> None:
+    def _accept_drawn(self) -> None:
         """The masked requests walk what was drawn; waits until that is on the host."""
         if self._running is not None:
             self._running.accept_drawn()
@@ -311,14 +311,14 @@ class DraftLoop:
 
     def _download(self) -> Download | None:
         """What the host has to see of the tokens that it walks later."""
-        if not any(self._rooms) or not self._places:
+        if not any(self._rooms) or not self._chosen:
             return None
-        return Download(torch.stack([place.tokens for place in self._places], 1))
+        return Download(torch.stack([chosen.tokens for chosen in self._chosen], 1))
 
     def _walk(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
         with self._lookahead.until(self._waiting_ends):
-            self._settle()
+            self._accept_drawn()
         if later is not None:
             self._lookahead.extend(self._own(later.wait().tolist()))
         drafted, refused = self._lookahead.drafted, self._lookahead.refused
@@ -350,7 +350,7 @@ class DraftLoop:
         """int64 [B, K]: what was drawn, 0 where there is none; K may be less."""
         if self._masked is not None:
             return self._masked.own(self._masked.room.ids)
-        return torch.stack([place.readable for place in self._places], 1)
+        return torch.stack([chosen.readable for chosen in self._chosen], 1)
 
     def _with_probs(self, draft: Draft) -> Draft:
         """The draft and what its tokens were drawn from; as it is where all are certain."""
@@ -367,10 +367,10 @@ class DraftLoop:
     @property
     def _is_drawn(self) -> bool:
         """Whether tokens were sampled; else all are certain."""
-        return self._masked is not None or any(place.probs is not None for place in self._places)
+        return self._masked is not None or any(chosen.probs is not None for chosen in self._chosen)
 
     def _stack(self, part: Callable[[Chosen | DraftBuffers], Tensor | None]) -> Tensor:
         """[B, K, ...]: one part of all that was drawn."""
-        sources = self._places if self._masked is None else [self._masked.room]
+        sources = self._chosen if self._masked is None else [self._masked.room]
         found = [kept for kept in map(part, sources) if kept is not None]
         return torch.stack(found, 1) if self._masked is None else self._masked.own(found[0])

@@ -15,7 +15,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed.blocks import Blocks
-from guided_spec.models.packed.graph_pool import pad_ids
+from guided_spec.ops.host import pad_ids
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts

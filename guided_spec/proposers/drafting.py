@@ -11,8 +11,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.models.packed.graph_pool import pad_ids
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 

@@ -36,9 +36,8 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
-from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
-from guided_spec.ops.host import Download
+from guided_spec.ops.host import Download, pad_ids
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.block_draft import BlockDrafter
 from guided_spec.proposers.draft_chooser import DraftChooser

@@ -102,10 +102,10 @@ class WideLoop(DraftLoop):
     def finish(self) -> Draft:
         fields: Any = self._lookahead
         with fields.until(self._waiting_ends):
-            self._settle()
+            self._accept_drawn()
         if any(self._rooms):
-            for place in self._places:
-                fields.extend(place.tokens)
+            for chosen in self._chosen:
+                fields.extend(chosen.tokens)
         return self._with_probs(Draft(*fields.taken()))
 
     def _may_go_on(self, depth: int) -> bool:

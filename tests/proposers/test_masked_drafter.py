@@ -119,7 +119,7 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def settled(self: DraftLoop, *carry_on: Any) -> DraftInFlight:
         if self._running is not None:
-            self._settle()
+            self._accept_drawn()
         return in_flight(self, *carry_on)
 
     monkeypatch.setattr(MaskedDraft, "accept_drawn", walk_and_wait)

@@ -19,8 +19,8 @@ from torch.nn.utils.rnn import pad_sequence
 
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.packed.graph_pool import pad_ids
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
+from guided_spec.ops.host import pad_ids
 
 __all__ = ["HeadRunner", "SlotHead", "SlotLimits"]
 

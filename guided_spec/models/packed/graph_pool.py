@@ -28,7 +28,6 @@ __all__ = [
     "Inputs",
     "bucket",
     "pack_places",
-    "pad_ids",
     "pad_rows",
     "pad_to",
     "upload",
@@ -208,12 +207,6 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
         return tensor
     room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
     return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
-
-
-def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:
-    """int64 [B, width] on the host, zeros behind each row."""
-    padded = [[*row, *[0] * (width - len(row))] for row in rows]
-    return host_integers(padded).view(len(padded), width)
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:
