@@ -20,8 +20,7 @@ from guided_spec.errors import ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import SlotInputs
 from guided_spec.models.heads.block.candidates import Block
-from guided_spec.models.packed.graph_pool import pad_ids
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.proposers.block_draft import BlockDrafter
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
