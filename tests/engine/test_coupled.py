@@ -73,7 +73,9 @@ def plain(model: str) -> Texts:
 @pytest.mark.parametrize("size", [1, 3])
 @pytest.mark.parametrize("proposer", [*WITHOUT_HEADS, *CHAINS, *POLICIES])
 def test_every_proposer(proposer: str, size: int) -> None:
-    draft = near_copy("llama") if "draft_model" in proposer else None
+    draft = near_copy("llama") if "draft_model" in proposer or proposer == "pard" else None
+    if draft is not None:
+        draft.config.pard_token = 3  # what marks a model that was trained for pard
     assert run("llama", proposer, draft, max_batch_size=size) == plain("llama")
 
 
@@ -156,7 +158,9 @@ def test_toys(setting: dict[str, Any], k: int) -> None:
     """By the step alone, over matchers that check how they are used."""
     rules = [hashed_rule(1), None, text_rule([b'{"ab":1}', b'{"cd":0}']), hashed_rule(2)]
     target, params = ToyTarget(2), SamplingParams(**setting)
-    context = toy_context(draft=build("llama", vocab_size=TOY_SIZE))
+    draft = build("llama", vocab_size=TOY_SIZE)
+    draft.config.pard_token = 3
+    context = toy_context(draft=draft)
     expected = speculate(
         target, from_propose(NoDraft(context)), rules, [4], length=10, k=0, params=params
     )
