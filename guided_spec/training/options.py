@@ -51,6 +51,10 @@ class TrainOptions:
         default="loss",
     )
     regenerate: bool = option("Let the target write the answers first.", default=False)
+    regenerate_url: str | None = option(
+        "Who writes them in its place: a server that runs it, such as http://host:8000/v1.",
+        default=None,
+    )
     regenerate_temperature: float = option("Temperature of that; 0 is greedy.", default=0.0)
     regenerate_max_tokens: int = option("Tokens of a written answer at most.", default=512)
     features: str | None = option(
@@ -120,6 +124,9 @@ class TrainOptions:
             read_device_map(self.device_map)
         temperature = self.regenerate_temperature
         _require(temperature >= 0, "regenerate_temperature", temperature, "must be at least 0")
+        if self.regenerate_url is not None:
+            fix = "is of use with regenerate alone; pass that too"
+            _require(self.regenerate, "regenerate_url", self.regenerate_url, fix)
         for name in self.tracker:
             _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
         _require(bool(self.project), "project", self.project, "must not be empty")

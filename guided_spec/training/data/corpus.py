@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,9 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.prompt import PromptEncoder
+from guided_spec.engine.streams import OnError
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.workload import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -41,6 +43,7 @@ from guided_spec.training.data.dataset import (
     read_grammar_text,
     split_heldout,
 )
+from guided_spec.training.data.endpoint import Endpoint
 from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 from guided_spec.training.data.records import (
     ANSWER_NAMES,
@@ -61,6 +64,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Corpus",
     "Regenerated",
+    "Writer",
     "count_tokens",
     "forced_tokens",
     "regenerate",
@@ -69,7 +73,20 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-CALL_BATCHES = 16  # a call's last requests run alone: it is worth many batches
+CALL_RECORDS = 512  # a call's last requests run alone: it is worth many batches
+
+
+class Writer(Protocol):
+    """Who writes answers: an ``LLM``, or an ``Endpoint``."""
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+
+    def generate(
+        self, prompts: Any, params: Sequence[SamplingParams], *, on_error: OnError
+    ) -> list[RequestOutput]:
+        """One output for each prompt's token ids."""
 
 
 class Regenerated(NamedTuple):
@@ -83,12 +100,12 @@ class Regenerated(NamedTuple):
 def regenerate(
     paths: Sequence[str | Path],
     output: Path,
-    llm: LLM,
+    writer: Writer,
     params: SamplingParams,
     *,
     limit: int | None = None,
 ) -> Regenerated:
-    """Write the records of ``paths``, see ``read_lines``, to ``output`` with answers of ``llm``.
+    """Write the records of ``paths``, see ``read_lines``, to ``output`` with the writer's answers.
 
     The answer of a prompt becomes its ``response``; in a chat it replaces the assistant's last
     message, or follows the user's. Everything else is kept, and so is the order. Only whole answers
@@ -112,8 +129,8 @@ def regenerate(
     done = 0
     output.parent.mkdir(parents=True, exist_ok=True)
     with output.open("w", encoding="utf-8") as file:
-        while chunk := list(islice(lines, CALL_BATCHES * llm.config.max_batch_size)):
-            for reason, record, problem in _answer(chunk, llm, params, done):
+        while chunk := list(islice(lines, CALL_RECORDS)):
+            for reason, record, problem in _answer(chunk, writer, params, done):
                 if problem and not counts["error"]:
                     logger.warning("left out, and maybe others after it: %s", problem)
                 counts[reason] += 1
@@ -132,10 +149,10 @@ class _Answered(NamedTuple):
 
 
 def _answer(
-    lines: Sequence[Line], llm: LLM, params: SamplingParams, done: int
+    lines: Sequence[Line], writer: Writer, params: SamplingParams, done: int
 ) -> Iterator[_Answered]:
     examples = [_read(line) for line in lines]
-    encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, sys.maxsize)
+    encoder = PromptEncoder(writer.tokenizer, len(writer.tokenizer), sys.maxsize)
     prompts: list[Any] = [encode_prompt(example, encoder) for example in examples]
     asked = [
         replace(
@@ -145,7 +162,7 @@ def _answer(
         )
         for at, example in enumerate(examples)
     ]
-    outputs = llm.generate(prompts, asked, on_error="return")
+    outputs = writer.generate(prompts, asked, on_error="return")
     for line, output in zip(lines, outputs, strict=True):
         is_whole = output.is_complete
         record = _with_answer(line.record, output.text) if is_whole else None
@@ -411,8 +428,10 @@ def _regenerate(
             temperature=options.regenerate_temperature,
             seed=options.seed + rank * 2**32,
         )
-        with LLM(target, tokenizer=tokenizer) as llm:
-            regenerate([source], partial, llm, params)
+        url = options.regenerate_url
+        writer = LLM(target, tokenizer=tokenizer) if url is None else Endpoint(url, tokenizer)
+        with writer:
+            regenerate([source], partial, writer, params)
         source.unlink()
         partial.rename(paths[rank])
     accelerator.wait_for_everyone()

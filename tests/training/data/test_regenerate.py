@@ -13,13 +13,16 @@ import jsonschema
 import pytest
 
 from guided_spec.engine.llm import LLM
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, RequestError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.evaluate.workload import read_grammar
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.training.data import corpus
 from guided_spec.training.data.corpus import Regenerated, regenerate
+from guided_spec.training.data.endpoint import Endpoint
 from guided_spec.training.data.records import read_example
 from guided_spec.types import SamplingParams
+from tests.server.running import running
 from tests.tiny_llm import make_llm, tiny_tokenizer
 
 PARAMS = SamplingParams(max_tokens=64)
@@ -110,8 +113,11 @@ def test_what_fails_and_what_is_cut(
     assert "regex" in warning
 
 
-def test_calls_follow_one_another(llm: LLM, tmp_path: Path) -> None:
+def test_calls_follow_one_another(
+    llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The grammar of the parameters is for those without their own, and seeds count on."""
+    monkeypatch.setattr(corpus, "CALL_RECORDS", 32)
     path = write(tmp_path / "in.jsonl", [{"prompt": "a"}] * 30 + [{"prompt": "a", "regex": "b"}])
     params = SamplingParams(
         max_tokens=8, temperature=1.0, seed=5, grammar=GrammarSpec.regex("[a-z]{4}")
@@ -129,6 +135,37 @@ def test_calls_follow_one_another(llm: LLM, tmp_path: Path) -> None:
         "a", SamplingParams(max_tokens=8, temperature=1.0, seed=5 + 33, grammar=params.grammar)
     )
     assert alone.text == texts[33]
+
+
+def test_a_server_writes_what_its_model_writes(llm: LLM, tmp_path: Path) -> None:
+    """Under each kind of grammar, greedily; what it refuses or cuts is counted."""
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    records: list[dict[str, Any]] = [
+        {"prompt": "a", "schema": schema},
+        {"prompt": "b", "regex": "[a-z]{3}"},
+        {"messages": [{"role": "user", "content": "c"}], "choice": ["yes", "no"]},
+        {"prompt": "d", "ebnf": 'root ::= "x" | "y"'},
+        {"prompt": "e", "regex": "[a-z"},
+        {"prompt": "f", "regex": "[a-z]{100}"},
+    ]
+    path = write(tmp_path / "in.jsonl", records)
+    params = SamplingParams(max_tokens=40, temperature=0.0)
+    outputs = [tmp_path / "here.jsonl", tmp_path / "there.jsonl"]
+    here = regenerate([path], outputs[0], llm, params)
+    with running(llm) as served, Endpoint(f"{served.url}/v1/", llm.tokenizer) as endpoint:
+        there = regenerate([path], outputs[1], endpoint, params)
+        with pytest.raises(ConfigError, match="only asked for max_tokens, temperature"):
+            regenerate([path], tmp_path / "x.jsonl", endpoint, SamplingParams(top_p=0.5))
+        with pytest.raises(RequestError, match="answers with 400"):
+            endpoint.generate([[1]], [SamplingParams(grammar=GrammarSpec.regex("[a-z"))])
+        with pytest.raises(ConfigError, match="answers with status 404"):
+            Endpoint(served.url, llm.tokenizer)
+    assert read(outputs[0]) == read(outputs[1])
+    assert len(read(outputs[1])) >= 4
+    assert there.failed >= 1
+    assert sum(here) == sum(there) == len(records)
+    with pytest.raises(ConfigError, match="regenerate_url=.*does not answer"):
+        Endpoint(f"{served.url}/v1", llm.tokenizer)
 
 
 def test_errors(llm: LLM, tmp_path: Path) -> None:

@@ -1,0 +1,134 @@
+"""A running server with OpenAI's interface, which writes answers in the place of an ``LLM``."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+
+from guided_spec.engine.outputs import Completion, RequestOutput, RequestStats
+from guided_spec.engine.streams import OnError
+from guided_spec.errors import ConfigError, RequestError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.types import SamplingParams
+
+__all__ = ["Endpoint"]
+
+_AT_ONCE = 64  # requests; a server batches what comes together
+_SENT = ("max_tokens", "temperature", "seed", "grammar")
+_NAMES = {  # of vLLM's ``structured_outputs``
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+    "lark": "grammar",
+    "structural_tag": "structural_tag",
+}
+
+
+class Endpoint:
+    """``generate`` by a server that knows vLLM's ``structured_outputs``: vLLM, or ours.
+
+    url: as OpenAI's clients take it, up to ``/v1``. The model is the first that is served there.
+    tokenizer: of that model.
+        The environment variable ``OPENAI_API_KEY`` holds the key, if there is one.
+
+    Raises ConfigError where nothing answers.
+    """
+
+    def __init__(self, url: str, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self._url = url.rstrip("/")
+        key = os.environ.get("OPENAI_API_KEY")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=None)  # noqa: S113 - as long as it takes
+        try:
+            self._model = self._served_model()
+        except ConfigError:
+            self.close()
+            raise
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        *,
+        on_error: OnError = "raise",
+    ) -> list[RequestOutput]:
+        """As ``LLM.generate``, for token ids; outputs have text, an error, and no tokens.
+
+        Raises ConfigError for parameters besides ``max_tokens``, ``temperature``, ``seed`` and
+        ``grammar``, and where the server does not answer any more.
+        """
+        for one in params:
+            if one != SamplingParams(**_sent(one)):
+                fix = f"a server is only asked for {', '.join(_SENT)}"
+                raise ConfigError("params", one, fix)
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            completions = list(pool.map(self._complete, prompts, params))
+        for completion in completions if on_error == "raise" else ():
+            if completion.error is not None:
+                raise completion.error
+        return [RequestOutput(at, (completion,)) for at, completion in enumerate(completions)]
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._client.close()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _served_model(self) -> str:
+        reply = self._send("GET", "models")
+        if reply.is_error:
+            raise self._refuse(f"answers with status {reply.status_code}: {reply.text:.200}")
+        name: str = reply.json()["data"][0]["id"]
+        return name
+
+    def _complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
+        body = {"model": self._model, "prompt": list(prompt_ids), **_sent(params)}
+        grammar = body.pop("grammar")
+        try:
+            if grammar is not None:
+                body["structured_outputs"] = _structured(grammar)
+        except ConfigError as error:
+            return Completion("", [], "error", error, RequestStats())
+        reply = self._send("POST", "completions", body)
+        if reply.is_error:
+            fault = RequestError(f"the server answers with {reply.status_code}: {reply.text:.500}")
+            return Completion("", [], "error", fault, RequestStats())
+        choice = reply.json()["choices"][0]
+        if choice["finish_reason"] == "stop":
+            return Completion(choice["text"], [], "stop", None, RequestStats(), is_complete=True)
+        return Completion(choice["text"], [], "length", None, RequestStats())
+
+    def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        try:
+            return self._client.request(method, f"{self._url}/{path}", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise self._refuse(f"does not answer: {error}") from error
+
+    def _refuse(self, why: str) -> ConfigError:
+        fix = f"{why}; pass the address of a running server, such as http://127.0.0.1:8000/v1"
+        return ConfigError("regenerate_url", self._url, fix)
+
+
+def _sent(params: SamplingParams) -> dict[str, Any]:
+    return {name: getattr(params, name) for name in _SENT}
+
+
+def _structured(spec: GrammarSpec) -> dict[str, Any]:
+    """In vLLM's words. Raises ConfigError for what they cannot say."""
+    if spec.start is not None or spec.root != "root":
+        raise ConfigError("grammar", spec.kind, "a server knows no marker and no other root rule")
+    if spec.kind == "json_object":
+        return {"json_object": True}
+    if spec.kind == "choice":
+        return {"choice": json.loads(spec.source)}
+    return {_NAMES[spec.kind]: spec.source}
