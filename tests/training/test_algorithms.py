@@ -26,6 +26,7 @@ from tests.models.heads.block_checkpoints import write_block
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_tokenizer
+from tests.training.test_memory import PeakMemory
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 STEPS = 4
@@ -87,8 +88,9 @@ def greedy_texts(target: PreTrainedModel, count: int, length: int) -> torch.Tens
     return texts
 
 
-def make_case(folder: Path, key: str) -> Case:
+def make_case(folder: Path, key: str, **further: Any) -> Case:
     name, kind, changes = CASES[key]
+    changes = {**changes, **further}
     built = build(kind, vocab_size=VOCAB_SIZE)
     built.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
@@ -311,3 +313,21 @@ def test_registry() -> None:
         register("mine")(int)
     with pytest.raises(ConfigError, match="must be one of dflash, draft_model, dspark"):
         find_algorithm("eagle4")
+
+
+@pytest.mark.parametrize("key", ["eagle3 of two layers", "dflash", "two modules of GLM"])
+def test_gradient_checkpointing(key: str, tmp_path: Path) -> None:
+    """The same loss and gradients, and less is held between the passes."""
+    losses, gradients, held = [], [], []
+    for again in (False, True):
+        case = make_case(tmp_path / str(again), key, gradient_checkpointing=again)
+        case.model.train()
+        with PeakMemory() as memory:
+            loss = case.run().loss
+            held.append(memory.held)
+        loss.backward()
+        losses.append(loss.detach())
+        gradients.append([p.grad for p in case.model.parameters() if p.grad is not None])
+    torch.testing.assert_close(losses[0], losses[1])
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert held[1] < held[0] / 4

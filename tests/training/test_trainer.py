@@ -186,6 +186,9 @@ def test_what_an_algorithm_cannot_do_is_refused(target: str, data: str, tmp_path
         run(target, data, tmp_path, layout="other")
     with pytest.raises(ConfigError, match="sharding='fsdp': needs CUDA devices"):
         run(target, data, tmp_path, sharding="fsdp")
+    sharded = make_options(target, data, tmp_path, algorithm="eagle3", sharding="fsdp")
+    with pytest.raises(ConfigError, match="gradient_checkpointing=.*does not go with sharding"):
+        train(sharded, {"gradient_checkpointing": True})
 
 
 def test_a_reduced_vocabulary_reaches_the_draft(target: str, data: str, tmp_path: Path) -> None:

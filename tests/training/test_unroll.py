@@ -86,6 +86,27 @@ def test_padding_and_neighbours_change_nothing(headed: Headed) -> None:
         torch.testing.assert_close(padded[depth][1, :valid], state[0, :valid], rtol=1e-4, atol=1e-5)
 
 
+def gradients_of(headed: Headed, *, recompute: bool) -> list[Tensor]:
+    """Of the states and the head's parameters; the depths are weighted apart."""
+    module: Any = headed.head
+    states = headed.states.clone().requires_grad_()
+    depths = unroll(headed.head, headed.token_ids, states, STEPS, recompute=recompute)
+    loss = torch.stack([(1 + at) * hidden.sin().sum() for at, hidden in enumerate(depths)]).sum()
+    trained = [parameter for parameter in module.layers.parameters() if parameter.requires_grad]
+    found = torch.autograd.grad(loss, [states, *trained], allow_unused=True)
+    return [loss, *(part for part in found if part is not None)]
+
+
+def test_a_second_run_in_the_backward_pass_gives_the_same(headed: Headed) -> None:
+    module: Any = headed.head
+    module.requires_grad_(requires_grad=True)
+    kept, again = (gradients_of(headed, recompute=recompute) for recompute in (False, True))
+    module.requires_grad_(requires_grad=False)
+    assert len(kept) > 2
+    for one, other in zip(kept, again, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @given(st.integers(1, 7), st.integers(0, 4), st.none() | st.integers(1, 6))
 def test_mask_by_its_definition(length: int, repeats: int, window: int | None) -> None:
     mask = unroll_mask(length, repeats, window=window)

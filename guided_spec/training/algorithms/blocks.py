@@ -78,7 +78,10 @@ class BlockTraining(HeadTraining):
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
         """What ``scorer`` scores, at ``width`` depths; states: [B, T, layers * H_target]."""
-        outputs = self.head.train_blocks(anchors.tokens, anchors.starts, width, states)
+        outputs = self.head.train_blocks(
+            *(anchors.tokens, anchors.starts, width, states),
+            recompute=self._config.gradient_checkpointing,
+        )
         for depth in range(width):
             yield anchors.pick(outputs, targets, depth)
 

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -65,18 +67,22 @@ __all__ = [
 ]
 
 
-def unroll(head: DraftHead, token_ids: Tensor, states: Tensor, steps: int) -> Iterator[Tensor]:
+def unroll(
+    head: DraftHead, token_ids: Tensor, states: Tensor, steps: int, *, recompute: bool = False
+) -> Iterator[Tensor]:
     """The head's hidden states [B, T, H] at the depths 0 to ``steps - 1``, with gradient.
 
     token_ids: int64 [B, T], padded on the right. states: [B, T, len(aux_hidden_layers) * H_target],
     what the head's ``features`` takes. The state of place p is the one that scores token
-    p + 2 + depth; it is arbitrary where the document has no such token.
+    p + 2 + depth; it is arbitrary where the document has no such token. recompute: run each depth
+    again in the backward pass; only its states, keys and values are kept until then.
     """
     run: Any = head
     length = token_ids.shape[1]
     places = torch.arange(length, device=token_ids.device).unsqueeze(0)
     hidden = head.features(states)
     cache = DynamicCache()
+    kept: list[Tensor] = []
     for depth in range(steps):
         module = min(depth, head.num_modules - 1)
         repeats = depth - module
@@ -84,15 +90,35 @@ def unroll(head: DraftHead, token_ids: Tensor, states: Tensor, steps: int) -> It
         def see(window: int | None, repeats: int = repeats) -> Tensor:
             return unroll_mask(length, repeats, window=window, device=places.device)[None, None]
 
-        hidden = run(
+        run_depth = partial(
+            run,
             shift(token_ids, 1 + depth),
-            hidden,
             module=module,
             position_ids=places + repeats,
             attention_mask=head_masks(head.config, see, hidden),
-            cache=cache,
         )
+        if recompute:
+            again = partial(_run_again, run_depth)
+            hidden, *kept = checkpoint(again, hidden, *kept, use_reentrant=False)
+        else:
+            hidden = run_depth(hidden=hidden, cache=cache)
         yield hidden
+
+
+def _run_again(run: Callable[..., Tensor], hidden: Tensor, *kept: Tensor) -> list[Tensor]:
+    """The next states; then, as ``kept``, keys and values of each layer of the cache with the new.
+
+    Nothing is changed, so that it may be called twice.
+    """
+    cache = DynamicCache()
+    for layer, (keys, values) in enumerate(zip(kept[::2], kept[1::2], strict=True)):
+        cache.update(keys, values, layer)
+    found: list[Tensor] = [run(hidden=hidden, cache=cache)]
+    for part in cache.layers:
+        assert part.keys is not None
+        assert part.values is not None
+        found += [part.keys, part.values]
+    return found
 
 
 def unroll_mask(
@@ -207,21 +233,25 @@ def forward_head(
     batch: TrainingBatch,
     states: TargetStates,
     objective: Objective,
+    *,
+    recompute: bool = False,
 ) -> TrainingOutput:
-    """Unroll ``head`` over a batch and measure it; only rows of answers are scored."""
+    """Unroll ``head`` over a batch and measure it; only rows of answers are scored.
+
+    recompute: see ``unroll``.
+    """
     targets = TargetRows.build(batch, states, target, head.vocabulary)
     is_last = head.aux_hidden_layers == (FINAL_NORM,)
     features = target.normed(states.last) if is_last else states.aux.flatten(-2)
     module: Any = head
     scorer = DraftScorer.of(head.logits, module, module.layers)
-    drafts = _drafts(head, batch, targets, features, len(objective.weights))
+    unrolled = unroll(head, batch.token_ids, features, len(objective.weights), recompute=recompute)
+    drafts = _drafts(unrolled, targets)
     return measure(drafts, scorer, batch, targets, objective)
 
 
-def _drafts(
-    head: DraftHead, batch: TrainingBatch, targets: TargetRows, features: Tensor, steps: int
-) -> Iterator[DraftStates]:
-    for depth, hidden in enumerate(unroll(head, batch.token_ids, features, steps)):
+def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftStates]:
+    for depth, hidden in enumerate(unrolled):
         places = targets.at_depth(depth) >= 0
         yield DraftStates(places, hidden[places])
 
@@ -285,7 +315,9 @@ class HeadTraining(nn.Module):
         self, batch: TrainingBatch, states: TargetStates, *, objective: Objective
     ) -> TrainingOutput:
         """See ``forward_head``."""
-        return forward_head(self.head, self._target.head, batch, states, objective)
+        recompute: bool = self._config.gradient_checkpointing
+        head = self._target.head
+        return forward_head(self.head, head, batch, states, objective, recompute=recompute)
 
     def export(
         self, folder: Path, *, layout: str, tensors: Mapping[str, Tensor] | None = None

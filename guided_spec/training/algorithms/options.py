@@ -14,6 +14,7 @@ __all__ = [
     "DraftModelConfig",
     "Eagle3Config",
     "EagleConfig",
+    "HeadOptions",
     "LossOptions",
     "MtpConfig",
     "PEagleConfig",
@@ -45,7 +46,16 @@ class LossOptions:
 
 
 @dataclass(frozen=True)
-class ShapeOptions(LossOptions):
+class HeadOptions(LossOptions):
+    """And those of every head."""
+
+    gradient_checkpointing: bool = option(
+        "Compute what the backward pass needs a second time instead of keeping it.", default=False
+    )
+
+
+@dataclass(frozen=True)
+class ShapeOptions(HeadOptions):
     """And those about the sizes of a head's layers; see ``head_shape``."""
 
     num_layers: int = option("Decoder layers of the head.", default=1)
@@ -117,7 +127,7 @@ class DraftModelConfig(LossOptions):
 
 
 @dataclass(frozen=True)
-class EagleConfig(LossOptions):
+class EagleConfig(HeadOptions):
     """What a head looks like, and how it is trained."""
 
     init: str | None = option("An EAGLE head to go on from; a folder or hub id.", default=None)
@@ -156,7 +166,7 @@ class PEagleConfig(Eagle3Config):
 
 
 @dataclass(frozen=True)
-class MtpConfig(LossOptions):
+class MtpConfig(HeadOptions):
     """What the modules look like, and how they are trained."""
 
     init: str | None = option(

@@ -24,11 +24,13 @@ kernel is made from what goes in, n, in groups of channels:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from guided_spec.models.heads.block.candidates import (
@@ -245,12 +247,21 @@ class BlockHead(LayoutHead):
         starts = context.lengths.unsqueeze(1)
         return self._outputs(last.unsqueeze(1), starts, width, stored, length)[:, 0]
 
-    def train_blocks(self, last: Tensor, starts: Tensor, width: int, states: Tensor) -> Tensor:
+    def train_blocks(
+        self,
+        last: Tensor,
+        starts: Tensor,
+        width: int,
+        states: Tensor,
+        *,
+        recompute: bool = False,
+    ) -> Tensor:
         """``forward`` behind A places of each of R texts at once: [R, A, width, H].
 
         last: int64 [R, A], tokens of the texts. starts: int64 [R, A], where they stand, so that a
         block sees its text up to there and itself. states: [R, L, len(aux_hidden_layers) * H], the
-        target's. Only for a head without convolutions, which would mix the blocks.
+        target's. recompute: run each layer again in the backward pass; only its input is kept until
+        then. Only for a head without convolutions, which would mix the blocks.
         """
         features = self.features(states)
         places = torch.arange(states.shape[1], device=states.device).unsqueeze(0)
@@ -260,10 +271,17 @@ class BlockHead(LayoutHead):
             found = layer.keys_values(features, rotation)
             return KeyValues(found.keys.transpose(1, 2), found.values.transpose(1, 2))
 
-        return self._outputs(last, starts, width, made, states.shape[1])
+        return self._outputs(last, starts, width, made, states.shape[1], recompute=recompute)
 
     def _outputs(
-        self, last: Tensor, starts: Tensor, width: int, context: Context, length: int
+        self,
+        last: Tensor,
+        starts: Tensor,
+        width: int,
+        context: Context,
+        length: int,
+        *,
+        recompute: bool = False,
     ) -> Tensor:
         count = width + (not self.layout.from_anchor)
         masks = last.new_full((*last.shape, count - 1), self.layout.mask_token_id)
@@ -276,7 +294,8 @@ class BlockHead(LayoutHead):
         for layer in layers:
             if layer.sight not in visible:
                 visible[layer.sight] = places.visible(layer.sight, length)
-            x = layer(x, rotation, context, visible[layer.sight])
+            run = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            x = run(x, rotation, context, visible[layer.sight])
         blocks = x.unflatten(1, (last.shape[1], count))
         output: Tensor = self.norm(blocks[:, :, count - width :])
         return output
