@@ -113,6 +113,9 @@ def _print(report: TrainingReport) -> None:
         "steps": f"{report.steps}",
         "tokens per second": f"{report.tokens_per_second:.0f}",
     }
+    if report.peak_cuda_bytes and report.expected_cuda_bytes:
+        peak, expected = report.peak_cuda_bytes / 2**30, report.expected_cuda_bytes / 2**30
+        rows["peak memory of the device"] = f"{peak:.1f} GiB, expected {expected:.1f} GiB"
     for shown, metrics in (("", report.metrics), ("held-out ", report.heldout)):
         for name, mean in metrics.items():
             label = estimate if name == "acceptance_length" else name.replace("_", " ")

@@ -229,7 +229,8 @@ class TrainingReport:
     """What came out of a run; ``REPORT`` in its output folder.
 
     draft: the folder of the draft. steps, tokens, seconds: of training, over all processes; a
-    resumed run counts all of it. peak_cuda_bytes: of the main process; None without CUDA. metrics:
+    resumed run counts all of it. peak_cuda_bytes: of the main process, and
+    expected_cuda_bytes, what was stated for it before the first step; None without CUDA. metrics:
     means over the steps since the last line of the log but one. heldout: the same of the held-out
     documents. best_step: the validation at which drafts were accepted the longest; its draft is in
     the folder ``BEST`` below, unless it was the last, and 0 where nothing was validated.
@@ -244,6 +245,7 @@ class TrainingReport:
     seconds: float
     tokens_per_second: float
     peak_cuda_bytes: int | None
+    expected_cuda_bytes: int | None
     metrics: dict[str, float]
     heldout: dict[str, float]
     best_step: int
@@ -435,6 +437,7 @@ def _report(
         seconds=progress.seconds,
         tokens_per_second=progress.tokens / max(progress.seconds, 1e-9),
         peak_cuda_bytes=torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None,
+        expected_cuda_bytes=result.expected_bytes,
         metrics=result.metrics,
         heldout=result.heldout,
         best_step=progress.best_step,

@@ -282,11 +282,16 @@ class TrainingData(NamedTuple):
 
 
 class TrainingResult(NamedTuple):
-    """progress: how far the run came. metrics: the last that were logged. heldout: at the end."""
+    """What a run came to.
+
+    progress: how far the run came. metrics: the last that were logged. heldout: at the end.
+    expected_bytes: of the device, stated before the first step; None without CUDA.
+    """
 
     progress: Progress
     metrics: dict[str, float]
     heldout: dict[str, float]
+    expected_bytes: int | None
 
 
 class Trainer:
@@ -321,6 +326,7 @@ class Trainer:
         self._losses: list[Tensor] = []
         self._tokens = torch.zeros((), dtype=torch.int64, device=accelerator.device)
         self._metrics: dict[str, float] = {}
+        self._expected_bytes: int | None = None
 
     def run(self, output: Path) -> TrainingResult:
         """Train, with checkpoints, logs and the best draft so far below the folder ``output``.
@@ -349,7 +355,7 @@ class Trainer:
             self._data.signals,
         ):
             if self._accelerator.device.type == "cuda":
-                self._state_memory(log)
+                self._expected_bytes = self._state_memory(log)
             for batch in self._batches():
                 self._train_on(batch)
                 if self._accelerator.sync_gradients:
@@ -363,7 +369,7 @@ class Trainer:
                     log.advance(progress.step)
             heldout = self._validate(log, output / BEST)
             self._stop_if_asked(log, checkpoints, stop)  # a signal that came since the last step
-        return TrainingResult(progress, self._metrics, heldout)
+        return TrainingResult(progress, self._metrics, heldout, self._expected_bytes)
 
     def try_largest(self) -> int:
         """Bytes of the device that a step of the largest batch takes; it is run, and forgotten.
@@ -384,13 +390,16 @@ class Trainer:
         moments = 0 if self._optimizer.state else 2 * held  # the first step makes them
         return torch.cuda.max_memory_allocated() + moments
 
-    def _state_memory(self, log: RunLog) -> None:
+    def _state_memory(self, log: RunLog) -> int:
+        """What a step is expected to take; from here on what it does take is counted."""
         torch.cuda.reset_peak_memory_stats()
         needed, room = self.try_largest(), torch.cuda.mem_get_info()[1]
         log.say(f"the largest batch takes {needed / 2**30:.1f} of {room / 2**30:.1f} GiB")
         if needed > room:
             fix = "its gradients fit the device, and the optimizer's moments do not: lower it"
             raise ConfigError("batch_tokens", self._options.batch_tokens, fix)
+        torch.cuda.reset_peak_memory_stats()
+        return needed
 
     def export(self, folder: Path) -> None:
         """Write the draft into ``folder``, as it is now; every process has to call it."""

@@ -17,6 +17,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import ALGORITHMS, algorithm_names, find_algorithm
+from guided_spec.training.run import TrainingReport
 from tests.training.toy_algorithm import ToyTraining, write_documents, write_target
 
 TRAIN = sys.modules["guided_spec.cli.train"]  # in its package, the name is the command's
@@ -159,3 +160,23 @@ def test_every_algorithm_has_its_help(name: str) -> None:
     shown = set(re.findall(r"--[a-z0-9-]+", result.stdout))
     own = fields(find_algorithm(name).config_class)
     assert {f"--{each.name.replace('_', '-')}" for each in (*fields(TrainOptions), *own)} <= shown
+
+
+def test_memory_is_shown_beside_what_was_expected(capsys: pytest.CaptureFixture[str]) -> None:
+    report = TrainingReport(
+        draft="head",
+        layout="plain",
+        steps=1,
+        tokens=1,
+        seconds=1.0,
+        tokens_per_second=1.0,
+        peak_cuda_bytes=3 * 2**30,
+        expected_cuda_bytes=2 * 2**30,
+        metrics={},
+        heldout={},
+        best_step=0,
+        options={"regenerate": False},
+        algorithm_options={},
+    )
+    TRAIN._print(report)
+    assert "3.0 GiB, expected 2.0 GiB" in capsys.readouterr().out

@@ -50,6 +50,7 @@ def test_a_draft_learns_and_serves(algorithm: str, tmp_path: Path) -> None:
     report = run(options_for(tmp_path, algorithm))
     assert report.steps == 60
     assert report.peak_cuda_bytes
+    assert report.expected_cuda_bytes
     assert report.heldout["acceptance_length"] > 1.5
     assert report.decoded is not None
     assert report.decoded["valid"] == 1

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import Mock, call
 
 import pytest
 import torch
@@ -61,6 +61,7 @@ def test_the_loss_falls(target: str, data: str, tmp_path: Path) -> None:
     assert json.loads((tmp_path / "training.json").read_text())["steps"] == report.steps
     assert report.tokens > 0
     assert report.peak_cuda_bytes is None
+    assert report.expected_cuda_bytes is None
     assert any((tmp_path / "logs" / "guided-spec").glob("events.out.tfevents.*"))
     assert not (tmp_path / "checkpoints").exists()
     card = (tmp_path / "README.md").read_text()
@@ -166,6 +167,15 @@ def test_the_largest_batch_is_tried_first(
         assert trainer.try_largest() == 2 * held
         assert tried[0].token_ids.numel() == max(sizes)
         assert all(p.grad is None for p in trainer.model.parameters())
+        log, order = Mock(), Mock()
+        for name in ("reset_peak_memory_stats", "max_memory_allocated"):
+            monkeypatch.setattr(torch.cuda, name, getattr(order, name))
+        order.max_memory_allocated.return_value = 2**30 - 2 * held
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 2**31))
+        assert trainer._state_memory(log) == 2**30
+        log.say.assert_called_once_with("the largest batch takes 1.0 of 2.0 GiB")
+        # The trial is not counted in what the steps took.
+        assert order.mock_calls[-1] == call.reset_peak_memory_stats()
         vars(ToyTraining.latest)["forward"] = Mock(side_effect=torch.OutOfMemoryError)
         trainer.try_largest()
 
@@ -173,7 +183,7 @@ def test_the_largest_batch_is_tried_first(
     monkeypatch.setattr(Trainer, "run", only_try)
     with pytest.raises(ConfigError, match="batch_tokens=1024: so many tokens do not fit"):
         run(target, data, tmp_path)
-    assert len(tried) == 1
+    assert len(tried) == 2
 
 
 def test_a_run_without_a_step_is_refused(target: str, data: str, tmp_path: Path) -> None:
