@@ -315,12 +315,21 @@ def test_registry() -> None:
         find_algorithm("eagle4")
 
 
-@pytest.mark.parametrize("key", ["eagle3 of two layers", "dflash", "two modules of GLM"])
-def test_gradient_checkpointing(key: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "own"),
+    [
+        ("eagle3 of two layers", {}),
+        ("dflash", {}),
+        ("dspark", {"num_layers": 3}),
+        ("p_eagle", {"num_layers": 2}),
+        ("two modules of GLM", {}),
+    ],
+)
+def test_gradient_checkpointing(key: str, own: dict[str, Any], tmp_path: Path) -> None:
     """The same loss and gradients, and less is held between the passes."""
     losses, gradients, held = [], [], []
     for again in (False, True):
-        case = make_case(tmp_path / str(again), key, gradient_checkpointing=again)
+        case = make_case(tmp_path / str(again), key, gradient_checkpointing=again, **own)
         case.model.train()
         with PeakMemory() as memory:
             loss = case.run().loss

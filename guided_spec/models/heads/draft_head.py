@@ -10,11 +10,13 @@ target's V tokens. Their checkpoints hold ``d2t`` int64 [D], offsets: draft id i
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -29,6 +31,7 @@ __all__ = [
     "DraftVocabulary",
     "LayoutHead",
     "VocabularyTensors",
+    "layer_run",
 ]
 
 
@@ -168,6 +171,13 @@ class DraftHead(Protocol):
     def logits(self, hidden: Tensor) -> Tensor:
         """Recycled hidden states [..., H] to draft logits [..., D]."""
         ...
+
+
+def layer_run(layer: nn.Module, *, recompute: bool) -> Callable[..., Tensor]:
+    """How to call a layer. recompute: keep only what goes in, and run it again when gradients of
+    it are asked for; it must not change a cache.
+    """
+    return partial(checkpoint, layer, use_reentrant=False) if recompute else layer
 
 
 class LayoutHead(nn.Module):

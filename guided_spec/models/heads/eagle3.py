@@ -43,7 +43,7 @@ from guided_spec.models.heads.config import (
     check_fit,
     derive_head_config,
 )
-from guided_spec.models.heads.draft_head import MASK, DraftVocabulary, LayoutHead
+from guided_spec.models.heads.draft_head import MASK, DraftVocabulary, LayoutHead, layer_run
 from guided_spec.models.transformers_version import cache_keyword
 from guided_spec.types import require_int
 
@@ -338,16 +338,30 @@ class Eagle3Head(LayoutHead):
     ) -> Tensor:
         """See ``DraftHead.forward``."""
         del module
+        return self.run_layers(token_ids, hidden, position_ids, attention_mask, cache=cache)
+
+    def run_layers(
+        self,
+        token_ids: Tensor,
+        hidden: Tensor,
+        position_ids: Tensor,
+        attention_mask: Any,
+        *,
+        cache: Any = None,
+        recompute: bool = False,
+    ) -> Tensor:
+        """``forward``. recompute: see ``layer_run``; for a pass without a cache."""
         arguments = {
             "position_embeddings": self.rotary_emb(hidden, position_ids),
             **cache_keyword(self.layers[0], cache),
         }
         masks = [self._mask(attention_mask, index) for index in range(len(self.layers))]
-        states: Tensor = self.layers[0](
+        first, *further = (layer_run(layer, recompute=recompute) for layer in self.layers)
+        states = first(
             self.embed(token_ids).to(hidden.dtype), hidden, attention_mask=masks[0], **arguments
         )
-        for layer, mask in zip(self.layers[1:], masks[1:], strict=True):
-            states = layer(states, attention_mask=mask, **arguments)
+        for run, mask in zip(further, masks[1:], strict=True):
+            states = run(states, attention_mask=mask, **arguments)
         if self.norm_output:
             states = self.norm(states)
         return states

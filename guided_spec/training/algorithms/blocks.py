@@ -201,7 +201,10 @@ class PEagleTraining(BlockTraining):
         self, anchors: Anchors, targets: TargetRows, states: Tensor, width: int
     ) -> Iterator[DraftStates]:
         """See ``BlockTraining``; the first depth needs no anchors."""
-        read, masked = read_and_mask(self.head, anchors.token_ids, anchors.starts, width, states)
+        read, masked = read_and_mask(
+            *(self.head, anchors.token_ids, anchors.starts, width, states),
+            recompute=self._config.gradient_checkpointing,
+        )
         places = targets.at_depth(0) >= 0
         yield DraftStates(places, read[places])
         for depth in range(1, width):
@@ -216,12 +219,19 @@ class MaskedOutputs(NamedTuple):
 
 
 def read_and_mask(
-    head: Eagle3Head, token_ids: Tensor, starts: Tensor, width: int, states: Tensor
+    head: Eagle3Head,
+    token_ids: Tensor,
+    starts: Tensor,
+    width: int,
+    states: Tensor,
+    *,
+    recompute: bool = False,
 ) -> MaskedOutputs:
     """The outputs over whole texts, and at the masks behind A places of each, by one forward.
 
     token_ids: int64 [B, T]. starts: int64 [B, A], where the masks begin: each block sees its text
-    up to there and itself, causally. states: [B, T, len(aux_hidden_layers) * H_target].
+    up to there and itself, causally. states: [B, T, len(aux_hidden_layers) * H_target]. recompute:
+    run each layer again in the backward pass; only its input is kept until then.
     """
     assert head.mask_hidden is not None
     assert head.layout.mask_token_id is not None
@@ -238,13 +248,12 @@ def read_and_mask(
         return torch.cat([read, places.visible(sight, length)], 2)
 
     hidden = torch.cat([head.features(states), unknown], 1)
-    outputs: Tensor = head(
+    outputs = head.run_layers(
         torch.cat([shift(token_ids, 1), masks], 1),
         hidden,
-        module=0,
-        position_ids=torch.cat([text.expand(len(starts), -1), places.position], 1),
-        attention_mask=head_masks(head.config, see, hidden),
-        cache=None,
+        torch.cat([text.expand(len(starts), -1), places.position], 1),
+        head_masks(head.config, see, hidden),
+        recompute=recompute,
     )
     read, masked = outputs.tensor_split([length], 1)
     return MaskedOutputs(read, masked.unflatten(1, (starts.shape[1], count)))

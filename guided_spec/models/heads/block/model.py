@@ -24,13 +24,11 @@ kernel is made from what goes in, n, in groups of channels:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from guided_spec.models.heads.block.candidates import (
@@ -40,7 +38,7 @@ from guided_spec.models.heads.block.candidates import (
     Transition,
 )
 from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
-from guided_spec.models.heads.draft_head import LayoutHead
+from guided_spec.models.heads.draft_head import LayoutHead, layer_run
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["BlockContext", "BlockHead", "BlockPlaces", "Sight"]
@@ -294,7 +292,7 @@ class BlockHead(LayoutHead):
         for layer in layers:
             if layer.sight not in visible:
                 visible[layer.sight] = places.visible(layer.sight, length)
-            run = partial(checkpoint, layer, use_reentrant=False) if recompute else layer
+            run = layer_run(layer, recompute=recompute)
             x = run(x, rotation, context, visible[layer.sight])
         blocks = x.unflatten(1, (last.shape[1], count))
         output: Tensor = self.norm(blocks[:, :, count - width :])
