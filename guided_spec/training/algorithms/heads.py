@@ -257,8 +257,9 @@ def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftSt
 class HeadTraining(nn.Module):
     """A ``DraftAlgorithm`` but for what tells draft heads apart: options, and how one is made.
 
-    A subclass sets ``config_class``, and ``reduced_vocabulary`` where its heads may have one, and
-    defines ``make_head``. head: in float32, with gradients; a module and a ``DraftHead``.
+    A subclass sets ``config_class``, of ``HeadOptions``, and ``reduced_vocabulary`` where its heads
+    may have one, and defines ``make_head``. head: in float32, with gradients; a module and a
+    ``DraftHead``.
     """
 
     config_class: ClassVar[type[Any]]
