@@ -13,6 +13,7 @@ from guided_spec.engine.outputs import ChoiceOutput, Chunk
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.engine.setup import Setup
+from guided_spec.engine.streams import cancel_all
 from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
@@ -39,7 +40,7 @@ class Chooser:
         try:
             outputs = [one.output.result() for one in asked]
         finally:
-            _cancel(asked)
+            cancel_all(asked)
         return outputs[0] if _is_one(prompts, listed) else outputs
 
     async def achoose(
@@ -51,7 +52,7 @@ class Chooser:
         try:
             outputs = [await asyncio.wrap_future(one.output) for one in asked]
         finally:
-            _cancel(asked)
+            cancel_all(asked)
         return outputs[0] if _is_one(prompts, listed) else outputs
 
     def _ask(self, listed: list[Prompt], choices: Any, paths: ChoicePaths) -> list[_Asked]:
@@ -89,6 +90,10 @@ class _Asked:
         self.output: Future[ChoiceOutput] = Future()
         self.output.set_running_or_notify_cancel()  # a task that gives up leaves it as it is
         self._values, self._tree, self._paths = values, tree, paths
+
+    def cancel(self) -> None:
+        """The prompt's scores are not wanted any more."""
+        cancel_all(self.requests)
 
     def report(self, chunk: Chunk) -> None:
         """One of the requests has ended; called from the engine's thread."""
@@ -152,9 +157,3 @@ def _check_room(job: Job, rows: Sequence[TokenRow]) -> None:
 
 def _is_one(prompts: Any, listed: list[Prompt]) -> bool:
     return len(listed) == 1 and listed[0] is prompts
-
-
-def _cancel(asked: Sequence[_Asked]) -> None:
-    for one in asked:
-        for request in one.requests:
-            request.cancel()

@@ -27,7 +27,15 @@ from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup
-from guided_spec.engine.streams import Failures, Manner, OnError, Params, achunks, match_params
+from guided_spec.engine.streams import (
+    Failures,
+    Manner,
+    OnError,
+    Params,
+    achunks,
+    cancel_all,
+    match_params,
+)
 from guided_spec.engine.worker import EngineWorker, Load
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
@@ -243,7 +251,7 @@ class LLM:
                 failures.look_at(chunk, len(prompts))
                 yield chunk
         finally:
-            _cancel(requests)
+            cancel_all(requests)
 
     async def agenerate(
         self,
@@ -449,9 +457,3 @@ class _Collector:
         for (prompt, _), completion in sorted(self._completions.items(), key=lambda item: item[0]):
             prompts.setdefault(prompt, []).append(completion)
         return [RequestOutput(index, tuple(group)) for index, group in prompts.items()]
-
-
-def _cancel(requests: Sequence[Request | None]) -> None:
-    for request in requests:
-        if request is not None:
-            request.cancel()

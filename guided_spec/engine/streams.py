@@ -24,6 +24,7 @@ __all__ = [
     "Params",
     "Submits",
     "achunks",
+    "cancel_all",
     "match_params",
 ]
 
@@ -169,6 +170,11 @@ async def achunks(
             failures.look_at(chunk, len(prompts))
             yield chunk
     finally:
-        for sample in samples:
-            if sample is not None:
-                sample.cancel()
+        cancel_all(samples)
+
+
+def cancel_all(samples: Sequence[Cancellable | None]) -> None:
+    """None of these samples, as ``Submits`` returns them, is wanted any more."""
+    for sample in samples:
+        if sample is not None:
+            sample.cancel()
