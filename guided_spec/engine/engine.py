@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, Reques
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.models.packed.graph_pool import CaptureWindow
+from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
 from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
@@ -136,6 +137,8 @@ class Engine:
 
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
+
+    Attributes: model, config, as they were passed.
     """
 
     def __init__(
@@ -145,9 +148,9 @@ class Engine:
         config: EngineConfig,
         window: CaptureWindow | None = None,
     ) -> None:
-        self._model = model
+        self.model = model
         self._window = window or CaptureWindow()
-        self._config = config
+        self.config = config
         self._proposer = proposer
         # Who drafts nothing asks for no hidden states.
         self._layers = proposer.aux_hidden_layers if config.num_draft_tokens else ()
@@ -173,12 +176,12 @@ class Engine:
     @property
     def num_slots(self) -> int:
         """Requests that can run at once."""
-        return self._model.num_slots
+        return self.model.num_slots
 
     @property
     def max_length(self) -> int:
         """Tokens of a text."""
-        return self._model.max_length
+        return self.model.max_length
 
     @property
     def num_free_slots(self) -> int:
@@ -188,13 +191,13 @@ class Engine:
     @property
     def num_blocks(self) -> int:
         """Of keys and values; a stock model's slots, each of which is one."""
-        blocks = self._model.blocks
-        return self._model.num_slots if blocks is None else blocks.num_blocks
+        blocks = self.model.blocks
+        return self.model.num_slots if blocks is None else blocks.num_blocks
 
     @property
     def num_free_blocks(self) -> int:
         """Those that can be taken; the prefix cache may hold text in them until then."""
-        blocks = self._model.blocks
+        blocks = self.model.blocks
         return self._scheduler.num_free if blocks is None else blocks.num_free
 
     @property
@@ -216,13 +219,22 @@ class Engine:
 
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        yield from self._model.capture(self._layers)
+        yield from self.model.capture(self._layers)
         if isinstance(self._proposer, Captures):
             yield from self._proposer.capture()
 
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, ``capture`` goes through what the graphs hold, and captures nothing."""
+        self._window.stage = Stage.COMPILE
+        try:
+            yield
+        finally:
+            self._window.stage = Stage.CAPTURE
+
     def close_captures(self) -> None:
         """From here on, no step captures a graph."""
-        self._window.is_open = False
+        self._window.stage = Stage.CLOSED
 
     def cancel_all(self) -> None:
         """End every request; the engine may go on with new ones."""
@@ -278,7 +290,7 @@ class Engine:
             self._proposer.release(slots)
         except Exception as error:  # whose state it then mixes up, nobody knows
             self.fail(self._scheduler.running(), error)
-        self._model.release(slots)
+        self.model.release(slots)
         self._batches.forget()  # else the last requests would be kept alive
 
     def _admit(self) -> None:
@@ -286,7 +298,7 @@ class Engine:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
-            if not self._model.has_room(len(request.text.tokens)):
+            if not self.model.has_room(len(request.text.tokens)):
                 break  # else it would take a slot, and go back to the queue
             try:
                 if request.job.grammar is not None and request.text.constraint is None:
@@ -330,11 +342,11 @@ class Engine:
         rows = [r for r in self._scheduler.running(State.PREFILL) if not self._shares_prefill(r)]
         unread = [request for request in rows if request.num_unread]
         along = list[Piece]()
-        if self._model.is_packed:
+        if self.model.is_packed:
             along = self._read_lines(unread)
         else:
             left = [request.num_unread for request in unread]
-            for members, width in group_prompts(left, self._config.prefill_tokens):
+            for members, width in group_prompts(left, self.config.prefill_tokens):
                 self._read_prompts([unread[at] for at in members], width)
         self._begin_decoding(rows)
         return along
@@ -342,7 +354,7 @@ class Engine:
     def _read_lines(self, unread: Sequence[Request]) -> list[Piece]:
         """Read the next pieces of prompts now, or return them for the verify forward."""
         num_decoding = len(self._scheduler.running(State.DECODE))
-        budget = self._config.prefill_tokens
+        budget = self.config.prefill_tokens
         if num_decoding:
             budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
         pieces = self._next_pieces(unread, budget)
@@ -380,7 +392,7 @@ class Engine:
         """
         text = request.text
         if request.num_cached == 0 and self._takes_prefixes:
-            found = self._model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
+            found = self.model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
             if self._is_coming(request, found.known + BLOCK, reads):
                 return False
             request.num_cached = found.taken
@@ -408,7 +420,7 @@ class Engine:
 
     def _remember(self, request: Request, length: int) -> None:
         if self._takes_prefixes:
-            self._model.remember(request.text.slot, request.text.tokens, length)
+            self.model.remember(request.text.slot, request.text.tokens, length)
 
     def _make_room(self, request: Request, length: int) -> bool:
         """Whether the request has room for so many tokens in all.
@@ -416,7 +428,7 @@ class Engine:
         Where there is none, those who came last go back to the queue, and lose nothing but time;
         False where that is the request itself.
         """
-        while not self._model.grow(request.text.slot, length):
+        while not self.model.grow(request.text.slot, length):
             last = max(self._scheduler.running(), key=lambda running: running.number)
             slot = last.text.slot
             self._scheduler.requeue(last)
@@ -445,7 +457,7 @@ class Engine:
             return False
         # Keys and values of the prompt stay where they are, a linear state and the hidden states
         # that a proposer takes do not.
-        moves_on = self._model.has_linear_state or bool(self._layers)
+        moves_on = self.model.has_linear_state or bool(self._layers)
         for other in self._scheduler.running():
             if other is request or not request.has_prompt_of(other):
                 continue
@@ -463,7 +475,7 @@ class Engine:
     def _share(self, source: Request, request: Request) -> bool:
         """Give a prompt on; False where there is no room: the request then reads it in its turn."""
         length = source.text.prompt_length - 1
-        if not self._model.can_copy(length):
+        if not self.model.can_copy(length):
             return False
         self._target.share_prefill(source.text.slot, request.text.slot, length)
         request.num_cached, request.text.prefill = length, source.text.prefill
@@ -483,11 +495,11 @@ class Engine:
                 self._make_room(request, scored_length(request))
         requests = self._scheduler.running(State.SCORE)
         if requests:
-            score_rows(self._model, requests)
+            score_rows(self.model, requests)
 
     def _decoding(self) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
-        most = self._config.num_draft_tokens + self._config.max_forced_tokens
+        most = self.config.num_draft_tokens + self.config.max_forced_tokens
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
@@ -507,7 +519,7 @@ class Engine:
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
         pieces = [piece.tokens for piece in along]
-        batch = self._batches.make(texts, self._config.num_draft_tokens, features, traced, pieces)
+        batch = self._batches.make(texts, self.config.num_draft_tokens, features, traced, pieces)
         carry, self._carry = self._carry, None
         step = speculative_step(self._target, self._proposer, batch, carry=carry)
         self._carry = step.carry

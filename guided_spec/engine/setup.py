@@ -1,4 +1,4 @@
-"""Putting an engine together: model, tokenizer, slots, proposer, grammars, and a first warm-up.
+"""Putting an engine together: model, tokenizer, slots, proposer and grammars.
 
 It decides how many KV slots fit the memory and how long a text they hold, and which proposer fits
 the draft checkpoint, or the target's own.
@@ -9,27 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import re
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from tqdm.auto import tqdm
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
-from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.engine.request import Job, Request
+from guided_spec.engine.warm_up import warm_up
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
-from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
@@ -37,7 +33,6 @@ from guided_spec.models.loading import end_of_text_ids, load_model, load_tokeniz
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow
 from guided_spec.proposers import build_proposer
-from guided_spec.types import SamplingParams
 
 __all__ = [
     "Options",
@@ -48,20 +43,7 @@ __all__ = [
     "find_tokenizer",
     "plan_slots",
     "resolve_auto",
-    "warm_up",
 ]
-
-WARM_UP_PROMPT = 8  # tokens
-WARM_UP_STEPS = 3  # of a text at least
-# What compiles kernels of its own: greedy or not, filters, and rows without a mask.
-SAMPLINGS: tuple[dict[str, float], ...] = (
-    {"temperature": 0.0},
-    {"temperature": 0.7},
-    {"temperature": 0.7, "top_p": 0.9},
-    {"temperature": 0.7, "top_k": 20, "top_p": 0.9},
-)
-# Triton compiles a number that is 1 or a multiple of 16 by itself.
-BATCHES = (1, 2, 16)
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest
@@ -390,50 +372,3 @@ def find_tokenizer(model: Any, options: Options) -> Any:
         return load_tokenizer(model.config.name_or_path)
     names = ("revision", "trust_remote_code")  # of the same repository
     return load_tokenizer(model, **{n: options.load[n] for n in names if n in options.load})
-
-
-def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -> None:
-    """Capture the graphs of ``engine``, and write some short texts with it.
-
-    Afterwards no step captures or compiles anything: a shape without a graph runs launch by launch.
-
-    To be called in the engine's own thread, before its first request. Shows a bar on stderr.
-    """
-    began, length = (
-        time.perf_counter(),
-        min(WARM_UP_PROMPT * (WARM_UP_STEPS + 1), engine.max_length),
-    )
-    prompt = [0] * min(WARM_UP_PROMPT, length - 1)
-    spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
-    grammar = grammars.queue.submit(spec)
-    left = engine.capture()
-    with tqdm(desc="capturing CUDA graphs", unit="graph", leave=False) as bar:
-        for _ in left:
-            bar.update()
-        captured = bar.n
-    for batch in sorted({min(size, engine.num_slots) for size in BATCHES}):
-        for sampling in SAMPLINGS:
-            params = SamplingParams(  # the salt: no request is drafted from these texts
-                **sampling,  # type: ignore[arg-type]
-                max_tokens=WARM_UP_PROMPT * WARM_UP_STEPS,
-                ignore_eos=True,
-                cache_salt="guided_spec.warm_up",
-            )
-            for one in (grammar, None):
-                job = Job(prompt, params, length, 0, one, grammars.endings)
-                _write(engine, [Request(job, vocabulary, _report) for _ in range(batch)])
-    engine.close_captures()
-    seconds = time.perf_counter() - began
-    logger.info("captured %d CUDA graphs and compiled kernels in %.1f s", captured, seconds)
-
-
-def _write(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-
-
-def _report(chunk: Chunk) -> None:
-    if chunk.completion is not None and chunk.completion.error is not None:
-        logger.warning("a text of the warm-up failed: %s", chunk.completion.error)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.launch_triton import launch
+
 __all__ = ["apply_token_bitmask", "translate_bitmask"]
 
 WORDS = 32  # mask words a program, 32 tokens each
@@ -20,7 +22,7 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor) -> Tensor:
     x = rows if rows.stride(1) == 1 else rows.contiguous()
     words = masks if masks.stride(1) == 1 else masks.contiguous()
     grid = (len(rows), triton.cdiv(rows.shape[1], WORDS * 32))
-    _apply[grid](
+    launch(_apply, grid)(
         x, x.stride(0), words, words.stride(0), words.shape[1], masked, rows.shape[1], WORDS,
         num_warps=WARPS,
     )  # fmt: skip
@@ -34,7 +36,7 @@ def translate_bitmask(bitmask: Tensor, target_ids: Tensor) -> Tensor:
     found = torch.empty(len(masks), num_words, dtype=torch.int32, device=bitmask.device)
     words = masks if masks.stride(1) == 1 else masks.contiguous()
     grid = (len(masks), triton.cdiv(num_words, WORDS))
-    _translate[grid](
+    launch(_translate, grid)(
         words, words.stride(0), words.shape[1], target_ids.contiguous(), size, found, num_words,
         WORDS, num_warps=WARPS,
     )  # fmt: skip

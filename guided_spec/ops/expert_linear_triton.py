@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.launch_triton import await_previous, launch
 
 __all__ = ["expert_linear"]
 
@@ -23,10 +23,9 @@ def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
     tile = INPUTS_FIRST if weight.stride(2) == 1 else OUTPUTS_FIRST
     x, given = x.contiguous(), weight if bias is None else bias.contiguous()
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _expert_linear[(triton.cdiv(outputs, tile[0]), pairs)](
+        launch(_expert_linear, (triton.cdiv(outputs, tile[0]), pairs), x)(
             *(x, experts.contiguous(), weight, given, product, *weight.stride()),
             *(pairs // len(x), outputs, inputs, bias is not None, *tile),
-            **dependent_launch(x),
         )
     return product
 

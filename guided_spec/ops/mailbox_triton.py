@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.launch_triton import launch
 from guided_spec.ops.table_rows_triton import copy_rows
 
 __all__ = ["answer", "fetch_rows"]
 
 ROWS = 256  # answers of a program
+LEAST_BLOCK = 64  # rows of a look: with fewer there would be more kernels to compile
 
 
 def fetch_rows(
@@ -26,10 +28,10 @@ def fetch_rows(
     with torch.cuda.device_of(out):  # Triton launches on the current device
         # One program looks, and reads the addresses for all others: reads of the same word of the
         # host's memory come one after another, each a microsecond long.
-        _await[(1,)](
+        launch(_await, (1,))(
             *(order, ticket, found if sources is None else sources, patience, found, count),
             has_sources=sources is not None,
-            block=triton.next_power_of_2(count),
+            block=max(triton.next_power_of_2(count), LEAST_BLOCK),
             num_warps=1,
         )
     copy_rows(found, out)
@@ -41,7 +43,7 @@ def answer(
     """See ``guided_spec.ops.mailbox.answer``; ``told`` is pinned, the others on one device."""
     count = len(token_ids)
     with torch.cuda.device_of(token_ids):
-        _answer[(triton.cdiv(count, ROWS),)](
+        launch(_answer, (triton.cdiv(count, ROWS),))(
             token_ids,
             token_ids if starved is None else starved,
             *(ticket, told, out, out.stride(0), count),
@@ -52,7 +54,10 @@ def answer(
 
 # Triton reads annotations as its own, so the arguments have none. Volatile loads are not moved
 # before one another.
-@triton.jit(do_not_specialize=["patience", "count"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["patience", "count"],
+    do_not_specialize_on_alignment=["order", "ticket", "sources"],
+)
 def _await(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     order, ticket, sources, patience, found, count,
     has_sources: tl.constexpr, block: tl.constexpr,

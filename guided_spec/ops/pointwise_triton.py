@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 
 __all__ = [
@@ -43,10 +43,9 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     if product.numel() > 0:
         grid = (len(gates), triton.cdiv(width, BLOCK))
         with torch.cuda.device_of(gate):  # Triton launches on the current device
-            _silu_mul[grid](
+            launch(_silu_mul, grid, gate)(
                 *(_dense(gates), _dense(ups), product, width),
                 *(_dense(gates).stride(0), _dense(ups).stride(0), BLOCK),
-                **dependent_launch(gate),
             )
     return product.view(gate.shape)
 
@@ -64,11 +63,10 @@ def _norm(
     block = triton.next_power_of_2(width)
     if normed.numel() > 0:
         with torch.cuda.device_of(x):
-            _rms_norm[(len(rows),)](
+            launch(_rms_norm, (len(rows),), x)(
                 *(rows, added, weight.contiguous(), total, normed, eps, shift, width),
                 *(rows.stride(0), added.stride(0), residual is not None, shift != 0, block),
                 num_warps=min(max(block // 512, 1), 16),
-                **dependent_launch(x),
             )
     return total.view(x.shape), normed.view(x.shape)
 
@@ -151,7 +149,7 @@ def rotate_and_store(
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
     num_heads, memory = shape.queries + 2 * shape.keys, places.tables
     with torch.cuda.device_of(packed):  # Triton launches on the current device
-        _rotate[(count, triton.cdiv(num_heads, HEADS))](
+        launch(_rotate, (count, triton.cdiv(num_heads, HEADS)), packed)(
             *(packed, cos, sin, len(cos), query, key, eps, *buffers, places.tokens.contiguous()),
             *(count, memory, memory.stride(0), places.max_length, buffers.keys.shape[2], width),
             queries=shape.queries,
@@ -161,7 +159,6 @@ def rotate_and_store(
             heads=HEADS,
             has_norms=norms is not None,
             num_warps=2,
-            **dependent_launch(packed),
         )
 
 

@@ -9,6 +9,9 @@ in powers of 2.
 Positions that several texts have in the same blocks are attended to by all of their queries at
 once, in a pass before the rows' own one, and combined as one part more.
 
+How many rows there are, and into how many parts texts are cut, are numbers that a kernel gets: each
+constant more is a kernel to compile before the first step.
+
 The grids depend on shapes only. Which row a tile belongs to, and how the parts of each text are
 cut, is worked out on the device: row r has the tiles from ``first query of r // ROWS + r`` on, as
 many as it needs at most, since it begins at most once within a tile that another row begins.
@@ -24,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.launch_triton import await_previous, launch
 
 __all__ = ["Tiling", "choose_tiling", "slot_attention"]
 
@@ -34,9 +37,10 @@ MAX_SPLITS = 64
 TOKENS_STORED = 4  # by one program
 # The positions of a pass: all that a row sees, those behind what its group shares, or these.
 WHOLE_TEXT, BEHIND, SHARED = 0, 1, 2
-# Parts of what is shared, and of what is behind it: the same for any line, since each number of
-# them is a kernel to compile before the first step.
+# Parts of what is shared, and of what is behind it.
 SHARED_SPLITS, BEHIND_SPLITS = 16, 2
+FEW_SPLITS = 16  # up to which one warp combines the parts
+LEAST_LINES = 32  # rows that one warp looks through at once
 WHOLE_FROM = 64  # queries of a program that reads whole tiles; with fewer, keys are what takes time
 
 
@@ -144,25 +148,23 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
         tiles, is_whole = count * group // how.rows + of.shape[1], stage == 0 and how.splits == 1
         parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
         tiled = _tiles(keys, values, how, window)
-        _attend[(tiles, num_kv_heads, how.splits)](
+        launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
-            *(*query.stride()[:2], *fixed, _lines(of), lines, how.rows, how.splits, how.block),
-            *(window, sunk[1], tiled is not None, stage),
+            *(*query.stride()[:2], how.splits, *fixed, _lines(of), lines, how.rows, how.block),
+            *(window, sunk[1], tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
-            **dependent_launch(query),
         )
         return parts
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
         if key is not None and value is not None:
             key, value = _with_rows(key), _with_rows(value)
-            _store[(triton.cdiv(count, TOKENS_STORED), num_kv_heads)](
+            launch(_store, (triton.cdiv(count, TOKENS_STORED), num_kv_heads), query)(
                 *(key, value, keys, values, tokens, count, *memory),
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),
                 num_warps=1 if TOKENS_STORED * padded <= 256 else 4,
-                **dependent_launch(query),
             )
         whole, alike = tile, None
         if lines and tiling is None:
@@ -172,19 +174,20 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
             alike = attend(shared[1], whole, SHARED)
         own = attend(rows, tile, BEHIND if lines else WHOLE_TEXT)
         if own is not None:
-            _combine[(count, heads)](
+            parts = FEW_SPLITS if tile.splits <= FEW_SPLITS else max(tile.splits, MAX_SPLITS)
+            of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
+            launch(_combine, (count, heads), query)(
                 *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
-                *(*fixed, _lines(rows), lines, tile.rows, tile.splits, tile.block),
-                *(whole.rows, whole.splits, whole.block, window, sunk[1]),
-                num_warps=1 if max(tile.splits, whole.splits) * padded <= 2048 else 4,
-                **dependent_launch(query),
+                *(tile.splits, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
+                *(*of_shared, window, sunk[1]),
+                num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
     return output
 
 
 def _lines(rows: Tensor) -> int:
     """Of how many rows or groups a program looks for its own, a power of 2."""
-    lines: int = max(triton.next_power_of_2(rows.shape[1]), 2)
+    lines: int = max(triton.next_power_of_2(rows.shape[1]), LEAST_LINES)
     return lines
 
 
@@ -209,7 +212,7 @@ def _with_rows(states: Tensor) -> Tensor:
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-VARYING = ["count", "num_rows", "num_groups", "max_length", "block", "table_row"]
+VARYING = ["count", "num_rows", "num_groups", "max_length", "block", "table_row", "splits"]
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -294,9 +297,9 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     limit,
     tile,
     num_tokens,
+    splits,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -306,7 +309,7 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     if WINDOW > 0:
         low = tl.maximum(start + tile * ROWS // GROUP - WINDOW + 1, 0) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
-    return low, end, tl.cdiv(blocks, SPLITS) * BLOCK
+    return low, end, tl.cdiv(blocks, splits) * BLOCK
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -333,6 +336,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     block,
     query_token,
     query_head,
+    splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -340,15 +344,15 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     LINES: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGE: tl.constexpr,
+    IS_ONLY: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """ROWS queries of one row, or group, and key head over one split of what they see."""
+    """ROWS queries of one row, or group, and key head over one split (IS_ONLY: all) they see."""
     await_previous(IS_DEPENDENT)
     tile, split, head = tl.program_id(0), tl.program_id(2), tl.program_id(1).to(tl.int64)
     row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
@@ -359,7 +363,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
         limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
         low, end, share = _span(
-            low, start, limit, within_row, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
+            low, start, limit, within_row, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW
         )
         low += split * share
         end = tl.minimum(low + share, end)
@@ -414,17 +418,16 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             probs, gathered = probs.to(tiled.dtype), gathered * fade[:, None]
             gathered = tl.dot(probs, tiled, gathered, input_precision="ieee")
             top = higher
-        if SINKS and SPLITS == 1 and STAGE == 0:
+        if SINKS and IS_ONLY:
             # The largest score is not raised to the sink's: where that is far above, all is 0.
             sunk = tl.load(sinks + query_heads).to(tl.float32) * LOG2_E
             total += tl.where(total > 0, tl.exp2(tl.minimum(sunk - top, 126.0)), 0.0)
         gathered = gathered / tl.where(total > 0, total, 1.0)[:, None]
-        if SPLITS == 1 and STAGE == 0:
-            target = (line_of * (HEADS * GROUP) + query_heads) * WIDTH
-            target = output + target[:, None] + column[None, :]
-            tl.store(target, gathered.to(output.dtype.element_ty), mask=mask)
+        if IS_ONLY:
+            target = output + ((line_of * (HEADS * GROUP) + query_heads) * WIDTH)[:, None]
+            tl.store(target + column[None, :], gathered.to(output.dtype.element_ty), mask=mask)
         else:
-            program = (tile.to(tl.int64) * HEADS + head) * SPLITS + split
+            program = (tile.to(tl.int64) * HEADS + head) * splits + split
             target = program * ROWS + tl.arange(0, ROWS)
             logs = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -1e30)
             written = token < tl.where(low < end, num_tokens, 0)
@@ -434,9 +437,9 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _logs(lse, program, member, worked, SPLITS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where one query's parts are, [SPLITS], and the logarithms of their sums."""
-    source = (program * SPLITS + tl.arange(0, SPLITS)) * ROWS + member % ROWS
+def _logs(lse, program, member, worked, splits, PARTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: PLR0913
+    """Where one query's parts are, [PARTS], and the logarithms of their sums."""
+    source = (program * splits + tl.arange(0, PARTS)) * ROWS + member % ROWS
     return source, tl.load(lse + source, mask=worked, other=-1e30)
 
 
@@ -463,6 +466,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     sinks,
     num_rows,
     max_length,
+    splits,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -470,7 +474,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     LINES: tl.constexpr,
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARED_ROWS: tl.constexpr,
     SHARED_SPLITS: tl.constexpr,
@@ -479,7 +483,10 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     SINKS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Weighs the parts of one query by the sums that each of them found."""
+    """Weighs the parts of one query by the sums that each of them found.
+
+    PARTS: a power of two, at least ``splits``.
+    """
     await_previous(IS_DEPENDENT)
     line_of, head = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, LINES)
@@ -494,12 +501,13 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
     low, end, share = _span(
-        low, start, max_length, tile, num_tokens, GROUP, ROWS, SPLITS, BLOCK, WINDOW
+        low, start, max_length, tile, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW
     )
     column = tl.arange(0, PADDED)
-    worked = low + tl.arange(0, SPLITS) * share < tl.where(num_tokens > 0, end, 0)
+    part = tl.arange(0, PARTS)
+    worked = (part < splits) & (low + part * share < tl.where(num_tokens > 0, end, 0))
     program = (first_token * GROUP // ROWS + row + tile).to(tl.int64) * HEADS + head // GROUP
-    source, logs = _logs(lse, program, member, worked, SPLITS, ROWS)
+    source, logs = _logs(lse, program, member, worked, splits, PARTS, ROWS)
     highest = tl.max(logs, 0)
     if GROUPS > 0:
         first = tl.load(groups + 2 * num_groups + index - 1, mask=index > 0, other=0).to(tl.int32)
@@ -508,7 +516,9 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         share = tl.cdiv(tl.cdiv(length, SHARED_BLOCK), SHARED_SPLITS) * SHARED_BLOCK
         seen = tl.arange(0, SHARED_SPLITS) * share < length
         program = (first * GROUP // SHARED_ROWS + index + tile).to(tl.int64) * HEADS + head // GROUP
-        known, sums = _logs(shared_lse, program, member, seen, SHARED_SPLITS, SHARED_ROWS)
+        known, sums = _logs(
+            shared_lse, program, member, seen, SHARED_SPLITS, SHARED_SPLITS, SHARED_ROWS
+        )
         highest = tl.maximum(highest, tl.max(sums, 0))
     weight = tl.where(logs > -1e29, tl.exp2(logs - highest), 0.0)
     found, total = _weighed(partial, source, weight, column, WIDTH), tl.sum(weight, 0)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.launch_triton import launch
+
 __all__ = ["advance", "copy_rows"]
 
 WORDS = 1024  # of a row in a program
@@ -20,14 +22,15 @@ def copy_rows(sources: Tensor, out: Tensor) -> None:
     is_aligned = words % 4 == 0
     grid = (count, triton.cdiv(words, WORDS))
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        _copy[grid](sources, out, words, is_aligned=is_aligned, block=WORDS)
+        launch(_copy, grid)(sources, out, words, is_aligned=is_aligned, block=WORDS)
 
 
 def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
     """See ``guided_spec.ops.table_rows``; contiguous, all on one device."""
     count = len(token_ids)
     with torch.cuda.device_of(cursors):
-        _advance[(triton.cdiv(count, TEXTS),)](token_ids, cursors, out, count, block=TEXTS)
+        grid = (triton.cdiv(count, TEXTS),)
+        launch(_advance, grid)(token_ids, cursors, out, count, block=TEXTS)
 
 
 # Triton reads annotations as its own, so the arguments have none.

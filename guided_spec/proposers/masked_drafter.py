@@ -280,7 +280,8 @@ class MaskedDrafter:
     def _room(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
         if is_sampled not in self._rooms:
             depths, rows = self._shape
-            ids = torch.empty(2, depths, rows, dtype=torch.int64, device=self._device)
+            # Tokens from the start, also where kernels are only being compiled.
+            ids = torch.zeros(2, depths, rows, dtype=torch.int64, device=self._device)
             sources = ids.new_zeros(depths + 1, rows)
             width = vocab_size if self._target_ids is None else len(self._target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine import setup as engine_setup
+from guided_spec.engine import warm_up as warming
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup, bundled_asset, warm_up
+from guided_spec.engine.setup import Options, Setup, bundled_asset
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers.chain import Chain
 from guided_spec.types import SamplingParams
@@ -41,10 +41,10 @@ def write(setup: Setup, temperature: float, batch: int) -> list[Chunk]:
 def test_no_step_captures_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_setup, "SAMPLINGS", engine_setup.SAMPLINGS[:2])
+    monkeypatch.setattr(warming, "SAMPLINGS", warming.SAMPLINGS[:2])
     setup = build(max_model_len=256)
-    with caplog.at_level(logging.INFO, "guided_spec.engine.setup"):
-        warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    with caplog.at_level(logging.INFO, "guided_spec.engine.warm_up"):
+        warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert "failed" not in caplog.text
     assert "captured" in caplog.text
     chain: Any = setup.engine._proposer
@@ -64,9 +64,9 @@ def test_no_step_captures_behind_it(
 def test_a_context_shorter_than_its_texts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_setup, "SAMPLINGS", engine_setup.SAMPLINGS[:1])
+    monkeypatch.setattr(warming, "SAMPLINGS", warming.SAMPLINGS[:1])
     setup = build(max_model_len=12)
-    with caplog.at_level(logging.WARNING, "guided_spec.engine.setup"):
-        warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    with caplog.at_level(logging.WARNING, "guided_spec.engine.warm_up"):
+        warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert caplog.text == ""
     setup.grammars.queue.close()

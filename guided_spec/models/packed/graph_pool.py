@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ __all__ = [
     "CaptureWindow",
     "GraphPool",
     "Inputs",
+    "Stage",
     "bucket",
     "pack_places",
     "pad_rows",
@@ -33,7 +35,7 @@ __all__ = [
     "upload",
 ]
 
-WARM_UPS = 2  # runs before a capture, in which kernels are compiled and libraries set up
+WARM_UPS = 1  # runs before a capture, in which kernels are loaded and libraries set up
 
 # Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
 SIZES = (
@@ -53,11 +55,21 @@ def bucket(count: int, sizes: Sequence[int] = SIZES) -> int:
     return next((size for size in sizes if size >= count), count)
 
 
+class Stage(Enum):
+    """What becomes of a graph that is asked for: its kernels are compiled, it is captured, or, once
+    all is closed, what it would hold runs launch by launch.
+    """
+
+    COMPILE = auto()
+    CAPTURE = auto()
+    CLOSED = auto()
+
+
 @dataclass(slots=True)
 class CaptureWindow:
-    """Whether the graph pools of an engine may still capture; shared by all of them."""
+    """What the graph pools of an engine do; shared by all of them."""
 
-    is_open: bool = True
+    stage: Stage = Stage.CAPTURE
 
 
 class Captured(NamedTuple):
@@ -74,8 +86,7 @@ class Captured(NamedTuple):
 class GraphPool:
     """The graphs of one model; they share their memory, so only one runs at a time.
 
-    device: where the functions run. window: once it is closed, functions without a graph run launch
-    by launch; None never closes.
+    device: where the functions run. window: see ``Stage``; None captures whatever comes.
     """
 
     def __init__(self, device: torch.device, window: CaptureWindow | None = None) -> None:
@@ -103,6 +114,9 @@ class GraphPool:
 
         For a body that may not run with the inputs of the first call: these are others.
         """
+        if self._window.stage is Stage.COMPILE:
+            body({**upload(inputs, self._device), **fixed})
+            return
         self._captured[key] = self._capture(inputs, body, fixed)
 
     def whole(self, tensor: Tensor) -> Tensor | None:
@@ -168,7 +182,7 @@ class GraphPool:
             name: torch.empty_like(value, device=self._device).copy_(value)
             for name, value in inputs.items()
         }
-        if not (self._is_cuda and self._window.is_open):
+        if not (self._is_cuda and self._window.stage is Stage.CAPTURE):
             return Captured(None, static, None)
         given = {**static, **fixed}
         stream = torch.cuda.Stream(self._device)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.launch_triton import launch
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling
@@ -52,11 +53,11 @@ def choose_draft(
     keys = noise or DraftNoise(places, places, Stream.DRAFT, 0)
     shape = {"words": WORDS, "has_mask": mask is not None, "is_reduced": is_reduced}
     options = {**shape, "is_greedy": is_greedy, "num_warps": WARPS}
-    _scan[(batch, chunks)](
+    launch(_scan, (batch, chunks))(
         *masked, ids, columns, temperature, keys.seeds.contiguous(), keys.positions.contiguous(),
         int(keys.stream), numbers, places, **options,
     )  # fmt: skip
-    _settle[(batch, 1 if is_greedy else chunks)](
+    launch(_settle, (batch, 1 if is_greedy else chunks))(
         *masked, ids, columns, temperature, numbers, places, chunks, tokens,
         numbers if probs is None else probs, places if starved is None else starved,
         places if rescued is None else rescued,

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from guided_spec.ops.launch_triton import launch
+
 __all__ = ["philox"]
 
 BLOCK = 256  # counters a program, four columns each
@@ -18,7 +20,9 @@ def philox(seeds: Tensor, positions: Tensor, stream: int, columns: int) -> Tenso
     if bits.numel() == 0:
         return bits
     grid = (len(seeds), triton.cdiv(triton.cdiv(columns, 4), BLOCK))
-    _philox[grid](seeds.contiguous(), positions.contiguous(), bits, columns, int(stream), BLOCK)
+    launch(_philox, grid)(
+        seeds.contiguous(), positions.contiguous(), bits, columns, int(stream), BLOCK
+    )
     return bits
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.sampling.verify_tiles_triton import (
     ACCEPTED,
     DRAW,
     FILTERED,
     OPEN,
-    Filters,
     Rules,
     Shape,
     Step,
@@ -26,6 +25,7 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     depth_of,
     load_groups,
     load_tile,
+    num_draft_of,
 )
 
 __all__ = ["find_kept"]
@@ -47,27 +47,25 @@ _LARGEST = tl.constexpr(3.4028234663852886e38)
 _SINGLE = tl.constexpr(32)  # tokens of a chunk that are listed each for itself
 
 
-def find_kept(
-    step: Step, rules: Rules, work: Work, filters: Filters, shape: Shape, *, coupled: bool
-) -> None:
+def find_kept(step: Step, rules: Rules, work: Work, shape: Shape, *, coupled: bool) -> None:
     """``work.cut`` and ``work.total`` of every row that is filtered and needs them, as they are."""
+    step = step.without_probs
+    work = work._replace(race_value=None, race_token=None)
     batch, num_rows, num_chunks, words, capacity = shape
-    total, launch = batch * num_rows, dependent_launch(step.lengths)
+    total, lengths = batch * num_rows, step.lengths
     groups = min(SAMPLED // 8, triton.next_power_of_2(triton.cdiv(step.vocab_size, 8)))
-    _bracket_kernel[(total,)](step, rules, work, filters, groups, SURENESS, num_warps=4, **launch)
+    launch(_bracket_kernel, (total,), lengths)(step, rules, work, groups, SURENESS, num_warps=4)
     stride = num_rows if coupled or total * num_chunks <= MANY_PROGRAMS else 1
-    _collect_kernel[(batch, num_chunks, stride)](
+    launch(_collect_kernel, (batch, num_chunks, stride), lengths)(
         *(step, rules, work, num_chunks, capacity, stride, FEW, words),
-        triton.next_power_of_2(num_rows),
+        shape.width,
         num_warps=shape.num_warps,
-        **launch,
     )
     chunks, listed = triton.next_power_of_2(num_chunks), triton.next_power_of_2(capacity)
-    _threshold_kernel[(total,)](
-        *(step, rules, work, filters, num_chunks, capacity, words, chunks),
+    launch(_threshold_kernel, (total,), lengths)(
+        *(step, rules, work, num_chunks, capacity, words, chunks),
         *(min(SHORT, listed), listed),
         num_warps=16,
-        **launch,
     )
 
 
@@ -137,7 +135,6 @@ def _bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
-    filters,
     groups: tl.constexpr,
     sureness: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -145,28 +142,18 @@ def _bracket_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """``work.low`` and ``work.high`` of filtered rows: grid (N,). The latter is ``cut`` at most."""
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    request = (row // (step.num_draft + 1)).to(tl.int32)
-    place = (row % (step.num_draft + 1)).to(tl.int32)
+    request = (row // (num_draft_of(step) + 1)).to(tl.int32)
+    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
     length, state = tl.load(step.lengths + request), tl.load(work.state + row)
     if (place <= length) & ((state & _BOTH) == _BOTH):
         temperature = tl.load(step.temperature + request)
         cut = tl.load(work.cut + row)
         low, high = cut, cut  # min-p alone keeps what is down to its cut
         total = tl.load(work.total + row)
-        never = tl.full([], 0, tl.int1)  # known to the compiler, which leaves out what it rules out
-        has_min, by_number, by_mass = never, never, never
-        wanted, slack = total, total * 3e-6
-        if filters.min_p:
-            has_min = tl.load(step.min_p + request) > 0
-        if filters.top_p:
-            top_p = tl.load(step.top_p + request)
-            by_mass = top_p < 1
-            wanted = (1.0 - top_p) * total
-            slack += wanted * 1e-4
-        if filters.top_k:
-            k = tl.load(step.top_k + request)
-            by_number = (k > 0) & (k < step.vocab_size)
-            wanted = tl.where(by_number, k.to(tl.float32), wanted)
+        has_min, by_number, k, by_mass, top_p = _uses(step, request)
+        wanted = (1.0 - top_p) * total
+        slack = total * 3e-6 + wanted * 1e-4
+        wanted = tl.where(by_number, k.to(tl.float32), wanted)
         if by_number | (by_mass & (has_min == 0)):
             largest = tl.load(work.row_max + row)
             scores, sampled = _sample(step, rules, request, place, groups)
@@ -222,7 +209,7 @@ def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     words: tl.constexpr,
 ):
     """One chunk of one row."""
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     temperature = tl.load(step.temperature + request)
     largest = tl.load(work.row_max + row)
     at = row * num_chunks + chunk
@@ -244,7 +231,7 @@ def _collect(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(work.sure_number + at, number)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["stride"])  # type: ignore[untyped-decorator]
 def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
@@ -267,8 +254,8 @@ def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     request, chunk = tl.program_id(0), tl.program_id(1)
     length = tl.load(step.lengths + request)
     places = tl.arange(0, rows)
-    states = work.state + (request * (step.num_draft + 1)).to(tl.int64) + places
-    state = tl.load(states, mask=places <= step.num_draft, other=0)
+    states = work.state + (request * (num_draft_of(step) + 1)).to(tl.int64) + places
+    state = tl.load(states, mask=places <= num_draft_of(step), other=0)
     is_wanted = ((state & _BOTH) == _BOTH) & (places <= length)
     is_wanted = is_wanted & (places % stride == tl.program_id(2))
     place = tl.min(tl.where(is_wanted, places, rows), 0)
@@ -281,21 +268,11 @@ def _collect_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 @triton.jit
-def _uses(step, filters, request):  # type: ignore[no-untyped-def]
+def _uses(step, request):  # type: ignore[no-untyped-def]
     """min-p is used, top-k is, k, top-p is, and top_p, of a request."""
-    has_min = tl.full([], 0, tl.int1)  # known to the compiler, which leaves out what it rules out
-    has_k, has_p = has_min, has_min
-    k = tl.full([], 0, tl.int64)
-    top_p = tl.full([], 1.0, tl.float32)
-    if filters.min_p:
-        has_min = tl.load(step.min_p + request) > 0
-    if filters.top_k:
-        k = tl.load(step.top_k + request)
-        has_k = (k > 0) & (k < step.vocab_size)
-    if filters.top_p:
-        top_p = tl.load(step.top_p + request)
-        has_p = top_p < 1
-    return has_min, has_k, k, has_p, top_p.to(tl.float64)
+    k, top_p = tl.load(step.top_k + request), tl.load(step.top_p + request)
+    has_k = (k > 0) & (k < step.vocab_size)
+    return tl.load(step.min_p + request) > 0, has_k, k, top_p < 1, top_p
 
 
 # --- among the listed depths ---
@@ -338,7 +315,6 @@ def _sure(work, row, num_chunks, chunks: tl.constexpr):  # type: ignore[no-untyp
 def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     work,
-    filters,
     num_chunks,
     capacity,
     row,
@@ -346,7 +322,7 @@ def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     listed: tl.constexpr,
 ):
     """The depth of the last kept token, the mass of all kept ones, and whether that is right."""
-    has_min, has_k, k, has_p, top_p = _uses(step, filters, row // (step.num_draft + 1))
+    has_min, has_k, k, has_p, top_p = _uses(step, row // (num_draft_of(step) + 1))
     low = tl.load(work.low + row)
     is_whole = tl.load(work.high + row) >= tl.load(work.cut + row)
     sure_number, sure_mass = _sure(work, row, num_chunks, chunks)
@@ -371,7 +347,7 @@ def _listed_threshold(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         whole = (tl.load(work.total + row) * _UNIT).to(tl.float64)
         if has_min | has_k:
             whole = (sure_mass + kept).to(tl.float64)
-        wanted = whole * top_p - sure_mass.to(tl.float64)
+        wanted = whole * top_p.to(tl.float64) - sure_mass.to(tl.float64)
         is_all = is_whole | has_min | has_k
         is_right = is_right & ((wanted > 0) | (sure_number == 0))
         is_right = is_right & (is_all | (kept.to(tl.float64) >= wanted))
@@ -389,8 +365,8 @@ def _sweep(step, rules, work, num_chunks, row, level, words: tl.constexpr, count
 
     Third the first one below ``level``. Tokens below the row's cut are none.
     """
-    request = (row // (step.num_draft + 1)).to(tl.int32)
-    place = (row % (step.num_draft + 1)).to(tl.int32)
+    request = (row // (num_draft_of(step) + 1)).to(tl.int32)
+    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
     temperature = tl.load(step.temperature + request)
     largest, cut = tl.load(work.row_max + row), tl.load(work.cut + row)
     mass = tl.zeros([words, 32], tl.int64)
@@ -439,9 +415,9 @@ def _search(  # type: ignore[no-untyped-def]  # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _scanned_threshold(step, rules, work, filters, num_chunks, row, words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _scanned_threshold(step, rules, work, num_chunks, row, words: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """The depth of the last kept token, and the mass of all kept ones."""
-    has_min, has_k, k, has_p, top_p = _uses(step, filters, row // (step.num_draft + 1))
+    has_min, has_k, k, has_p, top_p = _uses(step, row // (num_draft_of(step) + 1))
     number, level, _ = _sweep(step, rules, work, num_chunks, row, _LARGEST, words, counts=True)
     if has_k & (number > k):
         wanted = k.to(tl.float64)
@@ -451,7 +427,7 @@ def _scanned_threshold(step, rules, work, filters, num_chunks, row, words: tl.co
         if has_min | has_k:
             mass, _, _ = _sweep(step, rules, work, num_chunks, row, level, words, counts=False)
             whole = mass.to(tl.float64)
-        wanted = whole * top_p
+        wanted = whole * top_p.to(tl.float64)
         level = _search(step, rules, work, num_chunks, row, level, wanted, words, counts=False)
     mass, _, _ = _sweep(step, rules, work, num_chunks, row, level, words, counts=False)
     return level, mass.to(tl.float32) / _UNIT
@@ -462,7 +438,6 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
-    filters,
     num_chunks,
     capacity,
     words: tl.constexpr,
@@ -478,21 +453,21 @@ def _threshold_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    request = (row // (step.num_draft + 1)).to(tl.int32)
-    place = (row % (step.num_draft + 1)).to(tl.int32)
+    request = (row // (num_draft_of(step) + 1)).to(tl.int32)
+    place = (row % (num_draft_of(step) + 1)).to(tl.int32)
     length, state = tl.load(step.lengths + request), tl.load(work.state + row)
     num_listed = tl.load(work.num_listed + row)
     if (place <= length) & ((state & _BOTH) == _BOTH):
         if num_listed <= short:
             level, kept, is_right = _listed_threshold(
-                step, work, filters, num_chunks, capacity, row, chunks, short
+                step, work, num_chunks, capacity, row, chunks, short
             )
         else:
             level, kept, is_right = _listed_threshold(
-                step, work, filters, num_chunks, capacity, row, chunks, listed
+                step, work, num_chunks, capacity, row, chunks, listed
             )
         if is_right == 0:
-            level, kept = _scanned_threshold(step, rules, work, filters, num_chunks, row, words)
+            level, kept = _scanned_threshold(step, rules, work, num_chunks, row, words)
         tl.debug_barrier()  # all have read what is written here
         tl.store(work.cut + row, level)
         tl.store(work.total + row, kept)

@@ -6,6 +6,7 @@ is a word's, the loads stay wide, and words of illegal tokens alone are not read
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +26,6 @@ __all__ = [
     "FILTERED",
     "NO_TOKEN",
     "OPEN",
-    "Filters",
     "Rules",
     "Shape",
     "Step",
@@ -38,11 +38,14 @@ __all__ = [
     "make_rules",
     "make_step",
     "make_work",
+    "mask_of",
+    "num_draft_of",
     "philox_points",
     "philox_tile",
     "tile_tokens",
 ]
 
+LEAST_WIDTH = 8  # rows of a request that a program holds: with fewer there would be more kernels
 AT_ONCE = 1024  # programs of eight warps that a large device runs at once
 
 # The bits of a row's state.
@@ -58,16 +61,20 @@ NO_TOKEN = tl.constexpr(2**31 - 1)  # above every token
 class Step(NamedTuple):
     """One step's inputs.
 
-    logits: [B, K + 1, V] with its two strides. mask: int32 [B, K + 1, W] or None.
+    logits: [B, K + 1, V] with its two strides.
+    mask: int32 [B * (K + 1), W]; its stride is 0 where one row serves all.
     drafted: int64 [B, K], lengths: int64 [B]. probs: [B, K, D] or None, with two strides.
     columns: int32 [V] or None, is_certain: bool [B, K] or None, see ``Draft``.
     seeds, first: int64 [B], the keys of the noise.
+    inverted_num_draft, inverted_mask_stride: as ~K. Triton compiles 1 and multiples of 16 by
+        themselves, which these numbers often are and their complements hardly ever.
     """
 
     logits: Any
     batch_stride: Any
     row_stride: Any
     mask: Any
+    inverted_mask_stride: Any
     drafted: Any
     lengths: Any
     probs: Any
@@ -82,7 +89,12 @@ class Step(NamedTuple):
     seeds: Any
     first: Any
     vocab_size: Any
-    num_draft: Any
+    inverted_num_draft: Any
+
+    @property
+    def without_probs(self) -> Step:
+        """For kernels that take no probabilities: compiled once, whether a draft has any or not."""
+        return self._replace(probs=None, columns=None, is_certain=None)
 
 
 class Rules(NamedTuple):
@@ -140,13 +152,9 @@ class Work(NamedTuple):
     race_value: Any
     race_token: Any
 
-
-class Filters(NamedTuple):
-    """Which filters any request uses; ``tl.constexpr`` bools."""
-
-    top_k: Any
-    top_p: Any
-    min_p: Any
+    def only(self, *names: str) -> Work:
+        """What a kernel uses: it is compiled once, whatever else there is."""
+        return Work(*(one if n in names else None for n, one in self._asdict().items()))
 
 
 class Shape(NamedTuple):
@@ -157,6 +165,12 @@ class Shape(NamedTuple):
     num_chunks: int
     words: int
     capacity: int
+
+    @property
+    def width(self) -> int:
+        """Rows that a program which looks at all of a request's holds, a power of two."""
+        width: int = max(triton.next_power_of_2(self.rows), LEAST_WIDTH)
+        return width
 
     @property
     def num_warps(self) -> int:
@@ -173,6 +187,9 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
     num_words = num_mask_words(logits.shape[-1])
     if logits.stride(-1) != 1:
         logits = logits.contiguous()
+    mask = _allow_all(logits.device, num_words)
+    if bitmask is not None:
+        mask = bitmask[..., :num_words].contiguous()
     probs, certain = draft.probs, draft.is_certain
     if probs is not None and probs.stride(-1) != 1:
         probs = probs.contiguous()
@@ -182,7 +199,8 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
         logits=logits,
         batch_stride=logits.stride(0),
         row_stride=logits.stride(1),
-        mask=None if bitmask is None else bitmask[..., :num_words].contiguous(),
+        mask=mask,
+        inverted_mask_stride=~0 if bitmask is None else ~num_words,
         # An empty draft has no memory to point at; nothing of it is read.
         drafted=(draft.token_ids if draft.token_ids.numel() else draft.num_tokens).contiguous(),
         lengths=draft.num_tokens.contiguous(),
@@ -198,8 +216,14 @@ def make_step(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Verify
         seeds=rows.noise.seeds.contiguous(),
         first=rows.noise.positions.contiguous(),
         vocab_size=logits.shape[-1],
-        num_draft=logits.shape[1] - 1,
+        inverted_num_draft=-logits.shape[1],
     )
+
+
+@cache
+def _allow_all(device: torch.device, num_words: int) -> Tensor:
+    """int32 [W]. Kept, since graphs that were captured go on reading it."""
+    return torch.full((num_words,), -1, dtype=torch.int32, device=device)
 
 
 def make_rules(adjustments: Adjustments) -> Rules:
@@ -256,6 +280,18 @@ def make_work(shape: Shape, device: torch.device, races: int, *, filtered: bool)
 
 
 # Triton reads annotations as its own, so the arguments have none.
+@triton.jit
+def num_draft_of(step):  # type: ignore[no-untyped-def]
+    """K."""
+    return ~step.inverted_num_draft
+
+
+@triton.jit
+def mask_of(step, row):  # type: ignore[no-untyped-def]
+    """Where the mask words of rows begin."""
+    return step.mask + row * ~step.inverted_mask_stride
+
+
 @triton.jit  # type: ignore[untyped-decorator]
 def tile_tokens(chunk, words: tl.constexpr):  # type: ignore[no-untyped-def]
     """int32 [words, 32]: the tokens of a chunk."""
@@ -270,10 +306,8 @@ def load_tile(step, rules, request, place, chunk, words: tl.constexpr):  # type:
     word = chunk * words + tl.arange(0, words)
     token = word[:, None] * 32 + lane[None, :]
     num_words = (step.vocab_size + 31) // 32
-    bits = tl.full([words], -1, tl.int32)
-    if step.mask is not None:
-        row = (request * (step.num_draft + 1) + place).to(tl.int64)
-        bits = tl.load(step.mask + row * num_words + word, mask=word < num_words, other=0)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    bits = tl.load(mask_of(step, row) + word, mask=word < num_words, other=0)
     start = step.logits + request.to(tl.int64) * step.batch_stride
     start += place.to(tl.int64) * step.row_stride
     is_read = (bits != 0)[:, None]
@@ -282,22 +316,17 @@ def load_tile(step, rules, request, place, chunk, words: tl.constexpr):  # type:
         scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
     else:
         scores = tl.load(start + token, mask=is_read, other=float("-inf")).to(tl.float32)
-    if step.mask is not None:
-        scores = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, scores, float("-inf"))
+    scores = tl.where(((bits[:, None] >> lane[None, :]) & 1) != 0, scores, float("-inf"))
     return _adjusted(scores, token, step, rules, request, place)
 
 
 @triton.jit
 def load_points(step, rules, request, place, token, is_used):  # type: ignore[no-untyped-def]
     """float32 like ``token``: the logits of ``token`` in the rows ``place``; -inf where illegal."""
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     start = request.to(tl.int64) * step.batch_stride + place.to(tl.int64) * step.row_stride
-    legal = is_used
-    if step.mask is not None:
-        num_words = (step.vocab_size + 31) // 32
-        at = row * num_words + (token >> 5)
-        bits = tl.load(step.mask + at, mask=is_used, other=0)
-        legal = legal & (((bits >> (token & 31).to(tl.int32)) & 1) != 0)
+    bits = tl.load(mask_of(step, row) + (token >> 5), mask=is_used, other=0)
+    legal = is_used & (((bits >> (token & 31).to(tl.int32)) & 1) != 0)
     scores = tl.load(step.logits + start + token, mask=legal, other=float("-inf")).to(tl.float32)
     return _adjusted(scores, token, step, rules, request, place)
 
@@ -311,14 +340,13 @@ def load_groups(step, rules, request, place, group):  # type: ignore[no-untyped-
     start = step.logits + request.to(tl.int64) * step.batch_stride
     start += place.to(tl.int64) * step.row_stride
     scores = tl.load(start + token, mask=inside, other=float("-inf")).to(tl.float32)
-    if step.mask is not None:
-        num_words = (step.vocab_size + 31) // 32
-        row = (request * (step.num_draft + 1) + place).to(tl.int64)
-        word = group >> 2
-        bits = tl.load(step.mask + row * num_words + word, mask=word < num_words, other=0)
-        place_in_word = (group & 3).to(tl.int32)[:, None] * 8 + lane[None, :]
-        is_legal = ((bits[:, None] >> place_in_word) & 1) != 0
-        scores = tl.where(is_legal, scores, float("-inf"))
+    num_words = (step.vocab_size + 31) // 32
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
+    word = group >> 2
+    bits = tl.load(mask_of(step, row) + word, mask=word < num_words, other=0)
+    place_in_word = (group & 3).to(tl.int32)[:, None] * 8 + lane[None, :]
+    is_legal = ((bits[:, None] >> place_in_word) & 1) != 0
+    scores = tl.where(is_legal, scores, float("-inf"))
     return _adjusted(scores, token, step, rules, request, place)
 
 
@@ -334,8 +362,8 @@ def _adjusted(scores, token, step, rules, request, place):  # type: ignore[no-un
                 scores += tl.load(rules.bias + at, mask=legal, other=0.0)
             if rules.counts is not None:
                 count = tl.load(rules.counts + at, mask=legal, other=0.0)
-                drafts = step.drafted + request.to(tl.int64) * step.num_draft
-                for index in range(step.num_draft):
+                drafts = step.drafted + request.to(tl.int64) * num_draft_of(step)
+                for index in range(num_draft_of(step)):
                     once = tl.where(place > index, 1.0, 0.0)
                     count += tl.where(token == tl.load(drafts + index), once, 0.0)
                 in_prompt = tl.load(rules.in_prompt + at, mask=legal, other=0) != 0

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.dependents_triton import await_previous, dependent_launch
+from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import Stream
@@ -26,7 +26,6 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     FILTERED,
     NO_TOKEN,
     OPEN,
-    Filters,
     Rules,
     Shape,
     Step,
@@ -37,6 +36,8 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     make_rules,
     make_step,
     make_work,
+    mask_of,
+    num_draft_of,
     philox_points,
     philox_tile,
     tile_tokens,
@@ -49,6 +50,12 @@ __all__ = ["verify"]
 MOST_WORDS = 64  # of a tile
 CAPACITY = 8192  # depths of a filtered row that are listed; rows of more are searched slowly
 BAN_BLOCK = 64
+# What the kernels use of ``Work``.
+STATS = ("chunk_max", "chunk_sum")
+ROWS = ("row_max", "total", "state", "token")
+CUTS = ("cut", "depth", "test", "num_listed")
+RACED = ("chunk_max", "row_max", "total", "cut", "state", "race_value", "race_token")
+ANSWERED = ("state", "token", "race_value", "race_token")
 
 _ACCEPT = tl.constexpr(int(Stream.ACCEPT))
 _SAMPLE = tl.constexpr(int(Stream.SAMPLE))
@@ -79,35 +86,38 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
 def _launch(step: Step, rules: Rules, rows: VerifyRows, shape: Shape) -> Accepted:
     """Run the kernels over memory of their own."""
     sampling, device = rows.sampling, step.lengths.device
-    filters = Filters(
-        *map(tl.constexpr, (sampling.any_top_k, sampling.any_top_p, sampling.any_min_p))
-    )
-    filtered = sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
+    # One kernel for all filters: each row looks at which of them it has.
+    has_filters = sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
+    filtered = has_filters and not sampling.all_greedy
     batch, num_rows, num_chunks, words, _ = shape
     coupled, total = rows.verifier == "coupled", batch * num_rows
     is_split = step.probs is not None and not coupled
     races = 0 if sampling.all_greedy else 1 + is_split
     work = make_work(shape, device, races, filtered=filtered)
-    width, chunks = triton.next_power_of_2(num_rows), triton.next_power_of_2(num_chunks)
-    launch = dependent_launch(step.lengths)
-    _stats_kernel[(total, num_chunks)](step, rules, work, num_chunks, words, num_warps=2, **launch)
-    _decide_kernel[(batch,)](
-        step, rules, work, filters, num_chunks, coupled, width, chunks, **launch
+    width, chunks = shape.width, triton.next_power_of_2(num_chunks)
+    launch(_stats_kernel, (total, num_chunks), step.lengths)(
+        *(step.without_probs, rules, work.only(*STATS), num_chunks, words), num_warps=2
+    )
+    launch(_decide_kernel, (batch,), step.lengths)(
+        step if races else step.without_probs,
+        *(rules, work.only(*STATS, *ROWS, *CUTS), num_chunks, coupled, filtered, width, chunks),
     )
     if not sampling.all_greedy:
         if filtered:
-            find_kept(step, rules, work, filters, shape, coupled=coupled)
-        _race_kernel[(batch, num_chunks, num_rows if coupled else 1)](
-            *(step, rules, work, num_chunks, coupled, filtered, is_split, words, width),
+            find_kept(step, rules, work, shape, coupled=coupled)
+        raced = step if is_split else step.without_probs
+        grid = (batch, num_chunks, num_rows if coupled else 1)
+        launch(_race_kernel, grid, step.lengths)(
+            *(raced, rules, work.only(*RACED), num_chunks, coupled, filtered, is_split),
+            *(words, width),
             num_warps=shape.num_warps,
-            **launch,
         )
     token_ids = torch.empty(batch, num_rows, dtype=torch.int64, device=device)
     num_accepted = torch.empty(batch, dtype=torch.int64, device=device)
-    _assemble_kernel[(batch,)](
-        *(step, work, token_ids, num_accepted, num_chunks, coupled, is_split, width, chunks),
+    launch(_assemble_kernel, (batch,), step.lengths)(
+        *(step.without_probs, work.only(*ANSWERED), token_ids, num_accepted, num_chunks),
+        *(coupled, is_split, width, chunks),
         num_warps=4 if races else 1,
-        **launch,
     )
     return Accepted(token_ids, num_accepted)
 
@@ -117,20 +127,18 @@ def _ban(step: Step, adjustments: Adjustments, num_words: int) -> Step:
     bans = adjustments.table.bans
     if bans is None:
         return step
-    shape = (len(step.lengths), step.num_draft + 1, num_words)
-    device = step.lengths.device
-    free = step.mask is None
-    mask = torch.full(shape, -1, dtype=torch.int32, device=device) if free else step.mask.clone()
-    step = step._replace(mask=mask)
+    num_rows = step.logits.shape[1]
+    mask = step.mask.expand(len(step.lengths), num_rows, num_words).clone(
+        memory_format=torch.contiguous_format
+    )
+    step = step._replace(mask=mask, inverted_mask_stride=~num_words)
     tensors: list[Any] = [bans.owners, bans.tokens, bans.prefixes, bans.until]
     tensors += [adjustments.table.index, adjustments.num_output, adjustments.tails]
     parts = tuple(one.contiguous() for one in tensors)
     count = len(bans.owners)
-    grid = (triton.cdiv(count, BAN_BLOCK), step.num_draft + 1)
-    _ban_kernel[grid](
-        *(step, parts, bans.prefixes.shape[1], count, BAN_BLOCK),
-        num_warps=2,
-        **dependent_launch(step.lengths),
+    grid = (triton.cdiv(count, BAN_BLOCK), num_rows)
+    launch(_ban_kernel, grid, step.lengths)(
+        *(step.without_probs, parts, bans.prefixes.shape[1], count, BAN_BLOCK), num_warps=2
     )
     return step
 
@@ -155,15 +163,14 @@ def _ban_kernel(step, bans, depth, count, block: tl.constexpr, IS_DEPENDENT: tl.
         # The text is the tail and then the draft; its window of row r begins at token r.
         at = tl.zeros([block], tl.int32) + (place + index)
         old = tl.load(tails + owner * depth + at, mask=exists & (at < depth), other=0)
-        drafted = request * step.num_draft + (at - depth)
+        drafted = request * num_draft_of(step) + (at - depth)
         new = tl.load(step.drafted + drafted, mask=exists & (at >= depth), other=0)
         wanted = tl.load(prefixes + ban * depth + index, mask=exists, other=0)
         applies = applies & ((wanted == _ANY) | (wanted == tl.where(at < depth, old, new)))
     token = tl.load(tokens + ban, mask=exists, other=0)
-    num_words = (step.vocab_size + 31) // 32
-    word = (request * (step.num_draft + 1) + place) * num_words + (token >> 5)
+    word = mask_of(step, request * (num_draft_of(step) + 1) + place) + (token >> 5)
     bit = tl.full([block], 1, tl.int32) << (token & 31).to(tl.int32)
-    tl.atomic_and(step.mask + word, ~bit, mask=applies)
+    tl.atomic_and(word, ~bit, mask=applies)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -171,8 +178,8 @@ def _stats_kernel(step, rules, work, num_chunks, words: tl.constexpr, IS_DEPENDE
     """``work.chunk_max`` and ``work.chunk_sum``: grid (N, C)."""
     await_previous(IS_DEPENDENT)
     row, chunk = tl.program_id(0), tl.program_id(1)
-    request = row // (step.num_draft + 1)
-    place = row % (step.num_draft + 1)
+    request = row // (num_draft_of(step) + 1)
+    place = row % (num_draft_of(step) + 1)
     if place <= tl.load(step.lengths + request):  # behind the draft's end nothing is asked
         scores = load_tile(step, rules, request, place, chunk, words)
         temperature = tl.load(step.temperature + request)
@@ -223,7 +230,7 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
         at = start + place.to(tl.int64) * step.probs_row_stride + column
         q = tl.load(at, mask=is_known, other=0.0).to(tl.float32)
         if step.is_certain is not None:
-            flags = step.is_certain + request * step.num_draft + place
+            flags = step.is_certain + request * num_draft_of(step) + place
             q = tl.where(tl.load(flags, mask=is_drafted, other=0) != 0, 1.0, q)
         test *= q
     return test
@@ -231,7 +238,7 @@ def _test_number(step, request, place, drafted, is_drafted, rows: tl.constexpr):
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    step, filters, request, behind, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
+    step, request, behind, total, depth, share, rows: tl.constexpr, chunks: tl.constexpr
 ):
     """What the filters can keep of a sampled request's rows, by maxima and masses alone.
 
@@ -241,38 +248,33 @@ def _bounds(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     Returns the cut, the least mass that can be kept, whether a draft token within the cut is kept
     for sure, and whether the request has filters at all.
     """
-    cut = tl.full([rows], _INFINITY, tl.float32)
-    least = total
-    is_sure = share >= 0
-    is_filtered = depth < 0  # false so far
-    if filters.min_p:
-        min_p = tl.load(step.min_p + request)
-        if min_p > 0:
-            cut = tl.minimum(cut, -tl.log(min_p))
-            least = _maxima_mass(behind, cut)
-            is_filtered = depth == depth
-    if filters.top_k:
-        k = tl.load(step.top_k + request)
-        if (k > 0) & (k < step.vocab_size):
-            kth = _kth_chunk(behind, k, chunks)
-            # The chunks' largest tokens are different ones: k of them are no more than the top k.
-            is_above = behind < kth[:, None]
-            least = _maxima_mass(tl.where(is_above, behind, _INFINITY), cut)
-            others = tl.maximum(k - tl.sum(is_above.to(tl.int32), 1), 0).to(tl.float32)
-            least += tl.where(kth <= cut, others * tl.exp(-kth), 0.0)
-            cut = tl.minimum(cut, kth)
-            is_sure = is_sure & ((depth <= 0) | (share * (k + 1).to(tl.float32) > 1.0001))
-            is_filtered = depth == depth
-    if filters.top_p:
-        top_p = tl.load(step.top_p + request)
-        if top_p < 1:
-            # Tokens too light to reach into the kept mass, were there as many as can be. What
-            # the other filters leave is needed whole: its mass is what top_p is a part of.
-            lightest = 0.99 * (1.0 - top_p) * total / (1.0 * step.vocab_size)
-            cut = tl.where(is_filtered, cut, -tl.log(lightest))
-            least = least * top_p
-            is_sure = is_sure & ((depth <= 0) | (share > 1.0 - top_p + _MARGIN))
-            is_filtered = depth == depth
+    cut, least = tl.full([rows], _INFINITY, tl.float32), total
+    is_sure, is_filtered = share >= 0, depth < 0  # none so far
+    min_p = tl.load(step.min_p + request)
+    if min_p > 0:
+        cut = tl.minimum(cut, -tl.log(min_p))
+        least = _maxima_mass(behind, cut)
+        is_filtered = depth == depth
+    k = tl.load(step.top_k + request)
+    if (k > 0) & (k < step.vocab_size):
+        kth = _kth_chunk(behind, k, chunks)
+        # The chunks' largest tokens are different ones: k of them are no more than the top k.
+        is_above = behind < kth[:, None]
+        least = _maxima_mass(tl.where(is_above, behind, _INFINITY), cut)
+        others = tl.maximum(k - tl.sum(is_above.to(tl.int32), 1), 0).to(tl.float32)
+        least += tl.where(kth <= cut, others * tl.exp(-kth), 0.0)
+        cut = tl.minimum(cut, kth)
+        is_sure = is_sure & ((depth <= 0) | (share * (k + 1).to(tl.float32) > 1.0001))
+        is_filtered = depth == depth
+    top_p = tl.load(step.top_p + request)
+    if top_p < 1:
+        # Tokens too light to reach into the kept mass, were there as many as can be. What
+        # the other filters leave is needed whole: its mass is what top_p is a part of.
+        lightest = 0.99 * (1.0 - top_p) * total / (1.0 * step.vocab_size)
+        cut = tl.where(is_filtered, cut, -tl.log(lightest))
+        least = least * top_p
+        is_sure = is_sure & ((depth <= 0) | (share > 1.0 - top_p + _MARGIN))
+        is_filtered = depth == depth
     # The likeliest token is always kept.
     least = tl.where(is_filtered, tl.maximum(least, 1.0), least)
     return cut, least, is_sure, is_filtered
@@ -283,10 +285,10 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
-    filters,
     chunk_max,
     chunk_sum,
     coupled: tl.constexpr,
+    filtered: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
 ):
@@ -300,7 +302,7 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     length = tl.load(step.lengths + request)
     place = tl.arange(0, rows)
     is_row, is_drafted = place <= length, place < length
-    drafted = tl.load(step.drafted + request * step.num_draft + place, mask=is_drafted, other=0)
+    drafted = tl.load(step.drafted + request * num_draft_of(step) + place, mask=is_drafted, other=0)
     temperature = tl.load(step.temperature + request)
     largest = tl.max(chunk_max, 1)
     has_any = chunk_max > float("-inf")
@@ -312,9 +314,12 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     weight = tl.exp(-depth)
     share = tl.where(is_alive, weight / total, 0.0)
     test = _test_number(step, request, place, drafted, is_drafted, rows)
-    cut, least, is_sure, is_filtered = _bounds(
-        step, filters, request, behind, total, depth, share, rows, chunks
-    )
+    cut, least = tl.full([rows], _INFINITY, tl.float32), total
+    is_sure, is_filtered = share >= 0, depth < 0
+    if filtered:
+        cut, least, is_sure, is_filtered = _bounds(
+            step, request, behind, total, depth, share, rows, chunks
+        )
     margin = tl.where(is_filtered, _MARGIN, 0.0)
     can_stay = is_drafted & is_alive & (weight > 0) & (depth <= cut)
     can_stay = can_stay & (test < weight / least * (1.0 + margin))
@@ -329,7 +334,7 @@ def _decide_sampled(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         state = tl.where(stays, ACCEPTED, 0) + tl.where(draws, DRAW, 0)
         state += tl.where(draws & is_open, OPEN, 0)
     state += tl.where(draws & is_filtered, FILTERED, 0)
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     tl.store(work.row_max + row, largest, mask=is_row)
     tl.store(work.total + row, total, mask=is_row)
     if work.cut is not None:
@@ -345,9 +350,9 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     step,
     rules,
     work,
-    filters,
     num_chunks,
     coupled: tl.constexpr,
+    filtered: tl.constexpr,
     rows: tl.constexpr,
     chunks: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
@@ -361,7 +366,7 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
     is_row, is_drafted = place <= length, place < length
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     at = row[:, None] * num_chunks + chunk[None, :]
     exists = is_row[:, None] & (chunk < num_chunks)[None, :]
     chunk_max = tl.load(work.chunk_max + at, mask=exists, other=float("-inf"))
@@ -369,10 +374,10 @@ def _decide_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     token = tl.full([rows], -1, tl.int32)
     if tl.load(step.temperature + request) > 0:
         state = _decide_sampled(
-            step, rules, work, filters, chunk_max, chunk_sum, coupled, rows, chunks
+            step, rules, work, chunk_max, chunk_sum, coupled, filtered, rows, chunks
         )
     else:
-        drafts = step.drafted + request * step.num_draft
+        drafts = step.drafted + request * num_draft_of(step)
         drafted = tl.load(drafts + place, mask=is_drafted, other=0)
         largest = tl.max(chunk_max, 1)
         is_nan = tl.max((chunk_sum != chunk_sum).to(tl.int32), 1) > 0
@@ -398,9 +403,9 @@ def _drawn_place(step, work, request, coupled: tl.constexpr, rows: tl.constexpr)
     place = tl.program_id(2)
     if not coupled:
         turn = tl.arange(0, rows)
-        at = (request * (step.num_draft + 1) + turn).to(tl.int64)
+        at = (request * (num_draft_of(step) + 1) + turn).to(tl.int64)
         # What is behind the draft's end does not matter: the row of the end is never accepted.
-        state = tl.load(work.state + at, mask=turn <= step.num_draft, other=0)
+        state = tl.load(work.state + at, mask=turn <= num_draft_of(step), other=0)
         place = tl.min(tl.where((state & ACCEPTED) != 0, rows, turn), 0)
     return place
 
@@ -416,7 +421,7 @@ def _draft_probs(step, request, place, token, is_read):  # type: ignore[no-untyp
         is_known = is_read & (column >= 0)
     q = tl.load(start + column, mask=is_known, other=0.0).to(tl.float32)
     if step.is_certain is not None:
-        at = request * step.num_draft + place
+        at = request * num_draft_of(step) + place
         drafted = tl.load(step.drafted + at)
         is_certain = tl.load(step.is_certain + at) != 0
         q = tl.where(is_certain, (token == drafted).to(tl.float32), q)
@@ -445,7 +450,7 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     request, chunk = tl.program_id(0), tl.program_id(1)
     length, temperature = tl.load(step.lengths + request), tl.load(step.temperature + request)
     place = _drawn_place(step, work, request, coupled, rows)
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     at = row * num_chunks + chunk
     state, largest = tl.load(work.state + row), tl.load(work.row_max + row)
     nearest = tl.load(work.chunk_max + at)
@@ -474,14 +479,14 @@ def _race_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
                     q = _draft_probs(step, request, place, token, weight > 0)
                     weight = tl.maximum(weight / tl.load(work.total + row) - q, 0.0)
             elif not coupled:
-                drafts = step.drafted + request * step.num_draft
+                drafts = step.drafted + request * num_draft_of(step)
                 drafted = tl.load(drafts + place, mask=place < length, other=-1)
                 weight = tl.where(token == drafted, 0.0, weight)
             value, winner = _best(weight / noise, token)
         tl.store(work.race_value + at, value)
         tl.store(work.race_token + at, winner)
         if is_split:
-            size = (tl.num_programs(0) * (step.num_draft + 1)).to(tl.int64) * num_chunks
+            size = (tl.num_programs(0) * (num_draft_of(step) + 1)).to(tl.int64) * num_chunks
             tl.store(work.race_value + size + at, plain)
             tl.store(work.race_token + size + at, plain_winner)
 
@@ -517,9 +522,11 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     length = tl.load(step.lengths + request)
     place, chunk = tl.arange(0, rows), tl.arange(0, chunks)
     is_row, is_drafted = place <= length, place < length
-    row = (request * (step.num_draft + 1) + place).to(tl.int64)
+    row = (request * (num_draft_of(step) + 1) + place).to(tl.int64)
     token = tl.load(work.token + row, mask=is_row, other=-1).to(tl.int64)
-    drafted = tl.load(step.drafted + request * step.num_draft + place, mask=is_drafted, other=-1)
+    drafted = tl.load(
+        step.drafted + request * num_draft_of(step) + place, mask=is_drafted, other=-1
+    )
     state = tl.load(work.state + row, mask=is_row, other=0)
     count = tl.min(tl.where((state & ACCEPTED) != 0, NO_TOKEN, place), 0)
     if work.race_value is not None:
@@ -535,12 +542,12 @@ def _assemble_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         if coupled:
             other = tl.full([rows], -1, tl.int64)
         if is_split:
-            size = (tl.num_programs(0) * (step.num_draft + 1)).to(tl.int64) * num_chunks
+            size = (tl.num_programs(0) * (num_draft_of(step) + 1)).to(tl.int64) * num_chunks
             second, found = _race_winners(work, at + size, is_read)
             other = tl.where(second > 0, found, -1)
         token = tl.where(is_raced, tl.where(most > 0, winner, other), token)
     if coupled:
         count = tl.min(tl.where(is_drafted & (token == drafted), NO_TOKEN, place), 0)
     emitted = tl.where(place < count, drafted, tl.where(place == count, token, -1))
-    tl.store(token_ids + row, emitted, mask=place <= step.num_draft)
+    tl.store(token_ids + row, emitted, mask=place <= num_draft_of(step))
     tl.store(num_accepted + request, count.to(tl.int64))

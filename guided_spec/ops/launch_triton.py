@@ -1,0 +1,111 @@
+"""How kernels are launched: behind the one before them, or compiled ahead, many at a time.
+
+A kernel launched behind another is set up while its predecessor runs; it says that its own
+successor may be set up, and waits until all before it is done and seen. Every kernel that is
+launched so must wait: then whoever waits for one has waited for all before it. (CUDA C++
+programming guide, "Programmatic dependent launch and synchronization".)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+__all__ = ["await_previous", "compiling_ahead", "launch"]
+
+FIRST_CAPABILITY = (9, 0)
+
+# Of each kernel that is being compiled ahead, for what kinds of arguments; None outside.
+_AHEAD: ContextVar[set[Hashable] | None] = ContextVar("compiled ahead", default=None)
+
+
+def launch(
+    kernel: Any, grid: tuple[int, ...], behind: Tensor | None = None
+) -> Callable[..., object]:
+    """What launches ``kernel`` over ``grid``: to be called with the kernel's arguments.
+
+    behind: any argument of a kernel that begins with ``await_previous``; None for others. It also
+    settles IS_DEPENDENT.
+    """
+    options: dict[str, Any] = {}
+    if behind is not None:
+        is_dependent = behind.is_cuda and _is_served(behind.get_device())
+        options["IS_DEPENDENT"] = is_dependent
+        if is_dependent:
+            options["launch_pdl"] = True
+    ahead = _AHEAD.get()
+    if ahead is not None:
+        return partial(_compile, ahead, kernel, grid, **options)
+    return partial(kernel[grid], **options)
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[None]:
+    """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
+
+    Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
+    reads numbers where kernels would have left them, and goes by them.
+    """
+    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    with (
+        ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads,
+        triton.AsyncCompileMode(threads),
+    ):
+        token = _AHEAD.set(set())
+        try:
+            yield
+        finally:
+            _AHEAD.reset(token)
+
+
+def _compile(
+    ahead: set[Hashable], kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any
+) -> None:
+    """Begin to compile ``kernel``, unless it is: to ask Triton takes it milliseconds each time."""
+    kinds = (
+        value if parameter.is_constexpr else _kind(value)
+        for parameter, value in zip(kernel.params, arguments, strict=False)
+    )
+    key = (kernel, *kinds, *sorted(options.items()))
+    if key not in ahead:
+        ahead.add(key)
+        kernel.warmup(*arguments, grid=grid, **options)
+
+
+def _kind(value: Any) -> Hashable:
+    """What Triton compiles a kernel for, of an argument that is no constant."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
+    if isinstance(value, TensorDescriptor):
+        return tuple(value.block_shape)
+    if isinstance(value, int):
+        return value == 1, value % 16 == 0
+    return type(value).__name__
+
+
+@cache
+def _is_served(device: int) -> bool:
+    is_nvidia = torch.version.cuda is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def await_previous(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Let the next kernel be set up, and wait for those before this one."""
+    if IS_DEPENDENT:
+        gdc_launch_dependents()
+        gdc_wait()
