@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from guided_spec.config import EngineConfig
+from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.host import Download, host_integers
 from guided_spec.ops.sampling.adjust import Adjustments
@@ -25,13 +27,10 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParam
 
 __all__ = [
     "Batches",
-    "Captures",
     "DecodeBatch",
     "DraftInFlight",
     "FinishedDraft",
     "FinishedText",
-    "GraphTarget",
-    "Learns",
     "PromptPiece",
     "Proposer",
     "ProposerContext",
@@ -357,12 +356,16 @@ class FinishedDraft(NamedTuple):
 
 @runtime_checkable
 class Proposer(Protocol):
-    """Drafts tokens for the target to verify. The contract is in docs/add_a_proposer.md."""
+    """Drafts tokens for the target to verify. The contract is in docs/add_a_proposer.md.
+
+    A class that has it for a base writes ``begin`` and ``release``, and of the rest what it does.
+    """
 
     aux_hidden_layers: tuple[int, ...]
     """Hidden states it wants from the target: index i is the input of layer i, n the output of the
     last of n layers, -1 that output after the final norm. () for none."""
 
+    @abstractmethod
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
@@ -376,18 +379,35 @@ class Proposer(Protocol):
         """
         ...
 
+    @abstractmethod
     def release(self, slots: Sequence[int]) -> None:
         """Forget what is kept for these slots: their requests have ended."""
         ...
 
-
-@runtime_checkable
-class Captures(Protocol):
-    """A proposer that captures CUDA graphs before the first step."""
-
     def capture(self) -> Iterator[None]:
-        """Capture them, one at each ``next``."""
-        ...
+        """Capture CUDA graphs before the first step, one at each ``next``."""
+        return iter(())
+
+    @property
+    def learns(self) -> bool:
+        """Whether it drafts from what other requests wrote; a chain does where a member does.
+
+        Requests with equal seeds then get noise of their own each: a draft must not depend on the
+        noise that verifies it, which had a part in what an equal request wrote.
+        """
+        return False
+
+    def learn(self, texts: Sequence[FinishedText]) -> None:
+        """Texts that have ended well, before their slots are released; only where it ``learns``."""
+        del texts
+
+    def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
+        """As the first of a chain: at which requests the others stop, so that it drafts again.
+
+        Asked after each token of theirs. None lets them draft as far as they like.
+        """
+        del batch, lookahead
+        return None
 
 
 class FinishedText(NamedTuple):
@@ -402,23 +422,6 @@ class FinishedText(NamedTuple):
 
 
 @runtime_checkable
-class Learns(Protocol):
-    """A proposer that drafts from what other requests wrote.
-
-    Requests with equal seeds then get noise of their own each: a draft must not depend on the noise
-    that verifies it, which had a part in what an equal request wrote.
-    """
-
-    @property
-    def learns(self) -> bool:
-        """Whether it does; a chain does where a member does."""
-        ...
-
-    def learn(self, texts: Sequence[FinishedText]) -> None:
-        """Texts that have ended well, before their slots are released."""
-        ...
-
-
 class SimpleProposer(Protocol):
     """A proposer that has nothing to overlap: ``from_propose`` makes it a ``Proposer``."""
 
@@ -433,10 +436,20 @@ class SimpleProposer(Protocol):
         ...
 
 
-class _FromPropose:
+@runtime_checkable
+class Learns(Protocol):
+    """What a ``SimpleProposer`` may have besides; see ``Proposer``."""
+
+    @property
+    def learns(self) -> bool: ...
+    def learn(self, texts: Sequence[FinishedText]) -> None: ...
+
+
+class _FromPropose(Proposer):
     def __init__(self, proposer: SimpleProposer) -> None:
         self.aux_hidden_layers = proposer.aux_hidden_layers
         self._proposer = proposer
+        self._learner = proposer if isinstance(proposer, Learns) and proposer.learns else None
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -449,19 +462,27 @@ class _FromPropose:
 
     @property
     def learns(self) -> bool:
-        return isinstance(self._proposer, Learns) and self._proposer.learns
+        return self._learner is not None
 
     def learn(self, texts: Sequence[FinishedText]) -> None:
-        if isinstance(self._proposer, Learns):
-            self._proposer.learn(texts)
+        if self._learner is not None:
+            self._learner.learn(texts)
 
     def release(self, slots: Sequence[int]) -> None:
         self._proposer.release(slots)
 
 
 def from_propose(proposer: Proposer | SimpleProposer) -> Proposer:
-    """The whole contract for one that has ``propose`` alone; any other comes back as it is."""
-    return proposer if isinstance(proposer, Proposer) else _FromPropose(proposer)
+    """The whole contract for one that has ``propose`` alone; a ``Proposer`` comes back as it is.
+
+    Raises ConfigError for anything else.
+    """
+    if isinstance(proposer, Proposer):
+        return proposer
+    if isinstance(proposer, SimpleProposer):
+        return _FromPropose(proposer)
+    fix = "needs aux_hidden_layers, release and propose; with begin, also Proposer as its base"
+    raise ConfigError("proposer", type(proposer).__name__, fix)
 
 
 class TargetModel(Protocol):
@@ -474,17 +495,6 @@ class TargetModel(Protocol):
         beyond its ``most``; what turns out to be beyond a row's end is never looked at.
         """
         ...
-
-
-@runtime_checkable
-class GraphTarget(TargetModel, Protocol):
-    """A target that says whether ``verify`` only launches a CUDA graph.
-
-    All mask rows are then filled behind the launch, and no thread competes with it.
-    """
-
-    @property
-    def launches_at_once(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from guided_spec.core import (
     DecodeBatch,
-    GraphTarget,
     Proposer,
     TargetModel,
 )
@@ -67,11 +66,14 @@ def speculative_step(
     noise: Noise | None = None,
     *,
     carry: object | None = None,
+    launches_at_once: bool = False,
 ) -> Step:
     """Draft, verify in one forward, and keep what the batch's verifier accepts.
 
     noise: None draws what the batch's seeds give for a draft of this length.
     carry: of the step before; None is always right, and may be slower.
+    launches_at_once: whether ``target.verify`` does no more than launch a CUDA graph. All mask rows
+        are then filled behind the launch, and no thread competes with it.
 
     Originals of the batch's constraints are not touched: ``commit`` moves them.
     """
@@ -80,7 +82,7 @@ def speculative_step(
         flight = proposer.begin(batch, lookahead, carry)
         # Another thread would hold the interpreter while the forward is to be launched. That pays
         # where the launch takes long; else ``finish`` fills the rows when it is done.
-        if flight.is_walked and not (isinstance(target, GraphTarget) and target.launches_at_once):
+        if flight.is_walked and not launches_at_once:
             lookahead.start()
     with named_range("verify"):
         output = target.verify(batch, flight)

@@ -26,7 +26,7 @@ class Turns(NamedTuple):
     length: int = 100
 
 
-class TurnTaking:
+class TurnTaking(Proposer):
     """A proposer that hands each step on to one of several.
 
     chosen: the name of the one that has every turn; None lets them take turns.

@@ -18,9 +18,7 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import (
     Batches,
-    Captures,
     FinishedText,
-    Learns,
     PromptPiece,
     Proposer,
     source_of,
@@ -160,10 +158,9 @@ class Engine:
         blocks = model.blocks
         may_take = blocks is not None and (not self._layers or blocks.lag > 0)
         self._takes_prefixes = config.prefix_cache and may_take
-        self._learner = proposer if isinstance(proposer, Learns) and proposer.learns else None
         # Drafts then follow what others drew, an equal request with the same noise among them.
         # Coupled texts do not depend on drafts.
-        self._keys_vary = self._learner is not None and config.verifier == "rejection"
+        self._keys_vary = proposer.learns and config.verifier == "rejection"
         self._num_added = 0
         self._carry: object | None = None  # of the last step, for the next one
         self._batches = Batches(config, model.num_slots, model.vocab_size, model.device)
@@ -220,8 +217,7 @@ class Engine:
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
         yield from self.model.capture(self._layers)
-        if isinstance(self._proposer, Captures):
-            yield from self._proposer.capture()
+        yield from self._proposer.capture()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -269,7 +265,7 @@ class Engine:
 
     def _learn(self) -> None:
         """Show the proposer, where it wants to see them, the texts that have just ended well."""
-        if self._learner is None:
+        if not self._proposer.learns:
             return
         ended = [request.text for request in self._scheduler.running(State.FINISHED)]
         texts = [
@@ -280,7 +276,7 @@ class Engine:
         if not texts:
             return
         try:
-            self._learner.learn(texts)
+            self._proposer.learn(texts)
         except Exception as error:  # whose counts it then mixes up, nobody knows
             self.fail(self._scheduler.running(), error)
 
@@ -521,7 +517,13 @@ class Engine:
         pieces = [piece.tokens for piece in along]
         batch = self._batches.make(texts, self.config.num_draft_tokens, features, traced, pieces)
         carry, self._carry = self._carry, None
-        step = speculative_step(self._target, self._proposer, batch, carry=carry)
+        step = speculative_step(
+            self._target,
+            self._proposer,
+            batch,
+            carry=carry,
+            launches_at_once=self._target.launches_at_once,
+        )
         self._carry = step.carry
         with named_range("commit"):
             committed = commit(batch, step.accepted, step.packed)

@@ -104,7 +104,7 @@ class SlotTarget:
 
     @property
     def launches_at_once(self) -> bool:
-        """See ``GraphTarget``."""
+        """See ``speculative_step``."""
         return self._model.is_packed and self._model.device.type == "cuda"
 
     def prefill(self, slots: Sequence[int], starts: Sequence[int], tokens: list[list[int]]) -> None:

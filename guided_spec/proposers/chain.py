@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple
 
 from guided_spec.core import (
-    Captures,
     DecodeBatch,
     DraftInFlight,
     FinishedText,
-    Learns,
     Proposer,
     ProposerContext,
     TargetOutput,
@@ -24,16 +21,7 @@ from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 
-__all__ = ["Chain", "Previews"]
-
-
-@runtime_checkable
-class Previews(Protocol):
-    """A proposer that can tell whether it has something to say, so that others give way to it."""
-
-    def would_draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
-        """Whether it would draft anything after the request's draft so far."""
-        ...
+__all__ = ["Chain"]
 
 
 class _Carried(tuple[object | None, ...]):
@@ -106,9 +94,8 @@ class _Turns:
             return list(left)
         starts = lookahead.lengths
         ends = [start + room for start, room in zip(starts, left, strict=True)]
-        lead = self._members[0]
-        leads = partial(lead.would_draft, batch, lookahead) if isinstance(lead, Previews) else None
-        with lookahead.until(ends), lookahead.pausing(leads):
+        pause = self._members[0].interrupts(batch, lookahead)
+        with lookahead.until(ends), lookahead.pausing(pause):
             limits = tuple(map(min, batch.limits, ends))
             flight = self._begin(member, replace(batch, limits=limits))
             if flight.is_underway:
@@ -175,7 +162,7 @@ class _ChainDraft(NamedTuple):
         )
 
 
-class Chain:
+class Chain(Proposer):
     """``chain:first+second+...``: the first leads, the others fill its gaps, then it leads again.
 
     With ``chain:grammar_forced+draft_model`` the forced text comes first, the draft model goes on
@@ -225,20 +212,19 @@ class Chain:
         return _ChainDraft(*whole, turns, lookahead)
 
     def capture(self) -> Iterator[None]:
-        """See ``Captures``."""
+        """Those of every member."""
         for member in self._members:
-            if isinstance(member, Captures):
-                yield from member.capture()
+            yield from member.capture()
 
     @property
     def learns(self) -> bool:
-        """Whether any member does; see ``Learns``."""
-        return any(isinstance(member, Learns) and member.learns for member in self._members)
+        """Whether any member does."""
+        return any(member.learns for member in self._members)
 
     def learn(self, texts: Sequence[FinishedText]) -> None:
-        """See ``Learns``."""
+        """For the members that do."""
         for member in self._members:
-            if isinstance(member, Learns):
+            if member.learns:
                 member.learn(texts)
 
     def release(self, slots: Sequence[int]) -> None:

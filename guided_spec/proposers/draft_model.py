@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, ProposerContext
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.errors import ConfigError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
@@ -109,7 +109,7 @@ class DraftCache:
             self.lengths[slot] += count
 
 
-class DraftModel:
+class DraftModel(Proposer):
     """Drafts with any smaller causal LM, batched, with a KV cache of its own.
 
     The cache's lengths count committed tokens only: every step first feeds what was committed since
@@ -126,7 +126,6 @@ class DraftModel:
         self._cache = DraftCache(context)
         self._model = self._cache.model
         self._chooser = DraftChooser.on(context.device, None)
-        self.release = self._cache.release
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -136,8 +135,12 @@ class DraftModel:
         return self._draft(batch, lookahead).in_flight()
 
     def capture(self) -> Iterator[None]:
-        """See ``Captures``."""
+        """Those of the model."""
         yield from self._model.capture(())
+
+    def release(self, slots: Sequence[int]) -> None:
+        """The slots start anew with their next requests."""
+        self._cache.release(slots)
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
         """The loop behind its run."""

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, ProposerContext
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer, ProposerContext
 from guided_spec.grammar.completion.completion import without_budget
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.proposers.drafting import host_draft
 
@@ -29,7 +29,7 @@ __all__ = ["ForcedSearch", "GrammarForced"]
 LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text without end
 
 
-class GrammarForced:
+class GrammarForced(Proposer):
     """Drafts forced text, up to ``config.max_forced_tokens`` tokens a step; needs no model."""
 
     aux_hidden_layers: tuple[int, ...] = ()
@@ -55,9 +55,11 @@ class GrammarForced:
         legal = lookahead.extend_forced(drafts)
         return FinishedDraft(host_draft(batch, legal), tuple(map(len, legal)))
 
-    def would_draft(self, batch: DecodeBatch, lookahead: Lookahead, request: int) -> bool:
-        """Whether anything is forced after the request's draft so far."""
-        return bool(self._draft(batch, lookahead, request, lookahead.drafted[request]))
+    def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause:
+        """Where anything is forced after the request's draft so far."""
+        return lambda request: bool(
+            self._draft(batch, lookahead, request, lookahead.drafted[request])
+        )
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the whitespace style of the ended requests."""
@@ -99,7 +101,7 @@ class GrammarForced:
 
 
 class _Known(NamedTuple):
-    """What was found for a request at one point: ``would_draft`` asks, ``begin`` asks again."""
+    """What was found for a request at one point: ``interrupts`` asks, ``begin`` asks again."""
 
     key: tuple[int, int]
     tokens: list[int]

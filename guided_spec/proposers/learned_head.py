@@ -18,6 +18,7 @@ from guided_spec.core import (
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
+    Proposer,
     ProposerContext,
     TargetOutput,
 )
@@ -94,7 +95,7 @@ class _Piece(NamedTuple):
         )
 
 
-class LearnedHead:
+class LearnedHead(Proposer):
     """Drafts with a head that is fed with the target's hidden states.
 
     A step that drafts first reads the tokens verified since the last one, with the target's hidden
@@ -164,7 +165,7 @@ class LearnedHead:
         return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
 
     def capture(self) -> Iterator[None]:
-        """See ``Captures``."""
+        """Those of the head, and of whole drafts."""
         if self._packed is not None and self._longest:
             yield from self._packed.capture(self._longest)
         if self._masked is not None and self._can_wait and self._longest:
@@ -357,14 +358,20 @@ Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
 
 
 def _over_slots(head: Any, room: SlotLimits, context: ProposerContext) -> _Runner:
+    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype))
+
+
+def _packed(head: Eagle3Head, room: SlotLimits, context: ProposerContext) -> _Runner:
+    """As graphs where there are kernels, and the head is of a kind that they serve."""
+    served = None
     if is_packed_on(context.device, context.config.kernels):
         served = PackedEagle3.of(head, room.max_length)
-        if served is not None:
-            where: Any = {"device": context.device, "dtype": context.dtype}
-            where |= {"blocks": context.blocks, "window": context.window}
-            packed = PackedSlotHead(served, room, **where)
-            return _Runner(packed, packed)
-    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype))
+    if served is None:
+        return _over_slots(head, room, context)
+    where: Any = {"device": context.device, "dtype": context.dtype}
+    where |= {"blocks": context.blocks, "window": context.window}
+    packed = PackedSlotHead(served, room, **where)
+    return _Runner(packed, packed)
 
 
 def eagle(context: ProposerContext) -> LearnedHead:
@@ -374,7 +381,7 @@ def eagle(context: ProposerContext) -> LearnedHead:
 
 def eagle3(context: ProposerContext) -> LearnedHead:
     """EAGLE-3 (arXiv:2503.01840) from SafeAILab, SpecForge or speculators."""
-    return _build("eagle3", context)
+    return _build("eagle3", context, _packed)
 
 
 def deepseek_mtp(context: ProposerContext) -> LearnedHead:

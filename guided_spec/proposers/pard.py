@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, ProposerContext
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
 from guided_spec.errors import ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import SlotInputs
@@ -29,7 +29,7 @@ from guided_spec.proposers.draft_model import DraftCache, fit_width
 __all__ = ["Pard"]
 
 
-class Pard:
+class Pard(Proposer):
     """Drafts paths, or by the policy that the context's argument names; see ``BlockDrafter``.
 
     Raises what ``DraftCache`` and ``BlockDrafter`` raise, and ModelError for a draft whose
@@ -67,7 +67,7 @@ class Pard:
         self._paths.release(slots)
 
     def capture(self) -> Iterator[None]:
-        """See ``Captures``."""
+        """Those of the model."""
         yield from self._cache.model.capture(())
 
     def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Block:

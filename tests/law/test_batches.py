@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import cache, partial
-from typing import cast
+from functools import cache
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.sampling.noise import DraftNoise, Stream, noise_key, uniform_noise
 from guided_spec.proposers import build_proposer
-from guided_spec.proposers.chain import Chain, Previews
+from guided_spec.proposers.chain import Chain
 from guided_spec.proposers.drafting import concatenate
 from guided_spec.types import Draft, DraftPolicy
 from tests.law.batches import PROMPTS, RULES, SCALE, TOLD, Member, law, p_value, write
@@ -126,8 +125,7 @@ def one_budget(
         before = left
         for filler in fillers:
             given = replace(batch, num_draft_tokens=left)
-            leads = partial(cast("Previews", lead).would_draft, given, lookahead)
-            with lookahead.pausing(leads):
+            with lookahead.pausing(lead.interrupts(given, lookahead)):
                 more = filler.begin(given, lookahead).finish()
             draft = concatenate(draft, more)
             left -= more.token_ids.shape[1]

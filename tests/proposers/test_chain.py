@@ -67,10 +67,10 @@ class Flight(NamedTuple):
         return "carried"
 
 
-class Launched:
+class Launched(Proposer):
     """Drafts two tokens of each request, which nobody knows before they are finished."""
 
-    aux_hidden_layers = (1,)
+    aux_hidden_layers: tuple[int, ...] = (1,)
 
     def __init__(self) -> None:
         self.begun: list[tuple[int, object | None]] = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -268,3 +269,19 @@ def test_the_first_draft_row_is_the_models_own(make: Make) -> None:
     legal = torch.tensor([token in rule(()) for token in range(VOCAB_SIZE)])
     expected = torch.softmax(logits.masked_fill(~legal, float("-inf")), -1)
     torch.testing.assert_close(draft.probs[1, 0], expected)
+
+
+def test_what_has_begin_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    begins = SimpleNamespace(aux_hidden_layers=(), begin=print, release=print)
+    monkeypatch.setitem(proposers.PROPOSERS, "begins", lambda _: begins)
+    with pytest.raises(ConfigError, match="with begin, also Proposer as its base"):
+        build_proposer("begins", toy_context())
+
+
+def test_what_is_optional_has_a_default() -> None:
+    proposer = from_propose(ToyDrafter(TARGET))
+    batch = make_batch(proposer, 1, 0.0)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    assert list(proposer.capture()) == []
+    assert not proposer.learns
+    assert proposer.interrupts(batch, lookahead) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, from_propose
+from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, from_propose
 from guided_spec.errors import ConfigError
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
@@ -65,7 +65,7 @@ class TableDrafter:
         del slots
 
 
-class EarlyDrafter(TableDrafter):
+class EarlyDrafter(TableDrafter, Proposer):
     """The same, whose draft the target reads before the host has seen it."""
 
     def begin(

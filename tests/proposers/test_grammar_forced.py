@@ -87,9 +87,9 @@ def propose(
     config = EngineConfig(max_forced_tokens=max_forced_tokens)
     proposer = GrammarForced(toy_context(config=config))
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
-    leads = proposer.would_draft(batch, lookahead, 0)
+    has_more = proposer.interrupts(batch, lookahead)(0)
     draft = proposer.begin(batch, lookahead).finish()
-    assert leads == bool(lookahead.drafted[0])
+    assert has_more == bool(lookahead.drafted[0])
     assert draft.num_tokens.tolist() == [len(lookahead.drafted[0]), 0]
     return lookahead.drafted[0], lookahead.forced[0]
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.core import DecodeBatch, FinishedText, Learns, Proposer
+from guided_spec.core import DecodeBatch, FinishedText, Proposer
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
@@ -47,7 +47,6 @@ def propose(
 
 
 def learn(proposer: Proposer, text: Sequence[int], source: Hashable = KIND) -> None:
-    assert isinstance(proposer, Learns)
     proposer.learn([FinishedText(source, text, 0)])
 
 
@@ -103,7 +102,6 @@ def test_texts_of_one_source_are_drafted_from_each_other_and_from_no_other(
 
 
 def test_a_text_begins_behind_the_end_of_its_prompt(proposer: Proposer) -> None:
-    assert isinstance(proposer, Learns)
     prompt = [0, 1] * LONGEST
     proposer.learn([FinishedText(KIND, [3, *prompt, 7, 8], 1 + len(prompt))])
     assert propose(proposer, [9, *prompt[-LONGEST:]]) == [7, 8]
@@ -234,7 +232,6 @@ def test_a_source_that_is_drafted_from_is_used() -> None:
 )
 def test_who_learns(spec: str, *, learns: bool) -> None:
     proposer = build_proposer(spec, toy_context())
-    assert isinstance(proposer, Learns)
     assert proposer.learns == learns
     proposer.learn([FinishedText(KIND, [5, 6, 7, 8], 0)])
     assert propose(proposer, [4, 5, 6]) == ([7, 8] if learns else [])

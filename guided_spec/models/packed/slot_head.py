@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import Blocks
@@ -69,10 +68,9 @@ class PackedEagle3:
         self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
 
     @classmethod
-    def of(cls, head: DraftHead, max_length: int) -> PackedEagle3 | None:
-        """The packed form of ``head``; None where it is not of the kind that this serves."""
-        is_served = isinstance(head, Eagle3Head) and _is_served(head)
-        return cls(head, max_length) if is_served else None  # type: ignore[arg-type]
+    def of(cls, head: Eagle3Head, max_length: int) -> PackedEagle3 | None:
+        """The packed form of ``head``; None where its layers are not of a kind that this serves."""
+        return cls(head, max_length) if _is_served(head) else None
 
     @property
     def kv_shape(self) -> tuple[int, int]:
