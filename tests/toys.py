@@ -125,6 +125,7 @@ class ToyCompiled:
         self.fills: Counter[tuple[int, ...]] = Counter()
         self.refused: frozenset[int] = frozenset()
         self.excluded: frozenset[int] = frozenset()
+        self.memory_size_bytes = 0
 
     def new_matcher(self) -> ToyMatcher:
         return ToyMatcher(self)

@@ -11,7 +11,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 from guided_spec.errors import GrammarError
 from guided_spec.grammar.document import is_large
@@ -22,7 +21,7 @@ __all__ = ["GrammarCompileQueue"]
 
 _LOG = logging.getLogger(__name__)
 
-_SMALLEST_BYTES = 4096  # what an entry costs whose size is not known, or a failure
+_OWN_BYTES = 4096  # what an entry costs beside its source and its grammar
 
 
 @dataclass(eq=False)
@@ -47,6 +46,7 @@ class GrammarCompileQueue:
         goes first.
     cache_bytes: what they may take together.
     size_of_more: bytes that hang on a grammar beside itself, and may grow while it is used.
+    close_backend: what ends with the queue.
 
     The threads are daemons: a native compile cannot be interrupted, and must not hold up the end
     of the process.
@@ -60,12 +60,15 @@ class GrammarCompileQueue:
         cache_size: int = 256,
         cache_bytes: int = 2**30,
         size_of_more: Callable[[CompiledGrammar], int] = lambda grammar: 0,  # noqa: ARG005
+        close_backend: Callable[[], None] = lambda: None,
     ) -> None:
         self._backend = backend
+        self._close_backend = close_backend
         self._cache_size = cache_size
         self.cache_bytes = cache_bytes
         self._size_of_more = size_of_more
         self._lock = threading.Lock()
+        # In the order of use. No LRUCache: what compiles must stay, and sizes grow in it.
         self._entries: OrderedDict[GrammarSpec, _Entry] = OrderedDict()
         self._waiting: _Waiting = queue.SimpleQueue()
         self._large: _Waiting = queue.SimpleQueue()
@@ -106,10 +109,7 @@ class GrammarCompileQueue:
         return _own_failure(entry.future)
 
     def close(self) -> None:
-        """Cancel what has not begun and let the workers end; does not wait for them.
-
-        Closes the backend too, if it has a ``close``.
-        """
+        """Cancel what has not begun and let the workers end; does not wait for them."""
         with self._lock:
             if self._closed:
                 return
@@ -119,9 +119,7 @@ class GrammarCompileQueue:
         for _ in self._workers:
             self._waiting.put(None)
             self._large.put(None)
-        close = getattr(self._backend, "close", None)
-        if close is not None:
-            close()
+        self._close_backend()
 
     def _forget_old(self) -> None:
         """Called with the lock held."""
@@ -152,10 +150,10 @@ class GrammarCompileQueue:
         spec, began = entry.spec, time.perf_counter()
         try:
             grammar = self._backend.compile(spec)
-            size = _size_of(grammar)
+            size = _OWN_BYTES + grammar.memory_size_bytes
         except BaseException as error:  # whatever happened belongs to those who wait for it
             _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
-            entry.size = _SMALLEST_BYTES + len(spec.source)
+            entry.size = _OWN_BYTES + len(spec.source)
             entry.future.set_exception(error)
         else:
             seconds = time.perf_counter() - began
@@ -171,15 +169,6 @@ def _seems_large(spec: GrammarSpec) -> bool:
         return is_large(spec)
     except Exception:  # whatever is wrong is reported by the compile, to those who wait
         return True
-
-
-def _size_of(grammar: Any) -> int:
-    """Bytes of a compiled grammar, of the grammar inside it, and of its style."""
-    own = getattr(grammar, "memory_size_bytes", None)
-    if isinstance(own, int):
-        return own
-    parts = (getattr(grammar, name, None) for name in ("inner", "compiled", "style"))
-    return _SMALLEST_BYTES + sum(_size_of(part) for part in parts if part is not None)
 
 
 def _own_failure(future: Future[CompiledGrammar]) -> Future[CompiledGrammar]:

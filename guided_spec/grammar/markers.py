@@ -331,6 +331,11 @@ class AfterGrammar:
     budget: int | None = None
     excluded: frozenset[int] = frozenset()
 
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the inner grammar."""
+        return self.inner.memory_size_bytes
+
     def new_matcher(self) -> AfterMatcher:
         """A matcher at the start of the free text."""
         return AfterMatcher(self, self.inner.new_matcher())

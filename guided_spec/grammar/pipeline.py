@@ -166,6 +166,7 @@ class RequestGrammars(NamedTuple):
             max_workers=config.compile_threads,
             cache_bytes=config.grammar_cache_bytes,
             size_of_more=lambda grammar: endings.size_of(grammar) + table_bytes(grammar),
+            close_backend=pipeline.close,
         )
         return cls(markers, queue, endings)
 

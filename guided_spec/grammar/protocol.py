@@ -219,10 +219,14 @@ class CompiledGrammar(Protocol):
 
     excluded: tokens that no text of the grammar holds. Matchers may refuse them noisily, so a draft
         that guesses freely is cut before them without asking.
+    memory_size_bytes: what it takes as long as it is kept, as far as that is known.
     """
 
     @property
     def excluded(self) -> frozenset[int]: ...
+
+    @property
+    def memory_size_bytes(self) -> int: ...
 
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""

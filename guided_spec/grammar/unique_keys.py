@@ -81,6 +81,11 @@ class UniqueKeysGrammar(Generic[BackendGrammar]):
         """As the one inside has it."""
         return self.inner.excluded
 
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the one inside."""
+        return self.inner.memory_size_bytes
+
     def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
         return UniqueKeysMatcher(self, self.inner.new_matcher())

@@ -326,6 +326,7 @@ class Learned:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        # In the order of use. No LRUCache: a source is forgotten text by text, not as a whole.
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
         self.num_tokens = 0
 

@@ -30,6 +30,7 @@ class Compiled:
     """Nothing, compiled."""
 
     excluded: frozenset[int] = frozenset()
+    memory_size_bytes = 0
 
     def new_matcher(self) -> GrammarMatcher:
         raise NotImplementedError

@@ -21,6 +21,7 @@ WAIT = 30
 
 class Compiled:
     excluded: frozenset[int] = frozenset()
+    memory_size_bytes = 0
 
     def new_matcher(self) -> GrammarMatcher:
         raise NotImplementedError

@@ -113,7 +113,7 @@ def test_workers_are_ended_by_close_and_with_the_backend() -> None:
 def test_the_queue_keeps_small_grammars_ahead_and_closes_the_workers() -> None:
     limits = GrammarLimits(compile_seconds=WAIT)
     isolated = GrammarPipeline(HostileBackend(NO_VOCABULARY), limits)
-    compiling = GrammarCompileQueue(isolated, max_workers=1)
+    compiling = GrammarCompileQueue(isolated, max_workers=1, close_backend=isolated.close)
     hanging = [compiling.submit(large("hang")), compiling.submit(large("fine"))]
     compiling.submit(SMALL).result(WAIT)
     assert not any(future.done() for future in hanging)

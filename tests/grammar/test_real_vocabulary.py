@@ -179,6 +179,7 @@ class Hidden:
 
 class HiddenGrammar:
     excluded: frozenset[int] = frozenset()
+    memory_size_bytes = 0
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner

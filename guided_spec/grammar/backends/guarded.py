@@ -81,7 +81,9 @@ class GuardedBackend:
             reason = f"compiled a {type(inner).__name__} without {lacks}"
             raise GrammarCompileError(f"the grammar backend {self._name!r} {reason}")
         excluded = frozenset(inner.excluded)
-        grammar = GuardedGrammar(inner, self._name, self.vocabulary.vocab_size, excluded)
+        grammar = GuardedGrammar(
+            inner, self._name, self.vocabulary.vocab_size, excluded, _size_of(inner)
+        )
         self._try_out(spec, grammar)
         return grammar
 
@@ -104,13 +106,14 @@ class GuardedBackend:
 class GuardedGrammar:
     """A grammar that a registered backend compiled; shared by requests, as the one inside is.
 
-    backend: its name. vocab_size: V. excluded: as the one inside has it.
+    backend: its name. vocab_size: V. excluded, memory_size_bytes: as the one inside has them.
     """
 
     inner: CompiledGrammar
     backend: str
     vocab_size: int
     excluded: frozenset[int]
+    memory_size_bytes: int = 0
     notes: ClassVar[tuple[Unenforced, ...]] = ()
 
     def new_matcher(self) -> GuardedMatcher:
@@ -211,6 +214,12 @@ class GuardedMatcher(Matcher):
         self._fault = (
             f"a matcher of the grammar backend {self._grammar.backend!r}: {method} {reason}"
         )
+
+
+def _size_of(inner: Any) -> int:
+    """What it says about its size, which it need not; one that is no number says nothing."""
+    size = 0 if _lacks(inner, ("memory_size_bytes",)) else inner.memory_size_bytes
+    return size if isinstance(size, int) else 0
 
 
 def _lacks(value: object, names: tuple[str, ...]) -> str:

@@ -511,6 +511,7 @@ class LLGuidanceGrammar:
     notes: tuple[Unenforced, ...] = ()
     pattern: str | None = None
     backend: ClassVar[str] = "llguidance"
+    memory_size_bytes: ClassVar[int] = 0  # beyond its source; llguidance does not say
 
     def new_matcher(self) -> LLGuidanceMatcher:
         """A matcher at the start of the grammar."""

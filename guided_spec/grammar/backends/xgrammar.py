@@ -162,6 +162,12 @@ class XGrammarGrammar:
     stops: tuple[int, ...] = ()
     backend: ClassVar[str] = "xgrammar"
 
+    @property
+    def memory_size_bytes(self) -> int:
+        """As xgrammar counts it, the style's included."""
+        parts = (self.compiled, self.style)
+        return sum(part.memory_size_bytes for part in parts if part is not None)
+
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
         return self._matcher(self.compiled)

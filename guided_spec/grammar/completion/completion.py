@@ -269,6 +269,11 @@ class CompletingGrammar:
         """As the grammar has it."""
         return self.compiled.excluded
 
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the grammar."""
+        return self.compiled.memory_size_bytes
+
     def new_matcher(self) -> CompletingMatcher:
         """A matcher at the start of the grammar, with the whole budget."""
         return CompletingMatcher(self, self.compiled.new_matcher())

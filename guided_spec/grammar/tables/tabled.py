@@ -64,6 +64,11 @@ class TabledGrammar:
         if texts == 0:
             begin().add_done_callback(self._end)
 
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the one inside; ``table_bytes`` has the table's."""
+        return self.inner.memory_size_bytes
+
     def new_matcher(self) -> GrammarMatcher:
         """A matcher at the start of the grammar."""
         with self._lock:

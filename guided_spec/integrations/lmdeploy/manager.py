@@ -268,7 +268,7 @@ class GuidedManager:
                 GrammarLimits(),
                 make=partial(BackendChoice, "auto"),
             )
-            self._queue = GrammarCompileQueue(pipeline)
+            self._queue = GrammarCompileQueue(pipeline, close_backend=pipeline.close)
         _managers.add(self)
 
     @property

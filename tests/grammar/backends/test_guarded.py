@@ -71,6 +71,16 @@ def test_a_sound_backend_is_asked_what_it_is_for() -> None:
     assert as_matcher(matcher).fault is None
 
 
+@pytest.mark.parametrize(("said", "size"), [(5_000, 5_000), (None, 0), ("much", 0)])
+def test_a_grammar_may_say_its_size(said: Any, size: int) -> None:
+    sized: Any = Listed(BYTES).compile(WORDS)
+    if said is None:
+        del sized.memory_size_bytes
+    else:
+        sized.memory_size_bytes = said
+    assert guarded(lambda _: sized).compile(WORDS).memory_size_bytes == size
+
+
 def test_a_start_is_never_dropped() -> None:
     with pytest.raises(GrammarCompileError, match="GrammarPipeline"):
         GuardedBackend("mine", Listed, BYTES).compile(WORDS.after("x"))
