@@ -51,23 +51,11 @@ from guided_spec.types import require_int
 
 __all__ = [
     "Embedding",
-    "HeadFiles",
     "SaveKeywords",
     "SaveOptions",
-    "architectures_of",
-    "block_deepseek",
-    "block_speculators",
-    "block_zlab",
-    "dtype_name",
-    "eagle3_safeailab",
-    "eagle3_speculators",
-    "eagle_safeailab",
     "head_layouts",
-    "mtp_deepseek",
-    "mtp_qwen",
     "rope_fields",
     "save_head",
-    "speculators_config",
 ]
 
 Embedding = Literal["auto", "omit", "copy"]

@@ -15,6 +15,7 @@ modules of any target's layers.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -97,8 +98,7 @@ class _TargetModules(nn.Module):
         """
         require_int("num_modules", num_modules, low=1)
         head = start_modules(lambda: cls(target, num_modules), target)
-        blocks = (getattr(layer, "mtp_block", layer) for layer in head.layers)
-        copy_layers(blocks, head._kind, initialize)
+        copy_layers(head._blocks(), head._kind, initialize)
         return head
 
     @classmethod
@@ -107,6 +107,10 @@ class _TargetModules(nn.Module):
 
     def _build(self) -> None:
         raise NotImplementedError
+
+    def _blocks(self) -> Iterator[nn.Module]:
+        """The decoder layers of the target's kind, one in each module."""
+        return iter(self.layers)
 
     def forward(
         self,
@@ -169,6 +173,10 @@ class MtpHead(_TargetModules):
         self.layers = nn.ModuleList(
             MtpLayer(self.config, *classes, index) for index in range(self.num_modules)
         )
+
+    def _blocks(self) -> Iterator[nn.Module]:
+        layers: Any = self.layers
+        return (layer.mtp_block for layer in layers)
 
     def features(self, hidden_states: Tensor) -> Tensor:
         """See ``DraftHead``: the target's last hidden states, in the head's dtype."""

@@ -152,7 +152,15 @@ CHUNK_RULE = "torch_chunk_gated_delta_rule"
 STEP_RULE = "torch_recurrent_gated_delta_rule"
 
 _install_lock = threading.Lock()
-_thread = threading.local()
+
+
+class _Recorded(threading.local):
+    """The calls that this thread records; None while it records none."""
+
+    calls: list[DeltaCall] | None = None
+
+
+_thread = _Recorded()
 
 
 class SavedState(NamedTuple):
@@ -226,7 +234,7 @@ class SlotLinearLayer(LinearAttentionLayer):
         self, recurrent_states: Tensor, state_idx: int = 0, **_: Any
     ) -> Tensor:
         """Keep the state behind all T tokens, and the call that led to it, until ``commit``."""
-        calls: list[DeltaCall] = getattr(_thread, "calls", None) or []
+        calls = _thread.calls or []
         if state_idx != 0 or len(calls) != 1 or not {"g", "beta"} <= calls[0].kwargs.keys():
             raise ModelError("a linear-attention layer of another kind than the gated delta rule")
         if self._recurrent is None:
@@ -327,7 +335,7 @@ def _recordable(
 ) -> Callable[..., tuple[Tensor, Tensor]]:
     @functools.wraps(rule)
     def recorded(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        calls = getattr(_thread, "calls", None)
+        calls = _thread.calls
         if calls is not None:
             calls.append(DeltaCall(replay, args, kwargs))
         return rule(*args, **kwargs)
