@@ -205,16 +205,11 @@ def test_a_broken_request_fails_alone(
         assert found[:shared] == wanted[:shared]
 
 
-class QuickTarget(ToyTarget):
-    """Says that it only launches a graph."""
-
-    launches_at_once = True
-
-
-@pytest.mark.parametrize("target", [ToyTarget(1), QuickTarget(1)])
+@pytest.mark.parametrize("at_once", [False, True])
 def test_a_thread_fills_beside_a_slow_launch_only(
-    monkeypatch: pytest.MonkeyPatch, target: ToyTarget
+    monkeypatch: pytest.MonkeyPatch, *, at_once: bool
 ) -> None:
+    target = ToyTarget(1)
     monkeypatch.setattr(lookahead, "ROWS_WORTH_A_THREAD", 1)
     batch = toy_batch([PROMPT], [Constraint(ToyCompiled(text_rule([b"ab"])))], k=2)
     filling: list[bool] = []
@@ -226,10 +221,10 @@ def test_a_thread_fills_beside_a_slow_launch_only(
 
     monkeypatch.setattr(target, "verify", watched)
     for text in ([0], [1], [EOS]):
-        step = speculative_step(target, from_propose(NONE), batch)
+        step = speculative_step(target, from_propose(NONE), batch, launches_at_once=at_once)
         assert [row.token_ids for row in commit(batch, step.accepted)] == [text]
         batch = replace(batch, contexts=([*batch.contexts[0], *text],))
-    assert filling == [not isinstance(target, QuickTarget)] * 3
+    assert filling == [not at_once] * 3
 
 
 def test_the_end_inside_a_draft_is_no_dead_end() -> None:
