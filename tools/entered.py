@@ -1,19 +1,24 @@
 """Which files a schema and a step go through: ``python -m tools.entered``.
 
 A file counts when one of its functions is called: from a schema's ``GrammarSpec`` to its first mask
-row, and from a proposer to the commit of a step. Toys stand for model and vocabulary.
+row, from a proposer to the commit of a step, and from the target's forward over a prompt to the
+head that has read its hidden states. Toys stand for model and vocabulary; the head is the bundled one.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 import torch
 
+from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, from_propose
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.engine.target import SlotTarget
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
@@ -22,6 +27,9 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.loading import load_model
+from guided_spec.proposers import build_proposer
 from guided_spec.proposers.ngram import NGram
 from guided_spec.step import commit, speculative_step
 from tests.toys import ToyCompiled, ToyDrafter, ToyTarget, text_rule, toy_batch, toy_context
@@ -69,6 +77,25 @@ def take_step(proposer: Proposer) -> None:
     commit(batch, step.accepted, step.packed)
 
 
+def head_reader() -> Callable[[], None]:
+    """What lets a prompt's hidden states reach the head; loading is not part of it."""
+    model = load_model(bundled_asset("target"), device="cpu")
+    config = EngineConfig(num_draft_tokens=0)
+    context = toy_context(target=model, draft=bundled_asset("eagle3"), config=config)
+    head = build_proposer("eagle3", context)
+    lm = CausalLM(model, num_slots=1, max_length=context.max_model_len)
+    target = SlotTarget(lm, head.aux_hidden_layers)
+    prompt = [5, 6, 7, 8]
+    batch = toy_batch([prompt], [None], k=0)
+    lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+
+    def read() -> None:
+        target.prefill([0], [0], [prompt[:-1]])
+        head.begin(replace(batch, features=target.take_features([0])), lookahead)
+
+    return read
+
+
 def main() -> None:
     """The command."""
     looked_up = from_propose(NGram(toy_context()))
@@ -77,6 +104,7 @@ def main() -> None:
         ("schema to mask row", fill_row),
         ("n-grams to commit", lambda: take_step(looked_up)),
         ("a model's drafts to commit", lambda: take_step(drafted)),
+        ("hidden states to head", head_reader()),
     ):
         files = entered(work)
         sys.stdout.write(f"{name}: {len(files)} files: {' '.join(files)}\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from guided_spec.core import from_propose
 from guided_spec.proposers.ngram import NGram
 from tests.toys import toy_context
-from tools.entered import entered, take_step
+from tools.entered import entered, head_reader, take_step
 
 
 def test_a_step_enters_the_step_and_its_own_proposer() -> None:
@@ -15,3 +15,12 @@ def test_a_step_enters_the_step_and_its_own_proposer() -> None:
     assert {"step.py", "proposers/ngram.py", "ops/sampling/verify.py"} < set(files)
     assert "proposers/suffix.py" not in files
     assert entered(lambda: None) == []
+
+
+def test_hidden_states_come_from_the_target_to_the_head_without_being_loaded() -> None:
+    files = entered(head_reader())
+    assert files[0] == "engine/target.py"
+    assert {"models/causal_lm.py", "proposers/learned_head.py", "models/heads/eagle3.py"} < set(
+        files
+    )
+    assert "models/loading.py" not in files
