@@ -30,7 +30,7 @@ from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.table import proven_table, tabled_part, walk_both
+from guided_spec.grammar.tables.table import compare_texts, proven_table, tabled_part
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar
@@ -95,13 +95,13 @@ class Maker:
         except NoTableError as error:
             return Made(case.id, case.split, str(error), backend, part is not compiled)
         seconds = time.thread_time() - began
-        walked = walk_both(table, part, self._steps, seed=0)
+        compared = compare_texts(table, part, self._steps, seed=0)
         rows, moves = self._times(table, part)
         return Made(
             *(case.id, case.split, "whole" if table.is_whole else "part", backend),
             *(part is not compiled, seconds, table.num_states, table.then.shape[1]),
-            *(len(table.rows), table.memory_size_bytes, walked.steps),
-            None if walked.difference is None else str(walked.difference),
+            *(len(table.rows), table.memory_size_bytes, compared.steps),
+            None if compared.difference is None else str(compared.difference),
             *(rows, moves),
         )
 

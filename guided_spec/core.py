@@ -167,7 +167,7 @@ class Running(Protocol):
     @property
     def constraint(self) -> Constraint | None: ...
     @property
-    def draft_room(self) -> int: ...
+    def draft_limit(self) -> int: ...
     @property
     def params(self) -> SamplingParams: ...
     @property
@@ -229,7 +229,7 @@ class Batches:
             contexts=contexts,
             prompt_lengths=prompt_lengths,
             constraints=tuple(request.constraint for request in requests),
-            limits=tuple(request.draft_room for request in requests),
+            limits=tuple(request.draft_limit for request in requests),
             sampling=stacked.sampling,
             mask_rows=self._rows,
             num_draft_tokens=num_draft_tokens,

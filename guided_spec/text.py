@@ -89,7 +89,7 @@ class GuidedText:
         return self.tokens[self.prompt_length :]
 
     @property
-    def draft_room(self) -> int:
+    def draft_limit(self) -> int:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self.max_length - len(self.tokens) - 1
 

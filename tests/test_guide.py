@@ -138,7 +138,7 @@ def test_what_ends_a_text(guide: Guide) -> None:
     assert text.append(Committed([6, 7, 8], 2)) == [6, 7]
     assert text.ended == "stop"
     ignoring = guide.open(0, [5], SamplingParams(max_tokens=4, ignore_eos=True))
-    assert ignoring.draft_room == 3
+    assert ignoring.draft_limit == 3
     assert ignoring.append(Committed([end, 6], 1)) == [end, 6]
     assert ignoring.ended is None
     ignoring.append(Committed([6, 6], 1))

@@ -24,7 +24,7 @@ from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.table import compare_steps, proven_table, tabled_part, walk_both
+from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
@@ -75,11 +75,11 @@ def _table(compiled: CompiledGrammar, vocabulary: Vocabulary, steps: int) -> dic
         return {"reason": str(error), "equal": None}
     seconds = time.perf_counter() - started
     difference = compare_steps(table, part)
-    walked = walk_both(table, part, 0 if difference else steps, seed=0)
+    compared = compare_texts(table, part, 0 if difference else steps, seed=0)
     return {
         "reason": None,
-        "equal": (difference or walked.difference) is None,
-        "difference": difference or walked.difference,
+        "equal": (difference or compared.difference) is None,
+        "difference": difference or compared.difference,
         "whole": table.is_whole,
         "keys_by_matcher": part is not compiled,
         "states": table.num_states,
@@ -87,8 +87,8 @@ def _table(compiled: CompiledGrammar, vocabulary: Vocabulary, steps: int) -> dic
         "rows": len(table.rows),
         "bytes": table.memory_size_bytes,
         "seconds": seconds,
-        "steps": walked.steps,
-        "texts": walked.texts,
+        "steps": compared.steps,
+        "texts": compared.texts,
     }
 
 

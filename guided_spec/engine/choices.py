@@ -70,7 +70,7 @@ class Chooser:
         asked = []
         for prompt in listed:
             job = Job(self._setup.encoder.encode(prompt), SamplingParams(), length)
-            _check_room(job, rows)
+            _check_context(job, rows)
             one = _Asked(tuple(values.values()), tree, paths)
             for part in dealt:
                 job = job._replace(scoring=Scoring(tree, part), is_streamed=False)
@@ -146,7 +146,7 @@ def _check_text(text: str) -> None:
         raise ConfigError("choices", text, "holds half of a surrogate pair; replace it") from None
 
 
-def _check_room(job: Job, rows: Sequence[TokenRow]) -> None:
+def _check_context(job: Job, rows: Sequence[TokenRow]) -> None:
     needed = len(job.prompt_ids) + max((len(row.token_ids) for row in rows), default=0)
     if needed > job.max_length:
         raise PromptError(

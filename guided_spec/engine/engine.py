@@ -294,7 +294,7 @@ class Engine:
             # Whose grammar is done first must not decide what is batched in which process.
             wait(self._grammars())
         for request in self._scheduler.ready():
-            if not self.model.has_room(len(request.text.tokens)):
+            if not self.model.has_blocks(len(request.text.tokens)):
                 break  # else it would take a slot, and go back to the queue
             try:
                 if request.job.grammar is not None and request.text.constraint is None:
@@ -371,7 +371,7 @@ class Engine:
                 continue
             start, slot = request.num_cached, request.text.slot
             end = start + min(budget, request.num_unread)
-            if not self._make_room(request, end):
+            if not self._grow(request, end):
                 break
             budget -= end - start
             tokens = PromptPiece(slot, start, request.text.tokens[start:end])
@@ -418,8 +418,8 @@ class Engine:
         if self._takes_prefixes:
             self.model.remember(request.text.slot, request.text.tokens, length)
 
-    def _make_room(self, request: Request, length: int) -> bool:
-        """Whether the request has room for so many tokens in all.
+    def _grow(self, request: Request, length: int) -> bool:
+        """Whether the request has blocks for so many tokens in all.
 
         Where there is none, those who came last go back to the queue, and lose nothing but time;
         False where that is the request itself.
@@ -488,7 +488,7 @@ class Engine:
         """One forward over the next row of every request that scores."""
         for request in self._scheduler.running(State.SCORE):
             if request.state is State.SCORE:  # else it had to go for one before it
-                self._make_room(request, scored_length(request))
+                self._grow(request, scored_length(request))
         requests = self._scheduler.running(State.SCORE)
         if requests:
             score_rows(self.model, requests)
@@ -499,7 +499,7 @@ class Engine:
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
-                self._make_room(request, len(request.text.tokens) + most)
+                self._grow(request, len(request.text.tokens) + most)
         return self._scheduler.running(State.DECODE)
 
     def _decode(self, along: Sequence[Piece]) -> None:

@@ -335,7 +335,7 @@ class Request:
         if self._output.feed(token_id):
             return True
         if self._answer_at is None:
-            self._follow_marker(token_id)
+            self._advance_marker(token_id)
         return False
 
     def _is_whole(self, reason: FinishReason) -> bool:
@@ -349,7 +349,7 @@ class Request:
             return None
         return self.trace.finish(self._output.text, reason, len(self.job.prompt_ids))
 
-    def _follow_marker(self, token_id: int) -> None:
+    def _advance_marker(self, token_id: int) -> None:
         marker = self.job.marker
         assert marker is not None
         state = marker.step(self._marker_state, token_id)

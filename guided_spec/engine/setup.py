@@ -336,8 +336,8 @@ def _describe(target: CausalLM, config: EngineConfig) -> str:
         return f"{target.num_slots} slots of {target.max_length} tokens, stock modules ({reason})"
     cache = "on" if config.prefix_cache else "off"
     graphs = "CUDA graphs" if target.device.type == "cuda" else "without graphs"
-    room = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
-    return f"packed forwards ({graphs}), {room}, prefix cache {cache}"
+    memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
+    return f"packed forwards ({graphs}), {memory}, prefix cache {cache}"
 
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:

@@ -96,10 +96,10 @@ class GrammarSize(NamedTuple):
 
 def measure_json(value: Any, length: int) -> GrammarSize:
     """The size of a grammar that is a JSON value, in linear time; length: of its source."""
-    walk = _Walk(length)
+    reader = _SizeReader(length)
     if isinstance(value, dict | list):
-        walk.run(value)
-    return walk.size()
+        reader.run(value)
+    return reader.size()
 
 
 def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
@@ -111,7 +111,7 @@ def measure_text(source: str, *, is_regex: bool) -> GrammarSize:
     return GrammarSize(Extent(found.nesting), largest, alternatives, found.longest, 0, large=large)
 
 
-class _Walk:
+class _SizeReader:
     """One pass over a JSON value, without recursion."""
 
     def __init__(self, length: int) -> None:
@@ -366,7 +366,7 @@ def _compile_as_asked(
             raise
     dropped: list[Unenforced] = []
 
-    def settle(schema: Any) -> Any:
+    def change(schema: Any) -> Any:
         if spec.unsupported == "rewrite":
             return narrow(schema)
         loosened = loosen(schema)
@@ -374,8 +374,8 @@ def _compile_as_asked(
         return loosened.schema
 
     is_schema = spec.kind == "json_schema"
-    settled = settle(document.value) if is_schema else _in_tag(document.value, settle)
-    strict = replace(spec, source=json.dumps(settled, ensure_ascii=False), unsupported="error")
+    changed = change(document.value) if is_schema else _in_tag(document.value, change)
+    strict = replace(spec, source=json.dumps(changed, ensure_ascii=False), unsupported="error")
     compiled = compile_(SpecDocument(strict))
     if dropped:
         lines = [f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped]
@@ -427,14 +427,14 @@ def _without(schema: Any, entry: Unenforced) -> Any:
     return schema
 
 
-def _in_tag(node: Any, settle: Callable[[Any], Any]) -> Any:
+def _in_tag(node: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(node, list):
-        return [_in_tag(part, settle) for part in node]
+        return [_in_tag(part, change) for part in node]
     if not isinstance(node, dict):
         return node
     return {
-        key: settle(value)
+        key: change(value)
         if key in _SCHEMAS_OF_A_TAG and isinstance(value, dict | bool)
-        else _in_tag(value, settle)
+        else _in_tag(value, change)
         for key, value in node.items()
     }

@@ -106,7 +106,7 @@ class Lookahead:
         """
         return [walk.is_drafting for walk in self._walks]
 
-    def has_room(self, count: int) -> bool:
+    def can_draft(self, count: int) -> bool:
         """Whether any open request may draft ``count`` tokens more, 1 or above."""
         return any(
             walk.is_drafting and walk.until - len(walk.drafted) >= count for walk in self._walks
@@ -305,7 +305,7 @@ class Lookahead:
         self._next_depths(self._walks)
 
     def advance(self, draft: Draft) -> Draft:
-        """The draft to verify: walked now and cut to the requests' room, where nobody did so.
+        """The draft to verify: where nobody did so, walked now and cut to the requests' limits.
 
         An illegal token stays in it, where the verifier refuses it.
         """

@@ -28,7 +28,7 @@ class TabledTexts(NamedTuple):
     is_alone: bool
 
 
-class _Placed(NamedTuple):
+class _Held(NamedTuple):
     """A table on the device: its parts, and a cursor of each state, int64 [N, 6] on the host."""
 
     parts: tuple[Tensor, ...]
@@ -44,7 +44,7 @@ class DeviceTables:
     def __init__(self, device: torch.device, words: int, limit: int) -> None:
         self._device, self._words = device, words
         self._limit = limit
-        self._placed: dict[TokenTable, _Placed] = {}  # in the order of their last use
+        self._held: dict[TokenTable, _Held] = {}  # in the order of their last use
 
     def find(
         self, places: Mapping[int, TablePlace], requests: int, *, others: bool
@@ -64,35 +64,35 @@ class DeviceTables:
             states.append(state)
         found = list[int]()
         for table, (texts, states) in by_table.items():
-            placed = self._take(table, by_table)
-            if placed is not None:
-                cursors[texts] = placed.cursors[states]
+            held = self._take(table, by_table)
+            if held is not None:
+                cursors[texts] = held.cursors[states]
                 found += texts
         if not found:
             return None
         is_alone = not others and len(found) == len(places)
         return TabledTexts(found, torch.from_numpy(cursors), is_alone)
 
-    def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Placed | None:
-        placed = self._placed.pop(table, None)
-        if placed is None:
-            if not self._make_room(table.memory_size_bytes, wanted):
+    def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
+        held = self._held.pop(table, None)
+        if held is None:
+            if not self._evict(table.memory_size_bytes, wanted):
                 return None
-            placed = self._place(table)
-        self._placed[table] = placed
-        return placed
+            held = self._hold(table)
+        self._held[table] = held
+        return held
 
-    def _make_room(self, size: int, wanted: Container[TokenTable]) -> bool:
-        left = self._limit - sum(table.memory_size_bytes for table in self._placed)
-        for table in list(self._placed):
+    def _evict(self, size: int, wanted: Container[TokenTable]) -> bool:
+        left = self._limit - sum(table.memory_size_bytes for table in self._held)
+        for table in list(self._held):
             if left >= size:
                 break
             if table not in wanted:
-                del self._placed[table]
+                del self._held[table]
                 left += table.memory_size_bytes
         return left >= size
 
-    def _place(self, table: TokenTable) -> _Placed:
+    def _hold(self, table: TokenTable) -> _Held:
         assert table.rows.shape[1] == self._words  # else kernels would read what lies behind
         classes, then, rows = (
             torch.tensor(part).to(self._device) for part in (table.classes, table.then, table.rows)
@@ -103,4 +103,4 @@ class DeviceTables:
         cursors = np.empty((count, CURSOR), dtype=np.int64)
         cursors[:, :STATE] = classes.data_ptr(), then.data_ptr(), width, row_at.data_ptr()
         cursors[:, STATE], cursors[:, SOURCE] = np.arange(count), at
-        return _Placed((classes, then, rows, row_at), cursors)
+        return _Held((classes, then, rows, row_at), cursors)

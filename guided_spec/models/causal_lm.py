@@ -257,7 +257,7 @@ class CausalLM:
         if self.blocks is not None:
             self.blocks.release(slots)
 
-    def has_room(self, length: int) -> bool:
+    def has_blocks(self, length: int) -> bool:
         """Whether the blocks that nobody has would hold a text of so many tokens."""
         return self.blocks is None or self.blocks.num_free * BLOCK >= length
 

@@ -93,7 +93,7 @@ class _Turns:
                 self._begin(member, replace(batch, num_draft_tokens=0))
             return list(left)
         starts = lookahead.lengths
-        ends = [start + room for start, room in zip(starts, left, strict=True)]
+        ends = [start + most for start, most in zip(starts, left, strict=True)]
         pause = self._members[0].interrupts(batch, lookahead)
         with lookahead.until(ends), lookahead.pausing(pause):
             limits = tuple(map(min, batch.limits, ends))
@@ -105,7 +105,7 @@ class _Turns:
         gained = [now - start for now, start in zip(lookahead.lengths, starts, strict=True)]
         if any(gained):
             self.draft_first([batch.mask_rows.depths * (count > 0) for count in gained])
-        return [room - count for room, count in zip(left, gained, strict=True)]
+        return [most - count for most, count in zip(left, gained, strict=True)]
 
     def _begin(self, member: int, batch: DecodeBatch) -> DraftInFlight:
         # What is carried is for the first turn.
@@ -204,8 +204,8 @@ class Chain(Proposer):
                 left = turns.fill(member, left)
             # Who got nothing is done, however long others go on.
             left = [now * (now < was) for now, was in zip(left, before, strict=True)]
-            rooms = zip(left, lookahead.is_open, strict=True)
-            is_on = turns.flying is None and any(room and is_open for room, is_open in rooms)
+            pairs = zip(left, lookahead.is_open, strict=True)
+            is_on = turns.flying is None and any(most and is_open for most, is_open in pairs)
         whole = turns.walked
         if turns.flying is not None:
             whole = whole.join(turns.flying.flight.draft, turns.flying.flight.most)

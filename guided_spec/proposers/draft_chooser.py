@@ -127,7 +127,7 @@ class DraftChooser:
         self._graphs = graphs
         self._sources = sources
         self._held = GraphSampling()
-        self._rooms: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
+        self._buffers: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
@@ -175,39 +175,39 @@ class DraftChooser:
             inputs |= self._held.changed(key, sampling, noise, batch)
         padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
-        room = self._room(depth, size, logits, is_sampled=noise is not None)
-        self._graphs.run(key, padded, self._body(depth, sampling, noise, room), fixed)
-        report, probs, rescued = room
+        buffers = self._buffers_for(depth, size, logits, is_sampled=noise is not None)
+        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers), fixed)
+        report, probs, rescued = buffers
         return Chosen(
             report[:, :batch],
             None if probs is None else probs[:batch],
             None if rescued is None else rescued[:batch],
         )
 
-    def _room(self, depth: int, size: int, logits: Tensor, *, is_sampled: bool) -> Chosen:
+    def _buffers_for(self, depth: int, size: int, logits: Tensor, *, is_sampled: bool) -> Chosen:
         """Where the choices of a depth are left.
 
         Not in the graphs' own memory: they share it, so that the next depth's may write there.
         """
         key = (depth, size, is_sampled)
-        if key not in self._rooms:
+        if key not in self._buffers:
             ids = logits.new_empty(4, size, dtype=torch.int64)
             rescued = None if self._target_ids is None else ids[3]
             probs = None
             if is_sampled:
                 probs = logits.new_empty(size, logits.shape[1], dtype=torch.float32)
-            self._rooms[key] = Chosen(ids[:3], probs, rescued)
-        return self._rooms[key]
+            self._buffers[key] = Chosen(ids[:3], probs, rescued)
+        return self._buffers[key]
 
     def _body(
-        self, depth: int, sampling: Sampling, noise: DraftNoise | None, room: Chosen
+        self, depth: int, sampling: Sampling, noise: DraftNoise | None, buffers: Chosen
     ) -> Callable[[Inputs], None]:
-        """What a graph holds: the choice from the tensors that it is given, left in ``room``."""
+        """What a graph holds: the choice from the tensors that it is given, left in ``buffers``."""
 
         def body(tensors: Inputs) -> None:
             drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
             found = _choose(*drawn, *read_sampling(tensors, depth, sampling, noise))
-            for kept, value in zip(room, found, strict=True):
+            for kept, value in zip(buffers, found, strict=True):
                 if kept is not None and value is not None:
                     kept.copy_(value)
 

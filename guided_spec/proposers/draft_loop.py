@@ -154,11 +154,11 @@ class _Unwalked(NamedTuple):
 class _Masked(NamedTuple):
     """A draft under masks; see ``MaskedTurn``."""
 
-    room: DraftBuffers
+    buffers: DraftBuffers
     given: Given | None
 
     def own(self, drawn: Tensor) -> Tensor:
-        """[B, K, ...] of what is in the room: what each request drew itself."""
+        """[B, K, ...] of what is in the buffers: what each request drew itself."""
         own = drawn if self.given is None else self.given.behind(drawn)
         return own.transpose(0, 1).contiguous()
 
@@ -199,7 +199,7 @@ class DraftLoop:
             start if later else end
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
         ]
-        self._rooms = [
+        self._most = [
             end - start if later else 0
             for start, end, later in zip(self._starts, self._ends, self._is_later, strict=True)
         ]
@@ -243,7 +243,7 @@ class DraftLoop:
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
         turn = MaskedTurn(self._lookahead, self._ends, given, texts)
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
-        self._masked = _Masked(self._running.room, given)
+        self._masked = _Masked(self._running.buffers, given)
         # The device works on while whoever reads the draft launches what comes behind it.
         if self._running.needs_host:
             self._running.accept_drawn(1)
@@ -283,11 +283,11 @@ class DraftLoop:
 
     def _goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
-        return self._lookahead.has_room(1) or depth < max(self._rooms)
+        return self._lookahead.can_draft(1) or depth < max(self._most)
 
     def _may_go_on(self, depth: int) -> bool:
         """``_goes_on`` as far as it can be told before ``_accept_drawn``."""
-        return self._lookahead.has_room(2) or depth < max(self._rooms)
+        return self._lookahead.can_draft(2) or depth < max(self._most)
 
     def _draw(self, logits: Tensor, depth: int, noise: DraftNoise | None) -> None:
         """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
@@ -311,7 +311,7 @@ class DraftLoop:
 
     def _download(self) -> Download | None:
         """What the host has to see of the tokens that it walks later."""
-        if not any(self._rooms) or not self._chosen:
+        if not any(self._most) or not self._chosen:
             return None
         return Download(torch.stack([chosen.tokens for chosen in self._chosen], 1))
 
@@ -342,14 +342,14 @@ class DraftLoop:
     def _own(self, rows: list[list[int]]) -> list[list[int]]:
         """[B] lists: the tokens of the requests that are walked now, as far as there are any."""
         return [
-            list(takewhile(lambda token: token >= 0, row[:room]))
-            for row, room in zip(rows, self._rooms, strict=True)
+            list(takewhile(lambda token: token >= 0, row[:most]))
+            for row, most in zip(rows, self._most, strict=True)
         ]
 
     def _ids(self) -> Tensor:
         """int64 [B, K]: what was drawn, 0 where there is none; K may be less."""
         if self._masked is not None:
-            return self._masked.own(self._masked.room.ids)
+            return self._masked.own(self._masked.buffers.ids)
         return torch.stack([chosen.readable for chosen in self._chosen], 1)
 
     def _with_probs(self, draft: Draft) -> Draft:
@@ -371,6 +371,6 @@ class DraftLoop:
 
     def _stack(self, part: Callable[[Chosen | DraftBuffers], Tensor | None]) -> Tensor:
         """[B, K, ...]: one part of all that was drawn."""
-        sources = self._chosen if self._masked is None else [self._masked.room]
+        sources = self._chosen if self._masked is None else [self._masked.buffers]
         found = [kept for kept in map(part, sources) if kept is not None]
         return torch.stack(found, 1) if self._masked is None else self._masked.own(found[0])

@@ -62,13 +62,13 @@ class DraftCache:
         For the longest one, whatever the others of the batch leave of it in this turn.
         """
         longest = max(batch.num_draft_tokens, self._longest)
-        room = self.model.max_length - longest if batch.num_draft_tokens > 0 else -1
+        longest_text = self.model.max_length - longest if batch.num_draft_tokens > 0 else -1
         lengths = map(len, lookahead.drafted)
         pairs = zip(lookahead.is_open, batch.contexts, lengths, strict=True)
         return [
             row
             for row, (is_open, context, drafted) in enumerate(pairs)
-            if is_open and len(context) + drafted <= room
+            if is_open and len(context) + drafted <= longest_text
         ]
 
     def read_prompts(self, batch: DecodeBatch, rows: Sequence[int], rest: int) -> None:

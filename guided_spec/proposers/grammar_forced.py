@@ -73,8 +73,8 @@ class GrammarForced(Proposer):
         """What is forced behind ``drafted``, which is the request's draft so far."""
         if batch.constraints[request] is None:
             return []
-        room = self._limit - len(lookahead.forced[request])
-        if room <= 0:
+        most = self._limit - len(lookahead.forced[request])
+        if most <= 0:
             return []
         slot = batch.slots[request]
         key = (len(batch.contexts[request]), len(drafted))
@@ -83,7 +83,7 @@ class GrammarForced(Proposer):
             forced = self._find(batch, lookahead, request, drafted)
             known = _Known(key, [*self._tokens.split(forced.text), *forced.stop])
             self._known[slot] = known
-        return known.tokens[:room]
+        return known.tokens[:most]
 
     def _find(
         self, batch: DecodeBatch, lookahead: Lookahead, request: int, drafted: Sequence[int]

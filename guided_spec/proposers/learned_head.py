@@ -113,8 +113,8 @@ class LearnedHead(Proposer):
         self._longest = context.config.num_draft_tokens
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
-        room = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
-        self._head, self._packed, self._block = (run or _over_slots)(head, room, context)
+        limits = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
+        self._head, self._packed, self._block = (run or _over_slots)(head, limits, context)
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
@@ -252,7 +252,7 @@ class LearnedHead(Proposer):
         return True
 
     def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
-        """Whether the slot has been read, and has room for the longest draft behind its text.
+        """Whether the slot has been read, and can hold the longest draft behind its text.
 
         Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
         longer one costs all requests a step of the head. What is behind it comes in the next step,
@@ -262,8 +262,8 @@ class LearnedHead(Proposer):
         longest = max(batch.num_draft_tokens, self._longest)
         if self._packed is not None and drafted >= batch.num_draft_tokens:
             return False
-        has_room = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
-        return has_room and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
+        fits = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
+        return fits and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
 
     def _commit_read_ahead(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
@@ -357,20 +357,20 @@ class _Runner(NamedTuple):
 Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
 
 
-def _over_slots(head: Any, room: SlotLimits, context: ProposerContext) -> _Runner:
-    return _Runner(SlotHead(head, room, device=context.device, dtype=context.dtype))
+def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Runner:
+    return _Runner(SlotHead(head, limits, device=context.device, dtype=context.dtype))
 
 
-def _packed(head: Eagle3Head, room: SlotLimits, context: ProposerContext) -> _Runner:
+def _packed(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
     """As graphs where there are kernels, and the head is of a kind that they serve."""
     served = None
     if is_packed_on(context.device, context.config.kernels):
-        served = PackedEagle3.of(head, room.max_length)
+        served = PackedEagle3.of(head, limits.max_length)
     if served is None:
-        return _over_slots(head, room, context)
+        return _over_slots(head, limits, context)
     where: Any = {"device": context.device, "dtype": context.dtype}
     where |= {"blocks": context.blocks, "window": context.window}
-    packed = PackedSlotHead(served, room, **where)
+    packed = PackedSlotHead(served, limits, **where)
     return _Runner(packed, packed)
 
 
@@ -424,21 +424,23 @@ def p_eagle(context: ProposerContext) -> LearnedHead:
     return _build("p_eagle", context, _over_masks)
 
 
-def _over_blocks(head: BlockHead, room: SlotLimits, context: ProposerContext) -> _Runner:
+def _over_blocks(head: BlockHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
-    return _over_reader(ContextReader(head, room, blocks=context.blocks, **where), room, context)
+    return _over_reader(
+        ContextReader(head, limits, blocks=context.blocks, **where), limits, context
+    )
 
 
-def _over_masks(head: Eagle3Head, room: SlotLimits, context: ProposerContext) -> _Runner:
+def _over_masks(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
-    reader = MaskedReader(head, room, context.config.num_draft_tokens, **where)
-    return _over_reader(reader, room, context)
+    reader = MaskedReader(head, limits, context.config.num_draft_tokens, **where)
+    return _over_reader(reader, limits, context)
 
 
-def _over_reader(reader: BlockReader, room: SlotLimits, context: ProposerContext) -> _Runner:
+def _over_reader(reader: BlockReader, limits: SlotLimits, context: ProposerContext) -> _Runner:
     where: Any = {"device": context.device, "dtype": context.dtype}
     width = context.config.num_draft_tokens
-    runner = BlockRunner(reader, room.num_slots, width, **where)
+    runner = BlockRunner(reader, limits.num_slots, width, **where)
     return _Runner(runner, block=runner)
 
 

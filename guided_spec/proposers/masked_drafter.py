@@ -119,14 +119,16 @@ class MaskedTurn(NamedTuple):
 class MaskedDraft:
     """A draft that the device makes, waiting for the masks that ``accept_drawn`` fills.
 
-    room: where it comes to lie. size: rows of its graph.
+    buffers: where it comes to lie. size: rows of its graph.
     """
 
-    def __init__(self, mailbox: Mailbox, turn: MaskedTurn, room: DraftBuffers, size: int) -> None:
-        self.room = room
+    def __init__(
+        self, mailbox: Mailbox, turn: MaskedTurn, buffers: DraftBuffers, size: int
+    ) -> None:
+        self.buffers = buffers
         self._mailbox, self._turn, self._size = mailbox, turn, size
         self._depth = turn.first()  # the next position to accept
-        self._depths = len(room.ids)
+        self._depths = len(buffers.ids)
 
     @property
     def is_walked(self) -> bool:
@@ -163,11 +165,11 @@ class MaskedDraft:
             raise
 
     def _accept_one(self, lookahead: Lookahead) -> None:
-        drawn = self._mailbox.wait(self._depth, self.room.ids.shape[1], self._check)
+        drawn = self._mailbox.wait(self._depth, self.buffers.ids.shape[1], self._check)
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
-        if self._depth >= self._depths or not lookahead.has_room(1):  # nobody drafts any more
+        if self._depth >= self._depths or not lookahead.can_draft(1):  # nobody drafts any more
             self._end()
         elif self._turn.needs_host:
             self._post(lookahead, self._depth)
@@ -180,8 +182,8 @@ class MaskedDraft:
         self.release()
 
     def _check(self) -> None:
-        if self.room.ids.is_cuda:
-            torch.cuda.current_stream(self.room.ids.device).synchronize()
+        if self.buffers.ids.is_cuda:
+            torch.cuda.current_stream(self.buffers.ids.device).synchronize()
 
 
 class MaskedDrafter:
@@ -206,7 +208,7 @@ class MaskedDrafter:
         self._vocab_size = context.vocabulary.vocab_size
         is_coupled = context.config.verifier == "coupled"
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
-        self._rooms: dict[bool, DraftBuffers] = {}  # of greedy drafts, and of others
+        self._buffers: dict[bool, DraftBuffers] = {}  # of greedy drafts, and of others
         self.held = GraphSampling()
 
     def begin(
@@ -225,15 +227,15 @@ class MaskedDrafter:
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self._mailbox.begin()
-        room = self._room(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
-        draft = MaskedDraft(self._mailbox, turn, room.cut(count, len(slots)), size)
+        buffers = self._buffers_for(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
+        draft = MaskedDraft(self._mailbox, turn, buffers.cut(count, len(slots)), size)
         cursors = None
         if turn.texts is not None:
             cursors = turn.texts.cursors
-            turn.lookahead.leave(turn.texts, draft.room.sources)
+            turn.lookahead.leave(turn.texts, draft.buffers.sources)
         if not turn.needs_host:
             draft.release()
-        picker = _Picker(self, ticket, len(slots), room, sampling, noise, cursors)
+        picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors)
         beside = draft.begin if turn.needs_host else None
         self._head.draft_by(picker, slots, count, token_ids, beside)
         return draft
@@ -247,8 +249,8 @@ class MaskedDrafter:
                 if not sampling.all_greedy:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
-                room = self._room(self._vocab_size, is_sampled=noise is not None)
-                picker = _Picker(self, 0, size, room.cut(self._count, size), sampling, noise)
+                buffers = self._buffers_for(self._vocab_size, is_sampled=noise is not None)
+                picker = _Picker(self, 0, size, buffers.cut(self._count, size), sampling, noise)
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
                     yield
@@ -256,7 +258,7 @@ class MaskedDrafter:
     def draw(
         self,
         place: _Depth,
-        room: DraftBuffers,
+        buffers: DraftBuffers,
         logits: Tensor,
         sampling: Sampling,
         noise: DraftNoise | None,
@@ -264,21 +266,21 @@ class MaskedDrafter:
         """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
         ticket, depth, cursors = place
         if depth == 0:
-            room.sources[0].copy_(cursors[:, SOURCE])
+            buffers.sources[0].copy_(cursors[:, SOURCE])
         mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
-        fetch_rows(self._mailbox.orders[depth], ticket, mask, room.sources[depth])
+        fetch_rows(self._mailbox.orders[depth], ticket, mask, buffers.sources[depth])
         drawn = choose_draft(logits, mask, self._target_ids, sampling, noise)
-        advance(drawn.tokens, cursors, room.sources[depth + 1])
+        advance(drawn.tokens, cursors, buffers.sources[depth + 1])
         told = self._mailbox.answers[depth]
-        answer(drawn.tokens, drawn.starved, ticket, told, room.ids[depth])
-        if room.probs is not None and drawn.probs is not None:
-            room.probs[depth].copy_(drawn.probs)
-        if room.rescued is not None and drawn.rescued is not None:
-            room.rescued[depth].copy_(drawn.rescued)
-        return room.ids[depth]
+        answer(drawn.tokens, drawn.starved, ticket, told, buffers.ids[depth])
+        if buffers.probs is not None and drawn.probs is not None:
+            buffers.probs[depth].copy_(drawn.probs)
+        if buffers.rescued is not None and drawn.rescued is not None:
+            buffers.rescued[depth].copy_(drawn.rescued)
+        return buffers.ids[depth]
 
-    def _room(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
-        if is_sampled not in self._rooms:
+    def _buffers_for(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
+        if is_sampled not in self._buffers:
             depths, rows = self._shape
             # Tokens from the start, also where kernels are only being compiled.
             ids = torch.zeros(2, depths, rows, dtype=torch.int64, device=self._device)
@@ -286,8 +288,8 @@ class MaskedDrafter:
             width = vocab_size if self._target_ids is None else len(self._target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
             rescued = None if self._target_ids is None else ids[1]
-            self._rooms[is_sampled] = DraftBuffers(ids[0], sources, probs, rescued)
-        return self._rooms[is_sampled]
+            self._buffers[is_sampled] = DraftBuffers(ids[0], sources, probs, rescued)
+        return self._buffers[is_sampled]
 
 
 class _Depth(NamedTuple):
@@ -307,7 +309,7 @@ class _Picker(NamedTuple):
     drafter: MaskedDrafter
     ticket: int
     batch: int
-    room: DraftBuffers
+    buffers: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
     cursors: Tensor | None = None
@@ -328,4 +330,4 @@ class _Picker(NamedTuple):
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
         place = _Depth(ticket, depth, inputs["cursors"])
-        return self.drafter.draw(place, self.room, logits, *drawing)
+        return self.drafter.draw(place, self.buffers, logits, *drawing)

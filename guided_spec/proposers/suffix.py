@@ -203,7 +203,7 @@ class SuffixCounts:
         least, most = 0, min(self._longest, size)
         while least < most:
             length = (least + most + 1) // 2
-            match = self._walk(tail[size - length :])
+            match = self._match(tail[size - length :])
             if match is None:
                 most = length - 1
             else:
@@ -224,7 +224,7 @@ class SuffixCounts:
                 return found
         return self.find(tail[-length:])
 
-    def _walk(self, run: list[int]) -> Match | None:
+    def _match(self, run: list[int]) -> Match | None:
         node = self._root
         for depth, token in enumerate(run):
             if node.followers is None:

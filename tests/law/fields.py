@@ -41,7 +41,7 @@ class Fields:
     def is_open(self) -> list[bool]:
         return [False] if self._is_held else self._is_open.tolist()
 
-    def has_room(self, count: int) -> bool:
+    def can_draft(self, count: int) -> bool:
         assert count == 1
         return any(self.is_open)
 
@@ -103,7 +103,7 @@ class WideLoop(DraftLoop):
         fields: Any = self._lookahead
         with fields.until(self._waiting_ends):
             self._accept_drawn()
-        if any(self._rooms):
+        if any(self._most):
             for chosen in self._chosen:
                 fields.extend(chosen.tokens)
         return self._with_probs(Draft(*fields.taken()))

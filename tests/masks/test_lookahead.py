@@ -96,7 +96,7 @@ class LookaheadMachine(RuleBasedStateMachine):
             limit - len(drafted) if is_open else 0
             for limit, drafted, is_open in zip(self.limits, self.drafted, self.open, strict=True)
         ]
-        assert [self.step.has_room(count) for count in (1, 2, 3)] == [
+        assert [self.step.can_draft(count) for count in (1, 2, 3)] == [
             max(rooms) >= count for count in (1, 2, 3)
         ]
         for request, constraint in enumerate(self.constraints):

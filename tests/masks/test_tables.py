@@ -50,5 +50,5 @@ def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
     assert torch.equal(crowded.cursors[1:3], first.cursors[1:3])  # they stay where they are
     assert find(device, 0) is not None
     assert find(device, 2) is not None  # in the place of table 1, which is the oldest
-    assert set(device._placed) == {TABLES[0], TABLES[2]}
+    assert set(device._held) == {TABLES[0], TABLES[2]}
     assert find(DeviceTables(torch.device("cpu"), 4, SIZE - 1), 0) is None

@@ -117,10 +117,10 @@ class _Parts:
         """Every branch of one part with every branch of the others."""
         found: list[Any] = [{}]
         for part in parts:
-            options = self.branches(self._follow(part), depth + 1)
+            options = self.branches(self._dereference(part), depth + 1)
             if options is None or len(found) * len(options) > _MOST_BRANCHES:
                 return None
-            options = [self._follow(option) for option in options]
+            options = [self._dereference(option) for option in options]
             joined = [self._both(one, option) for one in found for option in options]
             if None in joined:
                 return None
@@ -136,12 +136,12 @@ class _Parts:
         if "items" in one and "items" in other and "prefixItems" not in {**one, **other}:
             one = {**one, "items": {"allOf": [one["items"], other["items"]]}}
             other = {key: value for key, value in other.items() if key != "items"}
-        both = _settled(merge(one, other))
+        both = _simplified(merge(one, other))
         if both is None and not self.is_ordered(one) and not self.is_ordered(other):
             return {"allOf": [one, other]}
         return both
 
-    def _follow(self, node: Any) -> Any:
+    def _dereference(self, node: Any) -> Any:
         """What ``node`` refers to, if it is nothing but a reference."""
         for _ in range(_DEEPEST):
             if not isinstance(node, dict) or node.keys() != {"$ref"}:
@@ -182,10 +182,10 @@ def _common_values(one: dict[str, Any], other: dict[str, Any]) -> Any:
     rest = merge(_beside_values(one), _beside_values(other))
     if rest is None or rest is False or not values:
         return None if rest is None else False
-    return _settled({**rest, "enum": values})
+    return _simplified({**rest, "enum": values})
 
 
-def _settled(node: Any) -> Any:
+def _simplified(node: Any) -> Any:
     """``node``, or False where it lists values and admits none of them."""
     values = None
     if isinstance(node, dict) and _holds_values(node):
@@ -472,25 +472,25 @@ class _Writer:
             first.append(name)
         else:
             item = self.rule(node.get("items", True), f"{pointer}/items")
-        room = len(first) if item is None else float("inf") if high is None else high
-        if room < low:
+        most = len(first) if item is None else float("inf") if high is None else high
+        if most < low:
             return None
-        body = self._items(first, item, low, room)
+        body = self._items(first, item, low, most)
         if not body:
             return '"[" "]"'
         return f'"[" {body} "]"' if low else f'"[" ({body})? "]"'
 
-    def _items(self, first: list[str], item: str | None, low: int, room: float) -> str:
+    def _items(self, first: list[str], item: str | None, low: int, most: float) -> str:
         """All items of an array that has any: those listed, then ``item`` again and again."""
         comma = self.comma
         listed = len(first)
         rest = ""
-        if item is not None and room > max(listed, 1):
+        if item is not None and most > max(listed, 1):
             done = max(listed, 1)
-            upper = "" if room == float("inf") else int(room) - done
+            upper = "" if most == float("inf") else int(most) - done
             rest = f" ({comma} {item}){{{max(low - done, 0)},{upper}}}"
         if not listed:
-            return f"{item}{rest}" if item is not None and room > 0 else ""
+            return f"{item}{rest}" if item is not None and most > 0 else ""
         for index in range(listed - 1, 0, -1):
             inner = f"{comma} {first[index]}{rest}"
             rest = f" {inner}" if index < low else f" ({inner})?"

@@ -42,15 +42,15 @@ def check_grammar_backend(
     compiled = guarded.compile(spec)
     finished = []
     for number in range(num_texts):
-        walk = _Walk(compiled, backend.vocabulary, random.Random(f"{seed} {number}"))
-        while len(walk.tokens) < max_tokens and not walk.is_over:
-            walk.step()
-        if walk.is_over:
-            finished.append(backend.vocabulary.decode(walk.tokens))
+        text = _RandomText(compiled, backend.vocabulary, random.Random(f"{seed} {number}"))
+        while len(text.tokens) < max_tokens and not text.is_over:
+            text.step()
+        if text.is_over:
+            finished.append(backend.vocabulary.decode(text.tokens))
     return finished
 
 
-class _Walk:
+class _RandomText:
     """One text, by an original that goes on and forks that try things out."""
 
     def __init__(

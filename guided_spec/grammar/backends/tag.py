@@ -107,11 +107,11 @@ def with_tokens(tag: Any, vocabulary: Vocabulary) -> TokenTag:
     """
     writer = _Writer(vocabulary)
     try:
-        rewritten = writer.walk(tag)
+        rewritten = writer.rewrite(tag)
         if writer.named:
             # Which tokens free text must leave out is known only now that all are.
             writer.is_final = True
-            rewritten = writer.walk(tag)
+            rewritten = writer.rewrite(tag)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         reason = f"a member is missing or of the wrong type: {error!r}"
         raise GrammarCompileError(f"not a structural_tag: {reason}") from error
@@ -129,9 +129,9 @@ class _Writer:
         self.named: set[int] = set()
         self.is_final = False
 
-    def walk(self, node: Any) -> Any:
+    def rewrite(self, node: Any) -> Any:
         if isinstance(node, list):
-            return [self.walk(part) for part in node]
+            return [self.rewrite(part) for part in node]
         if not isinstance(node, dict):
             return node
         match node.get("type"):
@@ -156,12 +156,12 @@ class _Writer:
     def _value(self, key: str, value: Any) -> Any:
         if key in _TOKEN_LISTS and isinstance(value, list):
             return [self._id(token) for token in value]
-        return self.walk(value)
+        return self.rewrite(value)
 
     def _tag(self, tag: dict[str, Any]) -> dict[str, Any]:
         """``begin`` and ``end`` as one string or token each; the rest of them joins the content."""
         begin, end = self._ends(tag.get("begin")), self._ends(tag.get("end"))
-        content = self.walk(tag.get("content"))
+        content = self.rewrite(tag.get("content"))
         if begin is None or end is None:
             return {**tag, "content": content}
         first, last = begin[:1], end[-1:]
@@ -178,7 +178,7 @@ class _Writer:
         if isinstance(edge, str):
             return self._parts(edge)
         if isinstance(edge, dict):
-            return [self.walk(edge)]
+            return [self.rewrite(edge)]
         if any(part["type"] == "token" for text in _texts(edge) for part in self._parts(text)):
             raise GrammarCompileError(
                 "the structural_tag has several ends with added tokens; choose one end"

@@ -486,7 +486,7 @@ class RuleEndings(Endings):
             tokens = np.flatnonzero(is_legal)
         else:
             tokens = np.sort(np.concatenate([_NONE, *heads]))
-        self._follow(state, table, tokens)
+        self._write_costs(state, table, tokens)
         return table
 
     def _run(self, state: Place, table: NDArray[np.int16], is_legal: NDArray[np.bool_]) -> None:
@@ -504,7 +504,9 @@ class RuleEndings(Endings):
         table[spelling.ids[easy]] = costs[run.places[spelling.num_characters[easy]]]
         is_legal &= ~is_easy
 
-    def _follow(self, state: Place, table: NDArray[np.int16], tokens: NDArray[np.int64]) -> None:
+    def _write_costs(
+        self, state: Place, table: NDArray[np.int16], tokens: NDArray[np.int64]
+    ) -> None:
         """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
         spelling, places = self._spelling, self._places
         ends: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)

@@ -507,7 +507,7 @@ def longest_rest(
     table = _Table(rules, texts, size)
     before = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
     for _ in range(num_bytes):
-        now = table.settle(table.bytes_on(before))
+        now = table.closure(table.bytes_on(before))
         if np.array_equal(now, before):
             break
         before = now
@@ -539,7 +539,7 @@ class _Table:
         np.maximum.at(now, self._later[:, 0], before[self._later[:, 1]])
         return now
 
-    def settle(self, now: NDArray[np.int64]) -> NDArray[np.int64]:
+    def closure(self, now: NDArray[np.int64]) -> NDArray[np.int64]:
         """Until no edge without a byte adds anything; there is no way round without a byte."""
         for _ in range(len(now)):
             grown = now.copy()

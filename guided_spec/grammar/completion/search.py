@@ -34,7 +34,7 @@ _TESTED = 96  # where not all fit: how many are tested
 _KINDS = 32  # of other tokens that are tested
 _HEAD = 48  # bytes of a long way that are tried first
 _ALIKE = 3  # tokens of a kind that are tested, and if all fit, taken for the kind
-_WALKS = 12  # tests of one row that may need a search of their own
+_TRIALS = 12  # tests of one row that may need a search of their own
 _VALUES = (  # that a text may lack before a known way goes on
     *(b'""', b' ""', b"0", b" 0", b'"":""', b'"": ""', b'":""', b'": ""', b'"', b"{}", b"[]"),
     *(b"]", b"}", b'"]', b'"}', b'":""}', b'": ""}'),
@@ -184,16 +184,16 @@ class SearchEndings(Endings):
         found = next((text for text in quick if self.completes(matcher, (), text)), None)
         if found is not None:
             return found
-        walk = _Walk(self, matcher)
+        search = _Search(self, matcher)
         for _ in range(most):
-            found = walk.end(ends)
-            if found is not None or not walk.step():
+            found = search.end(ends)
+            if found is not None or not search.step():
                 break
-        walk.back()
+        search.back()
         return found
 
 
-class _Walk:
+class _Search:
     """A search straight for the end: where it stands, and what is left to try on the way there."""
 
     def __init__(self, endings: SearchEndings, matcher: Matcher) -> None:
@@ -277,7 +277,7 @@ class Scan:
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
         self._groups: list[_Group] = []
-        self._walks = _WALKS
+        self._trials = _TRIALS
 
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
@@ -297,7 +297,7 @@ class Scan:
     def look(self, matcher: Matcher) -> None:
         """Find out, once; the matcher stands at the state, and does so again afterwards."""
         tokens, legal = self._endings.tokens, self.legal
-        self.follow(b"", self._state.text)
+        self.add_beginnings(b"", self._state.text)
         self._test_turns(matcher)
         self._test_content(legal & tokens.content, matcher)
         by_way: dict[bytes, list[int]] = {}
@@ -338,7 +338,7 @@ class Scan:
             way = self._known_way(token, matcher)
             if way is not None:
                 self._ways[token] = way
-            elif self._walks:
+            elif self._trials:
                 self._search(token, matcher)
 
     def _known_way(self, token: int, matcher: Matcher) -> bytes | None:
@@ -353,15 +353,15 @@ class Scan:
             return
         way = self._endings.after(self._state, (token,), matcher)
         matcher.rollback(1)
-        self._walks -= 1
+        self._trials -= 1
         if way is None or not self._fits(way.text):
             return
         if way.text not in self._state.turns:
             self._state.turns.append(way.text)
         self._ways[token] = way.text
-        self.follow(self._endings.spelling.token_bytes[token], way.text)
+        self.add_beginnings(self._endings.spelling.token_bytes[token], way.text)
 
-    def follow(self, data: bytes, text: bytes) -> None:
+    def add_beginnings(self, data: bytes, text: bytes) -> None:
         """The tokens that begin a known way, ``data`` and then ``text``."""
         for token, rest in self._endings.spelling.beginnings(data + text):
             if self.legal[token >> 5] >> (token & 31) & 1 and self._fits(rest):

@@ -252,7 +252,7 @@ def _at_most(
     lowering: Lowering,
     words: dict[str, Any],
     names: tuple[list[str], list[str]],
-    room: int,
+    most: int,
     at: At,
 ) -> list[Any]:
     """names: all that are known, and the optional ones among them."""
@@ -262,12 +262,12 @@ def _at_most(
         reason = "no keys are generated besides those listed"
         lowering.report.note(at.pointer, "maxProperties", reason, "list the keys")
         parts.append({"properties": dict.fromkeys(known, True), "additionalProperties": False})
-    if room < len(optional):
-        if math.comb(len(optional), room) > _MOST_SUBSETS:
+    if most < len(optional):
+        if math.comb(len(optional), most) > _MOST_SUBSETS:
             return _too_many(lowering, "maxProperties", at)
         options = [
             {"properties": {name: False for name in optional if name not in kept}}
-            for kept in itertools.combinations(optional, room)
+            for kept in itertools.combinations(optional, most)
         ]
         parts.append(any_of(options))
     return parts
@@ -307,7 +307,7 @@ def _unique(lowering: Lowering, _node: Any, words: dict[str, Any], at: At) -> li
 
 
 def _finite(lowering: Lowering, schema: Any) -> list[Any] | None:
-    schema = lowering.follow(schema)
+    schema = lowering.dereference(schema)
     if not isinstance(schema, dict):
         return None
     words = spell(schema, lowering.document.draft)

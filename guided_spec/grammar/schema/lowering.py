@@ -164,12 +164,12 @@ class Lowering:
                 last = "properties" in words and names.index("$ref") > names.index("properties")
                 # Properties are generated in the order in which they are written.
                 below = at._replace(depth=at.depth + 1)
-                referred = self.positive(self.follow(target.schema), below)
+                referred = self.positive(self.dereference(target.schema), below)
                 parts.insert(len(parts) if last else 0, referred)
                 self._definitions[name] = join_all(parts)
         return {"$ref": f"#/$defs/{escape(name)}"}
 
-    def follow(self, schema: Any) -> Any:
+    def dereference(self, schema: Any) -> Any:
         """What ``schema`` refers to, where it is nothing but a reference; else itself."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:

@@ -379,12 +379,12 @@ def find_unenforced(schema: Any, additional: AdditionalProperties = "closed") ->
 
 def normalize(lowered: Lowered) -> Lowered:
     """A schema rewritten for the backend, with what could not be kept. A new value each time."""
-    walk = _Walk(lowered.schema)
-    walk.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
-    return walk.run()
+    rewriting = _Rewriting(lowered.schema)
+    rewriting.report.entries += [entry._replace(by_backend=False) for entry in lowered.entries]
+    return rewriting.run()
 
 
-class _Walk:
+class _Rewriting:
     """One pass over one schema."""
 
     def __init__(self, root: Any) -> None:
@@ -433,7 +433,7 @@ class _Walk:
     def _all_of(self, own: dict[str, Any], pointer: str, depth: int) -> Any:
         merged: dict[str, Any] | None = {k: v for k, v in own.items() if k != "allOf"}
         for part in own["allOf"]:
-            target = self._follow(part) if len(own) > 1 or len(own["allOf"]) > 1 else part
+            target = self._dereference(part) if len(own) > 1 or len(own["allOf"]) > 1 else part
             merged = None if merged is None else merge(merged, target)
         if merged is None:
             fix = "write the parts as one schema"
@@ -445,7 +445,7 @@ class _Walk:
         reference = own["$ref"]
         if len(own) > 1:
             rest = {k: v for k, v in own.items() if k != "$ref"}
-            merged = merge(self._follow({"$ref": reference}), rest)
+            merged = merge(self._dereference({"$ref": reference}), rest)
             if merged is None:
                 fix = "write the referenced schema out, with these keywords in it"
                 names = ", ".join(rest)
@@ -486,7 +486,7 @@ class _Walk:
         rest = {k: v for k, v in own.items() if k != "anyOf"}
         branches = []
         for branch in own["anyOf"]:
-            joined = merge(rest, self._follow(branch)) if rest else branch
+            joined = merge(rest, self._dereference(branch)) if rest else branch
             if joined is None:
                 reason = f"the backend ignores {', '.join(rest)} beside it"
                 fix = "move these keywords into every branch"
@@ -502,7 +502,7 @@ class _Walk:
             return parts[0] if parts else False
         return {"anyOf": parts}
 
-    def _follow(self, schema: Any) -> Any:
+    def _dereference(self, schema: Any) -> Any:
         """What ``schema`` refers to, if it is nothing but a reference."""
         for _ in range(_MAX_DEPTH):
             if not isinstance(schema, dict) or "$ref" not in schema:

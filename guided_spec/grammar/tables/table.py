@@ -36,14 +36,14 @@ from guided_spec.ops.mask_words import num_mask_words
 __all__ = [
     "ByteAutomaton",
     "Clock",
+    "Comparison",
     "Difference",
-    "Walked",
     "build_table",
     "compare_steps",
+    "compare_texts",
     "explore",
     "proven_table",
     "tabled_part",
-    "walk_both",
     "without_tokens",
 ]
 
@@ -374,7 +374,7 @@ def compare_steps(table: TokenTable, compiled: CompiledGrammar) -> Difference | 
     return None
 
 
-class Walked(NamedTuple):
+class Comparison(NamedTuple):
     """Random texts: how many tokens and texts, in how many states, and where they disagree."""
 
     steps: int
@@ -383,7 +383,9 @@ class Walked(NamedTuple):
     difference: Difference | None
 
 
-def walk_both(table: TokenTable, compiled: CompiledGrammar, steps: int, seed: int) -> Walked:
+def compare_texts(
+    table: TokenTable, compiled: CompiledGrammar, steps: int, seed: int
+) -> Comparison:
     """Compare every row along random texts of ``steps`` tokens in all, up to the first difference.
 
     In each state a class of tokens is drawn, and a token of it: so the rare ones come as often as
@@ -401,14 +403,14 @@ def walk_both(table: TokenTable, compiled: CompiledGrammar, steps: int, seed: in
             seen.add(state)
             found = _differ(table, state, matcher)
             if found is not None:
-                return Walked(taken, texts, len(seen), Difference(tuple(text), *found))
+                return Comparison(taken, texts, len(seen), Difference(tuple(text), *found))
             token_id = int(dice.choice(members[dice.choice(legal[state])]))
             state = table.after(state, token_id)
             taken += 1
             if not matcher.accept_token(token_id) or matcher.is_terminated() != (state == ENDED):
-                return Walked(taken, texts, len(seen), Difference(tuple(text), (token_id,), ()))
+                return Comparison(taken, texts, len(seen), Difference(tuple(text), (token_id,), ()))
             text.append(token_id)
-    return Walked(taken, texts, len(seen), None)
+    return Comparison(taken, texts, len(seen), None)
 
 
 def _differ(

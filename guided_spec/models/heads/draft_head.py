@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import start_head
-from guided_spec.models.heads.weights import fill_head, follow_biases, read_tensors
+from guided_spec.models.heads.weights import fill_head, match_biases, read_tensors
 from guided_spec.models.target import TargetEnds
 
 __all__ = [
@@ -226,7 +226,7 @@ class LayoutHead(nn.Module):
         if "lm_head.weight" in names or not fits or vocabulary is not None:
             self.lm_head = nn.Linear(self.hidden_size, layout.draft_vocab_size)
         rotary_class = self._build()
-        follow_biases(self, names)
+        match_biases(self, names)
         with torch.device(target.device):
             self.rotary_emb: nn.Module = rotary_class(config)
 

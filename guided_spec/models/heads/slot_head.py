@@ -61,7 +61,7 @@ class HeadRunner(Protocol):
 class SlotHead:
     """A head, its KV cache, and where each slot stands.
 
-    room: how much it can hold. device, dtype: of the head.
+    limits: how much it can hold. device, dtype: of the head.
 
     Runs one token through every module, into no slot, which allocates the slots' memory. Raises
     ModelError when the head's layers cannot run over slots.
@@ -71,13 +71,13 @@ class SlotHead:
     def __init__(
         self,
         head: DraftHead,
-        room: SlotLimits,
+        limits: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
         self.head = head
-        num_slots, max_length, self._piece, _ = room
+        num_slots, max_length, self._piece, _ = limits
         self.max_length = max_length
         self._device, self._dtype = device, dtype
         self._run: Any = head

@@ -22,9 +22,9 @@ __all__ = [
     "check_tensors",
     "dequantize",
     "fill_head",
-    "follow_biases",
     "fuse_experts",
     "load_tensors",
+    "match_biases",
     "read_tensors",
     "split_experts",
 ]
@@ -103,7 +103,7 @@ SCALE = "_scale_inv"
 QUANTIZATIONS = ("quantization_config", "compression_config")
 
 
-def follow_biases(module: nn.Module, names: Collection[str]) -> None:
+def match_biases(module: nn.Module, names: Collection[str]) -> None:
     """Give every ``Linear`` in ``module`` a bias exactly where ``names`` has a tensor for it.
 
     Configurations of draft heads say little that is reliable about biases; their files do.

@@ -219,8 +219,8 @@ def pad_to(tensor: Tensor, shape: Sequence[int]) -> Tensor:
     """``tensor`` with zeros behind it in every dimension, up to ``shape``."""
     if tensor.shape == torch.Size(shape):
         return tensor
-    room = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
-    return functional.pad(tensor, [side for pair in reversed(room) for side in pair])
+    padding = [(0, wanted - size) for size, wanted in zip(tensor.shape, shape, strict=True)]
+    return functional.pad(tensor, [side for pair in reversed(padding) for side in pair])
 
 
 def pad_rows(tensor: Tensor, size: int) -> Tensor:

@@ -155,13 +155,15 @@ class LineShape(NamedTuple):
     num_groups: int = 0
 
     @classmethod
-    def of(cls, total: int, batch: int, room: tuple[int, int], *, num_groups: int = 0) -> LineShape:
+    def of(
+        cls, total: int, batch: int, sizes: tuple[int, int], *, num_groups: int = 0
+    ) -> LineShape:
         """For ``total`` tokens in ``batch`` rows, and so many groups.
 
-        room: the slots there are, and about how many tokens a row of a draft has. Where there are
+        sizes: the slots there are, and about how many tokens a row of a draft has. Where there are
         more tokens than all drafts have, most of them are of prompts, whose rows are long.
         """
-        num_slots, width = room
+        num_slots, width = sizes
         size = bucket(max(total, 1))
         # With groups as many as there may be: each number is a kernel to compile beforehand.
         num_rows = max(num_slots if num_groups else min(size, num_slots), batch)
@@ -205,7 +207,7 @@ class PackedLM:
         self._decoder = decoder
         self.memory = tuple(memory)
         self._tables, self._graphs = tables, graphs
-        self._room = (len(tables.tables), width)
+        self._sizes = (len(tables.tables), width)
         self._device = tables.tables.device
 
     def forward_line(
@@ -228,7 +230,7 @@ class PackedLM:
             shape = LineShape(max(total, 1), batch, max(rows.counts))
         else:
             groups = rows.alike(self._tables) if total >= SHARED_FROM else ()
-            shape = LineShape.of(total, batch, self._room, num_groups=len(groups))
+            shape = LineShape.of(total, batch, self._sizes, num_groups=len(groups))
         inputs = {
             "token_ids": pad_to(token_ids, (shape.size,)),
             "places": torch.from_numpy(rows.places(shape.size, shape.num_rows)),
@@ -280,7 +282,7 @@ class PackedLM:
         for size, num_groups in product((*UNCAPTURED, *reversed(SIZES)), (0, MOST_GROUPS)):
             if num_groups and size < SHARED_FROM:
                 continue
-            shape = LineShape.of(size, 0, self._room, num_groups=num_groups)
+            shape = LineShape.of(size, 0, self._sizes, num_groups=num_groups)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(none.places(size, shape.num_rows)),

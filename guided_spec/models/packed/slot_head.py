@@ -166,7 +166,7 @@ class _Rows(NamedTuple):
 class PackedSlotHead:
     """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
 
-    room: how much it can hold. blocks: the target's, by whose tables the head keeps its own keys
+    limits: how much it can hold. blocks: the target's, by whose tables the head keeps its own keys
     and values: who takes a prefix of another text takes both. None: tables of its own.
     window: in which CUDA graphs are captured; None never closes.
     """
@@ -175,16 +175,16 @@ class PackedSlotHead:
     def __init__(
         self,
         packed: PackedEagle3,
-        room: SlotLimits,
+        limits: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
         blocks: Blocks | None = None,
         window: CaptureWindow | None = None,
     ) -> None:
-        self._packed, self.max_length = packed, room.max_length
-        self._room, self._device, self._dtype = room, device, dtype
-        self.blocks = blocks or Blocks.full(room.num_slots, room.max_length, device)
+        self._packed, self.max_length = packed, limits.max_length
+        self._limits, self._device, self._dtype = limits, device, dtype
+        self.blocks = blocks or Blocks.full(limits.num_slots, limits.max_length, device)
         heads, size = packed.kv_shape
         like = torch.empty(0, device=device, dtype=dtype)
         self._memory = tuple(
@@ -192,10 +192,10 @@ class PackedSlotHead:
             for _ in range(packed.head.config.num_hidden_layers)
         )
         self.graphs = GraphPool(device, window)
-        self._lengths, self._depths, self._marks = ([0] * room.num_slots for _ in range(3))
+        self._lengths, self._depths, self._marks = ([0] * limits.num_slots for _ in range(3))
         width = packed.head.hidden_size
         # The last row is for the unused places of a graph, whose slot is -1.
-        self._hidden = torch.zeros(room.num_slots + 1, width, device=device, dtype=dtype)
+        self._hidden = torch.zeros(limits.num_slots + 1, width, device=device, dtype=dtype)
         self._marked = torch.zeros_like(self._hidden)
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
@@ -267,7 +267,7 @@ class PackedSlotHead:
         """Whether so many more tokens fit each slot, and one graph."""
         pairs = zip(slots, counts, strict=True)
         longest = max(self._lengths[slot] + count for slot, count in pairs)
-        return sum(counts) <= LARGEST_GRAPH and longest <= self._room.max_length
+        return sum(counts) <= LARGEST_GRAPH and longest <= self._limits.max_length
 
     @torch.inference_mode()
     def read_ahead(
@@ -397,7 +397,7 @@ class PackedSlotHead:
     @property
     def row_sizes(self) -> list[int]:
         """Sizes of the batches that drafts are captured for, the largest first."""
-        most = bucket(self._room.num_slots, ROW_SIZES)
+        most = bucket(self._limits.num_slots, ROW_SIZES)
         return [size for size in reversed(ROW_SIZES) if size <= most]
 
     def _capture_draft(
@@ -435,10 +435,10 @@ class PackedSlotHead:
         begins: list[int],
     ) -> None:
         """One forward over the next tokens of the rows, as many as a forward may hold."""
-        room, chosen = self._room.piece, []
+        left, chosen = self._limits.piece, []
         for row, (row_tokens, begin) in enumerate(zip(tokens, begins, strict=True)):
-            count = min(room, len(row_tokens) - begin)
-            room -= count
+            count = min(left, len(row_tokens) - begin)
+            left -= count
             if count:
                 chosen.append((row, slice(begin, begin + count)))
                 begins[row] += count
@@ -469,7 +469,7 @@ class PackedSlotHead:
 
     @property
     def _slots_and_width(self) -> tuple[int, int]:
-        return self._room.num_slots, self._room.width
+        return self._limits.num_slots, self._limits.width
 
     def _read(self, width: int, inputs: Inputs) -> Scored:
         token_ids = inputs["token_ids"]

@@ -21,9 +21,9 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import (
     Difference,
     compare_steps,
+    compare_texts,
     proven_table,
     tabled_part,
-    walk_both,
 )
 from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -82,7 +82,7 @@ def table_of(spec: GrammarSpec, limits: TableLimits = LIMITS, name: str = "xgram
 
 def require_equal(compiled: CompiledGrammar, table: TokenTable, steps: int = 200) -> None:
     assert compare_steps(table, compiled) is None
-    assert walk_both(table, compiled, steps, seed=7).difference is None
+    assert compare_texts(table, compiled, steps, seed=7).difference is None
 
 
 @pytest.mark.parametrize("name", ["xgrammar", "llguidance"])
@@ -122,9 +122,9 @@ def test_tables_of_schemas_equal_their_matchers(schema: dict[str, Any], spaces: 
 def test_random_texts_of_a_real_vocabulary(spec: GrammarSpec) -> None:
     compiled = tabled_part(BackendChoice("auto", bundled()).compile(spec))
     table = proven_table(compiled, Spelling(bundled()), TableLimits(states=1500))
-    walked = walk_both(table, compiled, 5_000, seed=1)
-    assert walked.difference is None
-    assert walked.steps == 5_000
+    compared = compare_texts(table, compiled, 5_000, seed=1)
+    assert compared.difference is None
+    assert compared.steps == 5_000
     assert table.is_whole == (spec.kind != "json_object")
 
 

@@ -15,8 +15,8 @@ from guided_spec.models.heads.weights import (
     check_quantization,
     dequantize,
     fill_head,
-    follow_biases,
     load_tensors,
+    match_biases,
 )
 from tests.models.tiny import build
 
@@ -67,7 +67,7 @@ def test_load_cuts_long_lists() -> None:
 
 def test_biases_follow_names() -> None:
     module = layers()
-    follow_biases(module, {"1.bias", "0.weight"})
+    match_biases(module, {"1.bias", "0.weight"})
     assert module.state_dict().keys() == {"0.weight", "1.weight", "1.bias"}
     assert module.state_dict()["1.bias"].shape == (1,)
 

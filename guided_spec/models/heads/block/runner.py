@@ -81,11 +81,11 @@ class BlockRunner:
         self.width = min(width, reader.width)
         self._depths, self._marks, self._last = ([0] * num_slots for _ in range(3))
         # Of each slot's block, where it has been computed since the last read.
-        room = max(self.width, 1)
-        self._outputs = torch.zeros(num_slots, room, reader.size, device=device, dtype=dtype)
+        columns = max(self.width, 1)
+        self._outputs = torch.zeros(num_slots, columns, reader.size, device=device, dtype=dtype)
         self._is_drafted = [False] * num_slots
         # The last verified token, and the draft behind it, where a place depends on it.
-        self._trail = torch.zeros(num_slots, room + 1, device=device, dtype=torch.int64)
+        self._trail = torch.zeros(num_slots, columns + 1, device=device, dtype=torch.int64)
 
     def length(self, slot: int) -> int:
         """Verified positions that were read into the slot; 0: nothing to draft from."""
@@ -206,16 +206,16 @@ class ContextReader:
     def __init__(
         self,
         head: BlockHead,
-        room: SlotLimits,
+        limits: SlotLimits,
         *,
         device: torch.device,
         dtype: torch.dtype,
         blocks: Blocks | None = None,
     ) -> None:
-        self.head, self.max_length = head, room.max_length
+        self.head, self.max_length = head, limits.max_length
         self.width, self.size = head.layout.width, head.hidden_size
-        self._piece, self._device, self._dtype = room.piece, device, dtype
-        self.blocks = blocks or Blocks.full(room.num_slots, room.max_length, device)
+        self._piece, self._device, self._dtype = limits.piece, device, dtype
+        self.blocks = blocks or Blocks.full(limits.num_slots, limits.max_length, device)
         config = head.config
         like = torch.empty(0, device=device, dtype=dtype)
         self._memory = tuple(
@@ -223,7 +223,7 @@ class ContextReader:
             self.blocks.allocate(config.num_key_value_heads, config.head_dim, like, lag=1)
             for _ in range(config.num_hidden_layers)
         )
-        self._lengths = [0] * room.num_slots
+        self._lengths = [0] * limits.num_slots
 
     @property
     def transition(self) -> Transition | None:
@@ -286,10 +286,10 @@ class ContextReader:
         counts = [len(row) for row in states]
         done = [0] * len(slots)
         while any(have < count for have, count in zip(done, counts, strict=True)):
-            room, cuts = self._piece, list[int]()
+            left, cuts = self._piece, list[int]()
             for have, count in zip(done, counts, strict=True):
-                cuts.append(min(room, count - have))
-                room -= cuts[-1]
+                cuts.append(min(left, count - have))
+                left -= cuts[-1]
             begins = [start + have for start, have in zip(starts, done, strict=True)]
             parts = [
                 row[have : have + cut] for row, have, cut in zip(states, done, cuts, strict=True)
@@ -333,7 +333,7 @@ class MaskedReader:
     def __init__(
         self,
         head: Eagle3Head,
-        room: SlotLimits,
+        limits: SlotLimits,
         width: int,
         *,
         device: torch.device,
@@ -342,7 +342,7 @@ class MaskedReader:
         if head.mask_hidden is None:
             raise ModelError(f"proposer='p_eagle': expected a head with a {MASK}, found none")
         self.head, self.width, self.size = head, width, head.hidden_size
-        self._slots = SlotHead(head, room, device=device, dtype=dtype)
+        self._slots = SlotHead(head, limits, device=device, dtype=dtype)
         self.max_length = self._slots.max_length
         self.length, self.release = self._slots.length, self._slots.release
         self.adopt, self.read = self._slots.adopt, self._slots.read
