@@ -2,7 +2,8 @@
 
 A file counts when one of its functions is called: from a schema's ``GrammarSpec`` to its first mask
 row, from a proposer to the commit of a step, and from the target's forward over a prompt to the
-head that has read its hidden states. Toys stand for model and vocabulary; the head is the bundled one.
+head that has read its hidden states. Toys stand for model and vocabulary, but the head and its
+target are the bundled ones.
 """
 
 from __future__ import annotations
