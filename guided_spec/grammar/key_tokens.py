@@ -93,12 +93,12 @@ class KeyState(NamedTuple):
 START = KeyState()
 
 
-def advance(place: KeyState, data: bytes, spelled: Container[bytes] = ()) -> KeyState | None:
-    """The place behind ``data``; None where a key is written for the second time in one object.
+def advance(state: KeyState, data: bytes, spelled: Container[bytes] = ()) -> KeyState | None:
+    """The state behind ``data``; None where a key is written for the second time in one object.
 
     What is no JSON leads anywhere. spelled: the keys to remember as such.
     """
-    mode, frame, key, escape = place
+    mode, frame, key, escape = state
     at, end = 0, len(data)
     while at < end:
         match mode:
@@ -246,18 +246,18 @@ class KeyTokens:
         return _legal(self._quoted, row)
 
     def turning(self, mode: Mode, row: NDArray[np.int32]) -> list[int]:
-        """Those that may lead from ``mode`` to a place before a key or in one, and are legal.
+        """Those that may lead from ``mode`` to a state before a key or in one, and are legal.
 
         From a key to one further on, only those with a backslash are among them.
         """
         return _legal(self._turning[mode], row)
 
-    def advance(self, place: KeyState, token_id: int) -> KeyState | None:
+    def advance(self, state: KeyState, token_id: int) -> KeyState | None:
         """``follow`` of one token."""
         data = self.data[token_id]
-        if not self._is_special[token_id] and place.mode in _CHANGELESS:
-            return place
-        return advance(place, data, self.whole) if data else place
+        if not self._is_special[token_id] and state.mode in _CHANGELESS:
+            return state
+        return advance(state, data, self.whole) if data else state
 
     def _having(self, part: bytes) -> NDArray[np.int64]:
         found = (token for token, data in enumerate(self.data) if part in data)

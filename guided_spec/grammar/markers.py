@@ -15,7 +15,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, WrappedMatcher
 from guided_spec.grammar.rows import row_of
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 
 __all__ = [
@@ -369,9 +369,9 @@ class AfterMatcher(WrappedMatcher):
         """The inner matcher once it rules; this one before."""
         return self._inner.row_source if self.is_bound else self
 
-    def place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """The inner matcher's once it rules."""
-        return self._inner.place(ahead) if self.is_bound else None
+        return self._inner.table_state(ahead) if self.is_bound else None
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

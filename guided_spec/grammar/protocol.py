@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from guided_spec.errors import UnsatisfiableGrammarError
 from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import num_mask_words
 
@@ -109,7 +109,7 @@ class Matcher(GrammarMatcher):
         """Tokens of the text that a table judged, see ``guided_spec.grammar.tables``."""
         return 0
 
-    def place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """Where the text stands in a table that has its rows, behind up to ``ahead`` more tokens.
 
         None where one of these rows may be another than the table's.

@@ -22,7 +22,7 @@ __all__ = [
     "ANY_CHARACTER",
     "JSON_PLAIN",
     "RE_PARSER",
-    "Place",
+    "Context",
     "Ranges",
     "category",
     "complement",
@@ -90,7 +90,7 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
     return normalize((code, code) for code in range(_LAST + 1) if holds(chr(code)))
 
 
-Place = Literal["text", "json_string"]
+Context = Literal["text", "json_string"]
 
 RE_PARSER: Any = importlib.import_module("re._parser")
 """What ``re.compile`` itself parses with."""
@@ -114,28 +114,30 @@ _REFUSED = {
 _JSON_ESCAPES = {8: "\\b", 9: "\\t", 10: "\\n", 12: "\\f", 13: "\\r", 34: '\\"', 92: "\\\\"}
 
 
-def to_fullmatch(pattern: str, *, place: Place = "text") -> str:
+def to_fullmatch(pattern: str, *, context: Context = "text") -> str:
     """The backend's spelling of ``pattern``: every text it matches satisfies ``re.fullmatch``.
 
     It matches all such texts, with two exceptions: ``\\d``, ``\\w`` and ``\\s`` stand for ASCII
     characters only (their negations still leave out the whole Unicode class), and U+0000 is never
-    matched. With ``place="json_string"`` the result matches the inside of a JSON string whose
+    matched. With ``context="json_string"`` the result matches the inside of a JSON string whose
     decoded value satisfies the pattern; classes then leave out what JSON would have to escape.
 
     Raises GrammarCompileError for a pattern that ``re`` refuses or that is no regular language.
     """
     write = _write_short if len(pattern) <= _SHORT else _write
-    return write(pattern, place)
+    return write(pattern, context)
 
 
-def _write(pattern: str, place: Place) -> str:
+def _write(pattern: str, context: Context) -> str:
     try:
         parsed = RE_PARSER.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
         # A warning, where the user's filters make errors of them: of "[[" and the like.
         raise GrammarCompileError(f"regex {pattern!r}: {error}") from error
     try:
-        return _with_one_end(_Writer(pattern, place).sequence(parsed, parsed.state.flags, _Edge()))
+        return _with_one_end(
+            _Writer(pattern, context).sequence(parsed, parsed.state.flags, _Edge())
+        )
     except RecursionError as error:
         raise GrammarCompileError(f"regex {pattern!r}: nested too deeply") from error
 
@@ -157,7 +159,7 @@ _INSIDE = _Edge(first=False, last=False)
 @dataclass(frozen=True, slots=True)
 class _Writer:
     pattern: str
-    place: Place
+    context: Context
 
     def sequence(self, items: Any, flags: int, edge: _Edge) -> str:
         self._check_flags(flags)
@@ -236,7 +238,7 @@ class _Writer:
 
     def _characters(self, ranges: Ranges) -> str:
         ranges = intersect(ranges, ANY_CHARACTER)
-        if self.place == "json_string":
+        if self.context == "json_string":
             plain = intersect(ranges, JSON_PLAIN)
             if ranges and not plain:
                 return self._escaped(ranges)

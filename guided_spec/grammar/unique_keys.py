@@ -38,11 +38,11 @@ __all__ = [
     "with_unique_keys",
 ]
 
-_JUDGED = 4  # long ways of one place that are remembered
+_JUDGED = 4  # long ways of one state that are remembered
 
 
 class _Ahead(NamedTuple):
-    """away: a token that makes a key unlike all that are there. near: others, with their places."""
+    """away: a token that makes a key unlike all that are there. near: others, with their states."""
 
     away: int | None
     near: Iterator[tuple[int, KeyState]]
@@ -114,9 +114,9 @@ def with_unique_keys(
 
 
 class _Judged(NamedTuple):
-    """What was found out about some tokens behind a place."""
+    """What was found out about some tokens behind a state."""
 
-    place: KeyState | None
+    state: KeyState | None
     rest: tuple[int, ...]
     is_unique: bool
 
@@ -131,7 +131,7 @@ class UniqueKeysMatcher(WrappedMatcher):
         self._grammar = grammar
         self._tokens = grammar.tokens
         super().__init__(inner)
-        self._places = [START]  # before every token and behind the last one
+        self._states = [START]  # before every token and behind the last one
         self._ways: dict[Mode, tuple[int, ...]] = {}  # that led to a key that was left, last time
         self._judged: deque[_Judged] = deque(maxlen=_JUDGED)
 
@@ -143,30 +143,30 @@ class UniqueKeysMatcher(WrappedMatcher):
     @property
     def row_source(self) -> GrammarMatcher:
         """The inner matcher's while no token can complete a key again; else this one."""
-        return self if self._may_differ(self._places[-1]) else self._inner.row_source
+        return self if self._may_differ(self._states[-1]) else self._inner.row_source
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""
         token_id = int(token_id)
         if not 0 <= token_id < len(self._tokens.data):
             return False
-        place = self._tokens.advance(self._places[-1], token_id)
-        if place is None or not self._inner.accept_token(token_id):
+        state = self._tokens.advance(self._states[-1], token_id)
+        if state is None or not self._inner.accept_token(token_id):
             return False
-        if not self._goes_on(place):
+        if not self._goes_on(state):
             self._inner.rollback(1)
             return False
-        self._places.append(place)
+        self._states.append(state)
         return True
 
     def fill_next_token_bitmask(self, bitmask: Any, index: int = 0) -> bool:
         """Write row ``index``; returns whether it forbids anything. See ``GrammarMatcher``."""
         forbids = self._inner.fill_next_token_bitmask(bitmask, index)
-        place = self._places[-1]
-        if self._may_differ(place):
+        state = self._states[-1]
+        if self._may_differ(state):
             row: NDArray[np.int32] = np.asarray(bitmask)[index]  # a view, also of a tensor
             bits = row.view(np.uint32)
-            for token in dict.fromkeys(self._suspects(place, row)):
+            for token in dict.fromkeys(self._suspects(state, row)):
                 word, bit = token >> 5, np.uint32(1 << (token & 31))
                 if bits[word] & bit and not self._takes(token):
                     bits[word] &= ~bit
@@ -176,11 +176,11 @@ class UniqueKeysMatcher(WrappedMatcher):
     @property
     def may_repeat(self) -> bool:
         """Whether tokens that are alike may differ: one may begin a key that is there already."""
-        place = self._places[-1]
-        keys = place.frame.keys if place.frame else None
+        state = self._states[-1]
+        keys = state.frame.keys if state.frame else None
         if not keys or not (keys.new or keys.old):
             return False
-        return place.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or _is_near(place)
+        return state.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or _is_near(state)
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Most ways end at once in the grammar, whose own code is the faster one."""
@@ -188,24 +188,24 @@ class UniqueKeysMatcher(WrappedMatcher):
 
     def is_unique(self, token_ids: Sequence[int]) -> bool:
         """Whether no key is there twice behind these tokens; nothing else is asked of them."""
-        place: KeyState | None = self._places[-1]
+        state: KeyState | None = self._states[-1]
         if token_ids:
-            place = self._tokens.advance(self._places[-1], token_ids[0])
-        # Many first tokens leave the place as it is, and the same long way is judged behind each.
+            state = self._tokens.advance(self._states[-1], token_ids[0])
+        # Many first tokens leave the state as it is, and the same long way is judged behind each.
         rest = tuple(token_ids[1:])
         for judged in self._judged:
-            if judged.place is place and judged.rest == rest:
+            if judged.state is state and judged.rest == rest:
                 return judged.is_unique
-        began = place
+        began = state
         for token in rest:
-            place = place and self._tokens.advance(place, token)
-        self._judged.append(_Judged(began, rest, place is not None))
-        return place is not None
+            state = state and self._tokens.advance(state, token)
+        self._judged.append(_Judged(began, rest, state is not None))
+        return state is not None
 
     def fork(self) -> UniqueKeysMatcher:
         """An independent copy at the same position."""
         copy = UniqueKeysMatcher(self._grammar, self._inner.fork())
-        copy._places = self._places.copy()
+        copy._states = self._states.copy()
         copy._ways = self._ways.copy()
         return copy
 
@@ -213,62 +213,62 @@ class UniqueKeysMatcher(WrappedMatcher):
         """Undo the last ``num_tokens`` accepted tokens."""
         self._inner.rollback(num_tokens)
         if num_tokens > 0:
-            del self._places[-num_tokens:]
+            del self._states[-num_tokens:]
 
-    def _may_differ(self, place: KeyState) -> bool:
+    def _may_differ(self, state: KeyState) -> bool:
         """Whether the row may lack tokens that the inner matcher's has."""
         if self._grammar.run_out or self._tokens.loaded:
             return True
-        return bool(place.frame and place.frame.spelled) or _is_near(place, in_key=True)
+        return bool(state.frame and state.frame.spelled) or _is_near(state, in_key=True)
 
-    def _suspects(self, place: KeyState, row: NDArray[np.int32]) -> Iterator[int]:
+    def _suspects(self, state: KeyState, row: NDArray[np.int32]) -> Iterator[int]:
         """All tokens that may have to be taken out of the row, and others."""
         yield from self._tokens.loaded
-        if place.frame is not None:
-            for key in place.frame.spelled:
+        if state.frame is not None:
+            for key in state.frame.spelled:
                 yield from self._tokens.whole[key]
-            if place.mode is Mode.KEY and place.frame.keys is not None:
-                yield from self._closing(place, place.frame.keys, row)
+            if state.mode is Mode.KEY and state.frame.keys is not None:
+                yield from self._closing(state, state.frame.keys, row)
         if self._grammar.run_out:
-            yield from self._tokens.turning(place.mode, row)
+            yield from self._tokens.turning(state.mode, row)
 
-    def _closing(self, place: KeyState, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
+    def _closing(self, state: KeyState, keys: Keys, row: NDArray[np.int32]) -> Iterator[int]:
         """Tokens that complete a key that is there already; or may write more of it."""
-        tokens, near = self._tokens, keys.starting(place.key)
-        if place.is_pending:
+        tokens, near = self._tokens, keys.starting(state.key)
+        if state.is_pending:
             every = self._grammar.run_out
             yield from ids_of(row, len(tokens.data)) if every else tokens.quoted(row)
         elif len(near) < len(tokens.closers):
             for key in near:
-                yield from tokens.closers.get(key[len(place.key) :], ())
+                yield from tokens.closers.get(key[len(state.key) :], ())
         else:
             for rest, closers in tokens.closers.items():
-                if keys.holds(place.key + rest):
+                if keys.holds(state.key + rest):
                     yield from closers
         if self._grammar.run_out:
             for key in near:
-                for end in range(len(place.key) + 1, len(key) + 1):
-                    yield from tokens.texts.get(key[len(place.key) : end], ())
+                for end in range(len(state.key) + 1, len(key) + 1):
+                    yield from tokens.texts.get(key[len(state.key) : end], ())
 
     def _takes(self, token_id: int) -> bool:
         """Whether a token that the inner matcher takes is legal."""
-        place = self._tokens.advance(self._places[-1], token_id)
-        if place is None or not self._grammar.run_out or not _is_near(place):
-            return place is not None
+        state = self._tokens.advance(self._states[-1], token_id)
+        if state is None or not self._grammar.run_out or not _is_near(state):
+            return state is not None
         if not self._inner.accept_token(token_id):
             return True  # which is for the inner matcher to say
-        goes_on = self._goes_on(place)
+        goes_on = self._goes_on(state)
         self._inner.rollback(1)
         return goes_on
 
-    def _goes_on(self, place: KeyState) -> bool:
+    def _goes_on(self, state: KeyState) -> bool:
         """Whether a key is left that the object does not have. The inner matcher stands there."""
-        if not self._grammar.run_out or not _is_near(place):
+        if not self._grammar.run_out or not _is_near(state):
             return True
-        if self._leads_away(place, self._ways.get(place.mode, ())):
+        if self._leads_away(state, self._ways.get(state.mode, ())):
             return True
-        way, seen = list[int](), {place}
-        waiting = [self._look(place, seen, spaced=False)]
+        way, seen = list[int](), {state}
+        waiting = [self._look(state, seen, spaced=False)]
         while waiting and waiting[-1].away is None:
             option = next(waiting[-1].near, None)
             if option is None:
@@ -277,45 +277,45 @@ class UniqueKeysMatcher(WrappedMatcher):
                 del way[-1:]
             elif self._inner.accept_token(option[0]):
                 way.append(option[0])
-                waiting.append(self._look(option[1], seen, spaced=option[1] is place))
+                waiting.append(self._look(option[1], seen, spaced=option[1] is state))
         self._inner.rollback(len(way))
         if waiting:
-            self._ways[place.mode] = (*way, waiting[-1].away or 0)
+            self._ways[state.mode] = (*way, waiting[-1].away or 0)
         return bool(waiting)
 
-    def _leads_away(self, place: KeyState, way: tuple[int, ...]) -> bool:
+    def _leads_away(self, state: KeyState, way: tuple[int, ...]) -> bool:
         """Whether these tokens begin or complete a key that is not there yet."""
         count, is_near = 0, True
         for token in way:
-            then = self._tokens.advance(place, token)
+            then = self._tokens.advance(state, token)
             if then is None or not self._inner.accept_token(token):
                 break
-            count, place, is_near = count + 1, then, _is_near(then)
+            count, state, is_near = count + 1, then, _is_near(then)
         self._inner.rollback(count)
         return not is_near
 
-    def _look(self, place: KeyState, seen: set[KeyState], *, spaced: bool) -> _Ahead:
-        """What may follow, but for places in ``seen``; these are added to it."""
+    def _look(self, state: KeyState, seen: set[KeyState], *, spaced: bool) -> _Ahead:
+        """What may follow, but for states in ``seen``; these are added to it."""
         row = legal_row(self._inner, len(self._tokens.data))
         near: list[tuple[int, KeyState]] = []
         for token in ids_of(row):
-            then = self._tokens.advance(place, token)
+            then = self._tokens.advance(state, token)
             if then is not None and not _is_near(then):
                 return _Ahead(token, iter(near))
             if then is not None and then not in seen:
                 seen.add(then)
                 near.append((token, then))
-            elif then is place and not spaced:  # one space
+            elif then is state and not spaced:  # one space
                 spaced = True
                 near.append((token, then))
         return _Ahead(None, iter(near))
 
 
-def _is_near(place: KeyState, *, in_key: bool = False) -> bool:
+def _is_near(state: KeyState, *, in_key: bool = False) -> bool:
     """Whether what comes next may turn out to be a key that the object has. in_key: has begun."""
-    keys = place.frame.keys if place.frame else None
+    keys = state.frame.keys if state.frame else None
     if not keys or not (keys.new or keys.old):
         return False
-    if place.mode is Mode.KEY:
-        return place.is_pending or bool(keys.starting(place.key))
-    return place.mode is Mode.BEFORE_KEY and not in_key
+    if state.mode is Mode.KEY:
+        return state.is_pending or bool(keys.starting(state.key))
+    return state.mode is Mode.BEFORE_KEY and not in_key

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 
 __all__ = ["Constraint", "Fork"]
 
@@ -103,12 +103,12 @@ class Constraint:
         """Committed tokens that a table judged, and no matcher was asked about."""
         return self._original.num_tabled
 
-    def place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """Where the committed text stands in its table, see ``Matcher``.
 
         Costs little: the matchers need not have read the last tokens.
         """
-        found = self._original.place(ahead + len(self._unread))
+        found = self._original.table_state(ahead + len(self._unread))
         for token_id in self._unread:
             if found is not None:
                 state = found.table.after(found.state, token_id)

@@ -174,10 +174,10 @@ class Lookahead:
         is none.
         """
         constrained = [(at, one) for at in requests if (one := self._constraints[at]) is not None]
-        found = ((at, constraint.place(ahead)) for at, constraint in constrained)
-        places = {at: place for at, place in found if place is not None}
-        others = len(places) < len(constrained)
-        return self._rows.tables.find(places, len(self._walks), others=others)
+        found = ((at, constraint.table_state(ahead)) for at, constraint in constrained)
+        states = {at: state for at, state in found if state is not None}
+        others = len(states) < len(constrained)
+        return self._rows.tables.find(states, len(self._walks), others=others)
 
     def leave(self, texts: TabledTexts, sources: Tensor) -> None:
         """The device takes the rows of these texts from tables: none of theirs is filled here.

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
+from guided_spec.grammar.tables.token_table import TableState, TokenTable
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE
 
 __all__ = ["DeviceTables", "TabledTexts"]
@@ -47,18 +47,18 @@ class DeviceTables:
         self._held: dict[TokenTable, _Held] = {}  # in the order of their last use
 
     def find(
-        self, places: Mapping[int, TablePlace], requests: int, *, others: bool
+        self, starts: Mapping[int, TableState], requests: int, *, others: bool
     ) -> TabledTexts | None:
         """Of a batch of ``requests``, those whose tables are there, and from where they go on.
 
-        places: by request. others: whether anybody else drafts under rows of the host's.
+        starts: by request. others: whether anybody else drafts under rows of the host's.
 
         None where there is none. What is evicted may still be read by what was launched before on
         the current stream.
         """
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
         by_table: dict[TokenTable, tuple[list[int], list[int]]] = {}
-        for request, (table, state) in places.items():
+        for request, (table, state) in starts.items():
             texts, states = by_table.setdefault(table, ([], []))
             texts.append(request)
             states.append(state)
@@ -70,7 +70,7 @@ class DeviceTables:
                 found += texts
         if not found:
             return None
-        is_alone = not others and len(found) == len(places)
+        is_alone = not others and len(found) == len(starts)
         return TabledTexts(found, torch.from_numpy(cursors), is_alone)
 
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:

@@ -18,7 +18,7 @@ from guided_spec.step import Step
 from guided_spec.trace.record import FORCED, TARGET, Outcome, StepTrace, TokenTrace, Trace
 from guided_spec.types import SamplingParams
 
-__all__ = ["JsonPlace", "SeenStep", "TraceRecorder", "TraceSource", "see_step"]
+__all__ = ["JsonPath", "SeenStep", "TraceRecorder", "TraceSource", "see_step"]
 
 _WHITESPACE = b" \t\n\r"
 
@@ -130,7 +130,7 @@ class TraceRecorder:
         self._num_tokens = 0
         self._began: float | None = None
         is_json = params.grammar is not None and params.grammar.is_json
-        self._place = JsonPlace() if is_json else None
+        self._path = JsonPath() if is_json else None
 
     def steps(self, start: int = 0) -> tuple[StepTrace, ...]:
         """Those so far, from the ``start``-th on."""
@@ -208,9 +208,9 @@ class TraceRecorder:
 
     def _places(self, seen: SeenStep) -> list[str | None]:
         """The pointer before each draft token, and behind the last one."""
-        if self._place is None or self._is_before_marker:
+        if self._path is None or self._is_before_marker:
             return [None] * (seen.num_drafted + 1)
-        ahead = self._place.fork()
+        ahead = self._path.fork()
         places: list[str | None] = [ahead.pointer]
         for found in seen.positions[: seen.num_legal]:
             ahead.feed(self._vocabulary.text_bytes[found.draft_id])
@@ -227,15 +227,15 @@ class TraceRecorder:
             if self._is_before_marker:
                 assert self._marker is not None
                 self._marker_state = self._marker.step(self._marker_state, token_id) or 0
-            elif self._place is not None:
-                self._place.feed(self._vocabulary.text_bytes[token_id])
+            elif self._path is not None:
+                self._path.feed(self._vocabulary.text_bytes[token_id])
 
 
 def _known(probability: float) -> float | None:
     return None if math.isnan(probability) else probability
 
 
-class JsonPlace:
+class JsonPath:
     """Where a JSON text that is being written stands: it follows the bytes, cut anywhere.
 
     It reads the text alone and checks nothing: it is for texts that a grammar keeps to JSON.
@@ -261,9 +261,9 @@ class JsonPlace:
             else:
                 self._read_in_string(self._string, byte)
 
-    def fork(self) -> JsonPlace:
+    def fork(self) -> JsonPath:
         """A copy that goes its own way."""
-        other = JsonPlace()
+        other = JsonPath()
         other._open = [replace(container) for container in self._open]
         other._string = None if self._string is None else bytearray(self._string)
         other._is_escaped, other._key = self._is_escaped, self._key

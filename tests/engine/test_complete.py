@@ -13,7 +13,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.completion import places as completion_places
+from guided_spec.grammar.completion import parse_states as completion_states
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec
@@ -140,7 +140,7 @@ def test_far_budgets_change_nothing() -> None:
 
 def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is known of its texts grows with each of them, and begins anew in time."""
-    monkeypatch.setattr(completion_places, "_MOST_PLACES", 160)
+    monkeypatch.setattr(completion_states, "_MOST_STATES", 160)
     spec = GrammarSpec.regex("([a-z]{1,3} ){2,90}")
     with make_llm("llama", "ngram", max_batch_size=4) as llm:
         compiled = llm._grammars.submit(spec).result()

@@ -36,7 +36,7 @@ from guided_spec.grammar.completion.endings import (
     EndLostError,
     UnreadableGrammarError,
 )
-from guided_spec.grammar.completion.places import Places, RuleEndings
+from guided_spec.grammar.completion.parse_states import ParseStates, RuleEndings
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
@@ -50,7 +50,7 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
-from guided_spec.grammar.tables.token_table import TablePlace
+from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
@@ -233,10 +233,10 @@ class EndingsCache:
         """None where no rules are known or understood, or where they say something else."""
         try:
             rules = rules_of(compiled)
-            places = Places(rules, self.spelling.longest)
-            if not places.shortest_bytes <= self.spelling.single_bytes:
+            states = ParseStates(rules, self.spelling.longest)
+            if not states.shortest_bytes <= self.spelling.single_bytes:
                 return None
-            endings = RuleEndings(places, self.spelling)
+            endings = RuleEndings(states, self.spelling)
             row = endings.row(endings.start, NEVER, compiled.new_matcher())
         except (UnreadableGrammarError, EndLostError):
             return None
@@ -332,18 +332,20 @@ class CompletingMatcher(WrappedMatcher):
         """The inner matcher's while every token fits the budget; else this one."""
         return self._inner.row_source if self._is_free() else self
 
-    def place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """The inner matcher's where the budget takes no token out of any of these rows."""
         if self.has_lost_end:
-            return self._inner.place(ahead)
-        place = self._inner.place(ahead + 1)  # what is behind the last row has to end in time, too
-        if place is None:
+            return self._inner.table_state(ahead)
+        found = self._inner.table_state(
+            ahead + 1
+        )  # what is behind the last row has to end in time, too
+        if found is None:
             return None
         if self._endings.is_exact:  # a token for every byte of the longest end, and the stop token
-            is_far = self.remaining - ahead > place.table.ends.item(place.state) + 1
+            is_far = self.remaining - ahead > found.table.ends.item(found.state) + 1
         else:
             is_far = len(self._token_ids) + ahead < self._known[-1].until and self._is_free()
-        return place if is_far else None
+        return found if is_far else None
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

@@ -35,7 +35,7 @@ def other_keys(names: Iterable[str]) -> str:
     leaving = "|".join(_leaving(node, nodes | closed) for node in sorted(nodes - closed))
     inside = "|".join(re.escape(node) for node in sorted(nodes - closed - plain))
     pattern = f"(?:{leaving}).*" + (f"|{inside}" if inside else "")
-    return to_fullmatch(pattern, place="json_string")
+    return to_fullmatch(pattern, context="json_string")
 
 
 def _beginnings(names: Iterable[str], length: int) -> set[str]:

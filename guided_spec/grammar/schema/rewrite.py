@@ -66,7 +66,7 @@ def rewrite_string(words: dict[str, Any], pointer: str, report: Report) -> Any:
         fix = "put the length into the pattern, such as [a-z]{1,8}"
         report.error(pointer, keyword, "the backend ignores it beside pattern", fix)
     try:
-        written = to_fullmatch(pattern, place="json_string")
+        written = to_fullmatch(pattern, context="json_string")
     except GrammarCompileError as error:
         report.error(pointer, "pattern", str(error), "use a simpler pattern")
         return {"type": "string"}
@@ -107,9 +107,9 @@ def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | Non
 
 def _of_length(low: int, high: Any) -> str:
     upper = "" if high is None else min(int(high), _MAX_LENGTH)
-    plain = to_fullmatch(r'[^"\\\x00-\x1f]', place="json_string")
+    plain = to_fullmatch(r'[^"\\\x00-\x1f]', context="json_string")
     escapes = "|".join(
-        to_fullmatch(char, place="json_string") for char in ('"', r"\\", r"\n", r"\t")
+        to_fullmatch(char, context="json_string") for char in ('"', r"\\", r"\n", r"\t")
     )
     return f"(?:{plain}|{escapes}){{{low},{upper}}}"
 
@@ -245,7 +245,7 @@ def _rewrite_patterns(
     for pattern, part in patterns.items():
         value = rewrite(part, f"patternProperties/{escape(pattern)}")
         try:
-            written = to_fullmatch(pattern, place="json_string")
+            written = to_fullmatch(pattern, context="json_string")
         except GrammarCompileError as error:
             report.error(pointer, "patternProperties", str(error), "use a simpler pattern")
             continue

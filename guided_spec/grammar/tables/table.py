@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import EndLostError, Rules, UnreadableGrammarError
-from guided_spec.grammar.completion.places import NOWHERE, Places
+from guided_spec.grammar.completion.parse_states import NOWHERE, ParseStates
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
@@ -80,35 +80,35 @@ class ByteAutomaton(NamedTuple):
 def explore(rules: Rules, limits: TableLimits, clock: Clock) -> ByteAutomaton:
     """Follow every byte from the start, until nothing new comes or the limit of states is reached.
 
-    A state is a ``Place``: the set of all readings of a text, each a position in the rules and the
+    A state is a ``ParseState``: all readings of a text, each a position in the rules and the
     calls that are open around it. Two texts share a state only if these sets are equal, so that
     whatever may follow the one may follow the other.
 
     Raises NoTableError for rules that no automaton can be made of.
     """
     try:
-        places = Places(rules, 0)
+        parse_states = ParseStates(rules, 0)
     except (EndLostError, UnreadableGrammarError) as error:
         raise NoTableError(f"its rules have no states: {error}") from error
-    waiting = [(places.start.depth, places.start.number)]
+    waiting = [(parse_states.start.depth, parse_states.start.number)]
     count, made = 1, list[int]()
     while waiting and count <= limits.states:
         clock.look()
         _, number = heapq.heappop(waiting)
         try:
-            last = int(places.rows((number,))[number].max())
+            last = int(parse_states.rows((number,))[number].max())
         except EndLostError:
             continue  # too many readings of one text: it stays open
         made.append(number)
         for then in range(count, last + 1):
-            heapq.heappush(waiting, (places[then].depth, then))
+            heapq.heappush(waiting, (parse_states[then].depth, then))
         count = max(count, last + 1)
-    rows = places.rows(())[:count]
+    rows = parse_states.rows(())[:count]
     _, first, kinds = np.unique(rows[made], axis=1, return_index=True, return_inverse=True)
-    can_end = np.array([places[number].can_end for number in range(count)])
+    can_end = np.array([parse_states[number].can_end for number in range(count)])
     is_open = np.ones(count, dtype=np.bool_)
     is_open[made] = False
-    missing = np.array([len(places[number].text) for number in range(count)], dtype=np.int32)
+    missing = np.array([len(parse_states[number].text) for number in range(count)], dtype=np.int32)
     return ByteAutomaton(kinds.reshape(-1), rows[:, first], can_end, is_open, missing)
 
 

@@ -31,7 +31,7 @@ from guided_spec.grammar.tables.token_table import (
     ENDED,
     OUTSIDE,
     REFUSED,
-    TablePlace,
+    TableState,
     TokenTable,
 )
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
@@ -171,12 +171,12 @@ class TabledMatcher(Matcher):
         state = self._state()
         return self._matcher().is_terminated() if state == OUTSIDE else state == ENDED
 
-    def place(self, ahead: int) -> TablePlace | None:
+    def table_state(self, ahead: int) -> TableState | None:
         """None without a table, and where a text may leave it. See ``Matcher``."""
         state, table = self._state(), self._table
         if table is None or state < 0 or table.margins.item(state) < ahead:
             return None
-        return TablePlace(table, state)
+        return TableState(table, state)
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""

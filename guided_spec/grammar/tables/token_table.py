@@ -17,7 +17,7 @@ __all__ = [
     "MOST_AHEAD",
     "OUTSIDE",
     "REFUSED",
-    "TablePlace",
+    "TableState",
     "TokenTable",
 ]
 
@@ -86,7 +86,7 @@ class TokenTable:
         return row
 
 
-class TablePlace(NamedTuple):
+class TableState(NamedTuple):
     """Where a text stands: in a state of a table."""
 
     table: TokenTable

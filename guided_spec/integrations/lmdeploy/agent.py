@@ -25,7 +25,12 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, Proposer, ProposerContext
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.integrations.lmdeploy.helper import GuidedHelper, RejectionSampler
-from guided_spec.integrations.lmdeploy.manager import TURN, GuidedManager, Place, compile_ahead
+from guided_spec.integrations.lmdeploy.manager import (
+    TURN,
+    GrammarProcessor,
+    GuidedManager,
+    compile_ahead,
+)
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
@@ -445,8 +450,8 @@ class Drafting:
         self._read_step(keys, model_inputs, extra_inputs.output_token_ids if is_whole else None)
         if not is_whole:
             return empty
-        places = helper.get_processors(context, sampling_inputs.response_formats)
-        drafts = [self.draft(key, places.get(row)) for row, key in enumerate(keys)]
+        processors = helper.get_processors(context, sampling_inputs.response_formats)
+        drafts = [self.draft(key, processors.get(row)) for row, key in enumerate(keys)]
         return torch.tensor(drafts).to(empty)
 
     def read(self, key: Any, history: int | None, token_ids: Sequence[int]) -> None:
@@ -461,11 +466,11 @@ class Drafting:
         # Where an earlier part was never seen, as with a cached prefix, the rest must do.
         text.token_ids += token_ids
 
-    def draft(self, key: Any, place: Place | None) -> list[int]:
+    def draft(self, key: Any, processor: GrammarProcessor | None) -> list[int]:
         """K tokens behind a session's text, padded."""
         constraint, lookahead = None, None
-        if place is not None and not place.is_terminated() and not place.is_broken:
-            constraint, lookahead = place.constraint, place.begin()
+        if processor is not None and not processor.is_terminated() and not processor.is_broken:
+            constraint, lookahead = processor.constraint, processor.begin()
         if lookahead is None:
             lookahead = Lookahead.fork([None], self._rows, [self.num_draft])
         text = self._texts[key]
@@ -476,8 +481,8 @@ class Drafting:
             # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
             drafted.append(refused)
         drafted += [_PAD] * (self.num_draft - len(drafted))
-        if constraint is not None and place is not None:
-            place.end_draft(drafted)
+        if constraint is not None and processor is not None:
+            processor.end_draft(drafted)
         return drafted
 
     def release(self, session_ids: Sequence[Any]) -> None:

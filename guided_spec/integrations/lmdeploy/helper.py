@@ -20,7 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from guided_spec.errors import VocabularyMismatchError
-from guided_spec.integrations.lmdeploy.manager import DraftPlace, GuidedManager, Place, fit_bitmask
+from guided_spec.integrations.lmdeploy.manager import (
+    DraftProcessor,
+    GrammarProcessor,
+    GuidedManager,
+    fit_bitmask,
+)
 from guided_spec.ops.bitmask import apply_token_bitmask, translate_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
@@ -30,8 +35,8 @@ from guided_spec.types import Accepted, Draft
 
 __all__ = ["GuidedHelper", "RejectionSampler", "translate_for_draft"]
 
-_Places = Mapping[int, Place]
-_Drafts = Mapping[int, DraftPlace]
+_Processors = Mapping[int, GrammarProcessor]
+_Drafts = Mapping[int, DraftProcessor]
 
 
 class GuidedHelper:
@@ -42,7 +47,7 @@ class GuidedHelper:
 
     @property
     def manager(self) -> GuidedManager | None:
-        """Where the places of the requests are kept."""
+        """Where the processors of the requests are kept."""
         return self._manager
 
     def cleanup_sessions(self, session_ids: Sequence[Any] | None) -> None:
@@ -51,14 +56,16 @@ class GuidedHelper:
             if self._manager is not None:
                 self._manager.remove_processor(session_id)
 
-    def get_processors(self, session_ctx: Any, response_formats: Any) -> dict[int, Place]:
-        """The places of the guided rows of a batch, by row."""
+    def get_processors(
+        self, session_ctx: Any, response_formats: Any
+    ) -> dict[int, GrammarProcessor]:
+        """The processors of the guided rows of a batch, by row."""
         if self._manager is None or session_ctx is None:
             return {}
         return self._manager.get_processors(session_ctx, response_formats)
 
     async def prepare_bitmask(
-        self, logits: Tensor, processors: _Places | _Drafts | None
+        self, logits: Tensor, processors: _Processors | _Drafts | None
     ) -> Tensor | None:
         """int32 [B, W] on the device of ``logits`` [B, V]: what may follow each row's draft.
 
@@ -72,8 +79,8 @@ class GuidedHelper:
         )  # another thread is not in inference mode, and may not write tensors
 
         def fill() -> None:
-            for row, place in processors.items():
-                words = place.next_row()
+            for row, processor in processors.items():
+                words = processor.next_row()
                 if words is not None:
                     array[row, 0] = words
 
@@ -103,7 +110,7 @@ class GuidedHelper:
         if not processors or self._manager is None:
             return
         token_ids = draft_token_ids[:, 0].tolist()
-        drafted = {row: place.draft(token_ids[row]) for row, place in processors.items()}
+        drafted = {row: processor.draft(token_ids[row]) for row, processor in processors.items()}
         changed = {row: token for row, token in drafted.items() if token != token_ids[row]}
         if changed:
             draft_token_ids[list(changed), 0] = draft_token_ids.new_tensor(list(changed.values()))
@@ -111,7 +118,7 @@ class GuidedHelper:
     async def apply_serial_bitmask(
         self,
         scores_3d: Tensor,
-        processors: _Places,
+        processors: _Processors,
         draft_token_ids: Tensor,
         num_spec_tokens: int,
     ) -> None:
@@ -123,14 +130,14 @@ class GuidedHelper:
         if not processors or self._manager is None:
             return
         width = num_spec_tokens + 1
-        is_missing = any(place.missing(num_spec_tokens) for place in processors.values())
+        is_missing = any(processor.missing(num_spec_tokens) for processor in processors.values())
         drafts = draft_token_ids.tolist() if is_missing else None
         bitmask = self._staged(len(scores_3d), width, scores_3d.device)
         array = bitmask.numpy()
 
         def fill() -> None:
-            for row, place in processors.items():
-                rows = place.verify_rows(num_spec_tokens, drafts[row] if drafts else None)
+            for row, processor in processors.items():
+                rows = processor.verify_rows(num_spec_tokens, drafts[row] if drafts else None)
                 if rows is not None:
                     array[row] = rows.numpy()
 
@@ -142,7 +149,7 @@ class GuidedHelper:
 
     async def accept_rejection_sampled_tokens(
         self,
-        processors: _Places,
+        processors: _Processors,
         num_rejected: Tensor,
         output_token_ids: Tensor,
         next_token_ids: Tensor,
@@ -159,10 +166,10 @@ class GuidedHelper:
             return
         counts = num_rejected.to(output_token_ids.device).unsqueeze(1)
         packed = torch.cat([counts, next_token_ids.unsqueeze(1), output_token_ids], 1).tolist()
-        for row, place in processors.items():
+        for row, processor in processors.items():
             rejected, last, *tokens = packed[row]
             tokens = [*tokens[: num_spec_tokens - rejected], last]
-            if not self._manager.commit(row, place, tokens):
+            if not self._manager.commit(row, processor, tokens):
                 output_token_ids[row] = -1
                 output_token_ids[row, 0] = self._manager.stop_token_id
                 next_token_ids[row] = self._manager.stop_token_id

@@ -38,9 +38,9 @@ from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
     "TURN",
-    "DraftPlace",
+    "DraftProcessor",
+    "GrammarProcessor",
     "GuidedManager",
-    "Place",
     "compile_ahead",
     "fit_bitmask",
     "model_stop_ids",
@@ -50,7 +50,7 @@ __all__ = [
 _CPU = torch.device("cpu")
 
 
-class Place:
+class GrammarProcessor:
     """What stands where LMDeploy expects a matcher.
 
     compiled: the grammar, being compiled. num_draft: K, the length of every draft.
@@ -101,11 +101,11 @@ class Place:
         """Whether nothing is masked any more: the text is complete, or the request has failed."""
         return self.has_ended
 
-    def fork(self) -> DraftPlace:
+    def fork(self) -> DraftProcessor:
         """Begin a draft behind the committed text; LMDeploy calls it before it drafts."""
         if not self.is_broken:
             self._begin()
-        return DraftPlace(self)
+        return DraftProcessor(self)
 
     def next_row(self) -> NDArray[np.int32] | None:
         """int32 [W] on the host: what may follow the committed text. None: nothing is masked.
@@ -169,7 +169,7 @@ class Place:
         """Move the original over accepted tokens; returns those up to the end of the text.
 
         Raises GrammarDeadEndError where no token could follow, GrammarStateError where the grammar
-        refuses one, and what the compile raised. The place is then out of use: ``has_ended``.
+        refuses one, and what the compile raised. The processor is then out of use: ``has_ended``.
         """
         if self.has_ended:
             return []
@@ -205,19 +205,19 @@ class Place:
         return not self._rows.words(0, depth).any()
 
 
-class DraftPlace:
-    """A place while its draft is being made: what LMDeploy takes for a forked matcher."""
+class DraftProcessor:
+    """A processor while its draft is being made: what LMDeploy takes for a forked matcher."""
 
-    def __init__(self, place: Place) -> None:
-        self._place = place
+    def __init__(self, processor: GrammarProcessor) -> None:
+        self._processor = processor
 
     def next_row(self) -> NDArray[np.int32] | None:
         """int32 [W] on the host: what may follow the draft so far. None: nothing is masked."""
-        return self._place.draft_row()
+        return self._processor.draft_row()
 
     def draft(self, token_id: int) -> int:
-        """See ``Place.draft``."""
-        return self._place.draft(token_id)
+        """See ``GrammarProcessor.draft``."""
+        return self._processor.draft(token_id)
 
 
 def _only_token(row: NDArray[np.int32], otherwise: int) -> int:
@@ -255,7 +255,7 @@ class GuidedManager:
         self.num_draft = 0
         self.stops: dict[int, int] = {}
         self.error: ModelError | None = None
-        self._places: dict[Any, dict[Any, tuple[Any, Place]]] = {}
+        self._processors: dict[Any, dict[Any, tuple[Any, GrammarProcessor]]] = {}
         self._queue: GrammarCompileQueue | None = None
         stop_ids = model_stop_ids(tokenizer) if stop_token_ids is None else stop_token_ids
         try:
@@ -289,51 +289,51 @@ class GuidedManager:
 
     def get_processors(
         self, session_ctx: Sequence[Mapping[str, Any]], response_formats: Sequence[Any]
-    ) -> dict[int, Place]:
-        """The places of the guided rows of a batch, by row.
+    ) -> dict[int, GrammarProcessor]:
+        """The processors of the guided rows of a batch, by row.
 
-        A place is kept for one turn of one session, and the next turn gets a new one. Where nobody
-        says which turn it is, a place is kept for as long as the format stays the same.
+        One is kept for one turn of one session, and the next turn gets a new one. Where nobody says
+        which turn it is, it is kept for as long as the format stays the same.
         """
-        places = {
-            row: self._place(session_ctx[row], response_formats[row])
+        processors = {
+            row: self._processor(session_ctx[row], response_formats[row])
             for row in _guided_rows(response_formats)
         }
-        for row, place in places.items():
-            place.row = row
-        return places
+        for row, processor in processors.items():
+            processor.row = row
+        return processors
 
     async def compiled(self, session_ctx: Any, response_formats: Any) -> None:
         """Wait for the grammars of a batch without holding up the event loop."""
         if session_ctx and response_formats:
-            for place in self.get_processors(session_ctx, response_formats).values():
-                await _finished(place.compiled)
+            for processor in self.get_processors(session_ctx, response_formats).values():
+                await _finished(processor.compiled)
 
     def remove_processor(self, session_id: Any) -> None:
         """Forget a session that has ended."""
-        self._places.pop(session_id, None)
+        self._processors.pop(session_id, None)
 
     def clear(self) -> None:
         """Forget all sessions."""
-        self._places.clear()
+        self._processors.clear()
 
     def take_stops(self) -> dict[int, int]:
         """Rows of the last step whose text is over, and the column of its last token."""
         stops, self.stops = self.stops, {}
         return stops
 
-    def commit(self, row: int, place: Place, token_ids: Sequence[int]) -> bool:
-        """Move a place over the accepted tokens of its row; False when the request has failed.
+    def commit(self, row: int, processor: GrammarProcessor, token_ids: Sequence[int]) -> bool:
+        """Move a processor over the accepted tokens of its row; False when the request has failed.
 
         A failure is logged and ends that request alone, at its first token of this step.
         """
         try:
-            taken = place.commit(token_ids)
+            taken = processor.commit(token_ids)
         except GuidedSpecError as error:
             _logger.error("guided_spec: a request ends: %s: %s", type(error).__name__, error)
             self.stops[row] = 0
             return False
-        if place.has_ended and taken:
+        if processor.has_ended and taken:
             self.stops[row] = len(taken) - 1
         return True
 
@@ -349,11 +349,11 @@ class GuidedManager:
         """int32 [B, W] on the host, all ones."""
         return torch.full((batch_size, num_mask_words(self.vocab_size)), -1, dtype=torch.int32)
 
-    def is_terminated(self, processor: Place) -> bool:
+    def is_terminated(self, processor: GrammarProcessor) -> bool:
         """Whether nothing is masked any more."""
         return processor.is_terminated()
 
-    def fill_bitmap(self, processor: Place, guided_bitmask: Tensor, index: int) -> None:
+    def fill_bitmap(self, processor: GrammarProcessor, guided_bitmask: Tensor, index: int) -> None:
         """Write what may come next into one row."""
         row = processor.next_row()
         if row is not None:
@@ -364,19 +364,23 @@ class GuidedManager:
         bitmask = fit_bitmask(guided_bitmask, logits.shape[-1]).to(logits.device)
         logits.copy_(apply_token_bitmask(logits, bitmask))
 
-    def accept_token(self, processor: Place, token: int) -> None:
+    def accept_token(self, processor: GrammarProcessor, token: int) -> None:
         """Commit one token; a refusal ends the request, see ``take_stops``."""
         self.commit(processor.row, processor, [token])
 
-    def _place(self, context: Mapping[str, Any], response_format: Mapping[str, Any]) -> Place:
-        session = self._places.setdefault(context["session_id"], {})
+    def _processor(
+        self, context: Mapping[str, Any], response_format: Mapping[str, Any]
+    ) -> GrammarProcessor:
+        session = self._processors.setdefault(context["session_id"], {})
         turn = context.get(TURN)
         key = repr(response_format) if turn is None else turn  # the format of a turn is fixed
-        known, place = session.get(context["seq_id"], (None, None))
-        if place is None or known != key:
-            place = Place(self.submit(response_format), self.vocab_size, self.num_draft)
-            session[context["seq_id"]] = (key, place)
-        return place
+        known, processor = session.get(context["seq_id"], (None, None))
+        if processor is None or known != key:
+            processor = GrammarProcessor(
+                self.submit(response_format), self.vocab_size, self.num_draft
+            )
+            session[context["seq_id"]] = (key, processor)
+        return processor
 
 
 async def compile_ahead(response_format: Any) -> None:

@@ -28,13 +28,13 @@ __all__ = [
     "ANY_JSON",
     "GuidedBackend",
     "GuidedGrammar",
-    "Place",
+    "TolerantMatcher",
     "make_backend",
     "spec_of",
 ]
 
 
-class Place:
+class TolerantMatcher:
     """A matcher behind SGLang's habits: refusals raise, and a finished text takes any token.
 
     compiled: the matcher's grammar. text: the tokens that the matcher has taken. ignored: how many
@@ -57,7 +57,7 @@ class Place:
         self._constraint: Constraint | None = None
 
     @classmethod
-    def at_start(cls, compiled: CompiledGrammar) -> Place:
+    def at_start(cls, compiled: CompiledGrammar) -> TolerantMatcher:
         """Before the first token."""
         return cls(compiled, compiled.new_matcher())
 
@@ -99,15 +99,15 @@ class Place:
         if not self.is_terminated:
             self._matcher.fill_next_token_bitmask(bitmask, index)
 
-    def copy(self) -> Place:
-        """An independent one at the same place."""
-        return Place(self._compiled, self._matcher.fork(), self._text, self._ignored)
+    def copy(self) -> TolerantMatcher:
+        """An independent one at the same position."""
+        return TolerantMatcher(self._compiled, self._matcher.fork(), self._text, self._ignored)
 
     def constraint(self) -> Constraint | None:
-        """The same place for a proposer to draft from; None where nothing can be drafted.
+        """The same position for a proposer to draft from; None where nothing can be drafted.
 
-        It has matchers of its own, which follow this place from one call to the next. None for a
-        complete text, and where these matchers refuse what this place's has taken.
+        It has matchers of its own, which follow this one from call to call. None for a
+        complete text, and where these matchers refuse what this one has taken.
         """
         if self.is_terminated:
             return None
@@ -196,37 +196,37 @@ def make_backend(kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> 
 class GuidedGrammar:
     """One request's grammar, as SGLang's scheduler and verifiers use it.
 
-    place: this request's. stats: SGLang's ``GrammarStats``.
+    matcher: this request's. stats: SGLang's ``GrammarStats``.
     backend: which of guided_spec's took the grammar, "xgrammar" or "llguidance".
     """
 
-    def __init__(self, place: Place, backend: str, stats: Any) -> None:
+    def __init__(self, matcher: TolerantMatcher, backend: str, stats: Any) -> None:
         super().__init__()
         self.backend = backend
         self.grammar_stats = stats
-        self._place = place
+        self._matcher = matcher
 
     def accept_token(self, token: int) -> None:
         """Advance by one token. Raises ValueError where the grammar refuses it."""
-        self._place.accept(token)
+        self._matcher.accept(token)
         self.current_token = token
 
     def rollback(self, k: int) -> None:
         """Take back the last ``k`` tokens."""
-        self._place.rollback(k)
+        self._matcher.rollback(k)
 
     def is_terminated(self) -> bool:
         """Whether the text is complete."""
-        return self._place.is_terminated
+        return self._matcher.is_terminated
 
     def constraint(self) -> Constraint | None:
-        """The same place for a proposer to draft from; None where nothing can be drafted."""
-        return self._place.constraint()
+        """The same position for a proposer to draft from; None where nothing can be drafted."""
+        return self._matcher.constraint()
 
     def copy(self) -> GuidedGrammar:
-        """An independent one at the same place; its grammar is not compiled again."""
+        """An independent one at the same position; its grammar is not compiled again."""
         stats = replace(self.grammar_stats, is_cache_hit=True, tree_traversal_time=[])
-        return type(self)(self._place.copy(), self.backend, stats)
+        return type(self)(self._matcher.copy(), self.backend, stats)
 
     def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> Any:
         """int32 [batch_size, W] on the host, all ones."""
@@ -236,7 +236,7 @@ class GuidedGrammar:
 
     def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
         """Write what may come next into row ``idx``."""
-        self._place.fill(vocab_mask, idx)
+        self._matcher.fill(vocab_mask, idx)
 
     @staticmethod
     def reset_vocab_mask(vocab_mask: Any) -> None:
@@ -316,7 +316,7 @@ class GuidedBackend:
             return base.InvalidGrammarObject(str(error))
         stats = base.GrammarStats(dispatch_type=key_type)
         name = compiled.backend if isinstance(compiled, NotedGrammar) else ""
-        return _classes()[0](Place.at_start(compiled), name, stats)
+        return _classes()[0](TolerantMatcher.at_start(compiled), name, stats)
 
 
 @cache

@@ -226,7 +226,7 @@ class Wanted(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Place:
+class _KeptEngine:
     """What is kept for one model: its engine, and what that was made of."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -239,8 +239,8 @@ class _Place:
             llm.close()
 
 
-_places: weakref.WeakKeyDictionary[Any, _Place] = weakref.WeakKeyDictionary()
-_places_lock = threading.Lock()
+_engines: weakref.WeakKeyDictionary[Any, _KeptEngine] = weakref.WeakKeyDictionary()
+_engines_lock = threading.Lock()
 
 
 @contextmanager
@@ -251,14 +251,14 @@ def using_engine(model: Any, wanted: Wanted) -> Iterator[LLM]:
     text does not fit the context, or there is no tokenizer, and what ``LLM`` raises.
     """
     _check(model, wanted)
-    with _places_lock:
-        place = _places.setdefault(model, _Place())
-    with place.lock:
+    with _engines_lock:
+        kept = _engines.setdefault(model, _KeptEngine())
+    with kept.lock:
         settings = _settings(model, wanted)
-        if place.llm is None or place.settings != settings or not _fits(place.llm, wanted):
-            place.clear()  # first, for its memory
-            place.llm, place.settings = _build(model, wanted), settings
-        yield place.llm
+        if kept.llm is None or kept.settings != settings or not _fits(kept.llm, wanted):
+            kept.clear()  # first, for its memory
+            kept.llm, kept.settings = _build(model, wanted), settings
+        yield kept.llm
 
 
 def release(model: Any) -> None:
@@ -267,11 +267,11 @@ def release(model: Any) -> None:
     The model's death frees it too, but where something in the model refers to all of it, as the
     hooks do with which accelerate spreads one over devices. Waits for a call that runs.
     """
-    with _places_lock:
-        place = _places.get(model)
-    if place is not None:
-        with place.lock:
-            place.clear()
+    with _engines_lock:
+        kept = _engines.get(model)
+    if kept is not None:
+        with kept.lock:
+            kept.clear()
 
 
 def _check(model: Any, wanted: Wanted) -> None:

@@ -20,7 +20,7 @@ from guided_spec.grammar.completion.completion import (
     EndingsCache,
 )
 from guided_spec.grammar.completion.endings import Endings
-from guided_spec.grammar.completion.places import RuleEndings
+from guided_spec.grammar.completion.parse_states import RuleEndings
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import (

@@ -278,21 +278,21 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
     for _ in range(12):
         constraint = Constraint(grammar, STOPS)
         while not constraint.is_terminated and len(constraint.committed) < (max_tokens or 30):
-            place, fork = constraint.place(3), constraint.fork()
-            answers[place is not None] += 1
+            at, fork = constraint.table_state(3), constraint.fork()
+            answers[at is not None] += 1
             drafted = list[int]()
             for _ in range(4):
                 found = row_of(fork.matcher)
-                if place is not None:
-                    assert found == table.row(place.state).tolist()
+                if at is not None:
+                    assert found == table.row(at.state).tolist()
                 token_id = dice.choice(legal(fork.matcher))
                 assert fork.accept(token_id)
                 drafted.append(token_id)
                 if fork.matcher.is_terminated():
                     break
-                if place is not None:
-                    place = place._replace(state=table.after(place.state, token_id))
-            assert fork.matcher.steered == frozenset() or place is None
+                if at is not None:
+                    at = at._replace(state=table.after(at.state, token_id))
+            assert fork.matcher.steered == frozenset() or at is None
             constraint.commit_ahead(drafted[: dice.randint(1, 4)])
     assert answers[True] >= 5
     assert answers[False] >= 3 or (max_tokens is None and table.is_whole)

@@ -30,8 +30,8 @@ from guided_spec.integrations.lmdeploy.helper import (
 )
 from guided_spec.integrations.lmdeploy.manager import (
     TURN,
+    GrammarProcessor,
     GuidedManager,
-    Place,
     compile_ahead,
     response_spec,
 )
@@ -102,10 +102,10 @@ def test_rows_without_any_token_give_a_valid_id() -> None:
     assert sampled.last_token_ids.tolist() == [0]
 
 
-def _place(rule: Rule, num_draft: int = K) -> tuple[Place, ToyCompiled]:
+def _processor(rule: Rule, num_draft: int = K) -> tuple[GrammarProcessor, ToyCompiled]:
     compiled, future = ToyCompiled(rule), Future[CompiledGrammar]()
     future.set_result(compiled)
-    return Place(future, VOCAB_SIZE, num_draft), compiled
+    return GrammarProcessor(future, VOCAB_SIZE, num_draft), compiled
 
 
 def _legal(row: Any) -> list[int]:
@@ -114,64 +114,64 @@ def _legal(row: Any) -> list[int]:
 
 
 def test_the_drafters_rows_are_the_targets_rows() -> None:
-    place, compiled = _place(text_rule([b"abc", b"acd"]))
-    ahead = place.fork()
+    processor, compiled = _processor(text_rule([b"abc", b"acd"]))
+    ahead = processor.fork()
     assert _legal(ahead.next_row()) == [0]
     assert ahead.draft(0) == 0
     assert _legal(ahead.next_row()) == [1, 2]
     assert ahead.draft(2) == 2
-    assert not place.missing(K)
-    rows = place.verify_rows(K, None)
+    assert not processor.missing(K)
+    rows = processor.verify_rows(K, None)
     assert rows is not None
     assert [_legal(row) for row in rows] == [[0], [1, 2], [3]]
     assert set(compiled.fills.values()) == {1}
-    assert place.commit([0, 1]) == [0, 1]
-    assert _legal(place.next_row()) == [2]
+    assert processor.commit([0, 1]) == [0, 1]
+    assert _legal(processor.next_row()) == [2]
 
 
 def test_an_illegal_draft_is_cut_and_a_forced_token_takes_its_place() -> None:
-    place, _ = _place(text_rule([b"abcd", b"abdd"]), 3)
-    ahead = place.fork()
+    processor, _ = _processor(text_rule([b"abcd", b"abdd"]), 3)
+    ahead = processor.fork()
     assert [ahead.draft(5), ahead.draft(1), ahead.draft(9)] == [0, 1, 9]
     assert ahead.next_row() is None
-    rows = place.verify_rows(3, None)
+    rows = processor.verify_rows(3, None)
     assert rows is not None
     assert [_legal(row) for row in rows[:3]] == [[0], [1], [2, 3]]
 
 
 def test_a_draft_that_nobody_walked_is_walked_at_verification() -> None:
-    place, _ = _place(text_rule([b"abcd"]), 1)
-    assert place.missing(3)
-    rows = place.verify_rows(3, [0, 1, 2])  # longer than the place was made for
+    processor, _ = _processor(text_rule([b"abcd"]), 1)
+    assert processor.missing(3)
+    rows = processor.verify_rows(3, [0, 1, 2])  # longer than the processor was made for
     assert rows is not None
     assert [_legal(row) for row in rows] == [[0], [1], [2], [3]]
 
 
 def test_a_request_that_is_computed_again_forgets_its_draft() -> None:
-    place, _ = _place(text_rule([b"abcd"]))
-    place.fork().draft(0)
-    assert _legal(place.next_row()) == [0]
-    assert place.commit([0]) == [0]
-    assert _legal(place.next_row()) == [1]
+    processor, _ = _processor(text_rule([b"abcd"]))
+    processor.fork().draft(0)
+    assert _legal(processor.next_row()) == [0]
+    assert processor.commit([0]) == [0]
+    assert _legal(processor.next_row()) == [1]
 
 
 def test_what_a_commit_raises() -> None:
-    place, _ = _place(text_rule([b"ab"]))
-    place.fork()
+    processor, _ = _processor(text_rule([b"ab"]))
+    processor.fork()
     with pytest.raises(GrammarStateError):
-        place.commit([5])
-    assert place.is_terminated()
-    assert place.next_row() is None
-    assert place.commit([0]) == []
+        processor.commit([5])
+    assert processor.is_terminated()
+    assert processor.next_row() is None
+    assert processor.commit([0]) == []
 
-    dead, _ = _place(lambda prefix: frozenset() if prefix else frozenset({0}))
+    dead, _ = _processor(lambda prefix: frozenset() if prefix else frozenset({0}))
     dead.fork()
     with pytest.raises(GrammarDeadEndError):
         dead.commit([0, 3])
 
     failed = Future[CompiledGrammar]()
     failed.set_exception(ValueError("a backend's own error"))
-    broken = Place(failed, VOCAB_SIZE)
+    broken = GrammarProcessor(failed, VOCAB_SIZE)
     assert broken.is_broken
     assert broken.fork().next_row() is None
     assert broken.next_row() is None
@@ -193,17 +193,17 @@ def _context(session: int, turn: int | None = None) -> dict[str, Any]:
 
 
 def test_places_are_kept_for_one_turn_and_one_format(manager: GuidedManager) -> None:
-    def place(context: dict[str, Any], response_format: Any = CHOICE) -> Place:
+    def processor(context: dict[str, Any], response_format: Any = CHOICE) -> GrammarProcessor:
         return manager.get_processors([context], [response_format])[0]
 
-    first = place(_context(1, 7))
-    assert place(_context(1, 7)) is first
-    second = place(_context(1, 8))
+    first = processor(_context(1, 7))
+    assert processor(_context(1, 7)) is first
+    second = processor(_context(1, 8))
     assert second is not first
-    without = place(_context(2))
-    assert place(_context(2), {**CHOICE, "regex_schema": "b"}) is not without
+    without = processor(_context(2))
+    assert processor(_context(2), {**CHOICE, "regex_schema": "b"}) is not without
     manager.remove_processor(1)
-    assert place(_context(1, 8)) is not second
+    assert processor(_context(1, 8)) is not second
     assert manager.get_processors([_context(1), _context(2)], [None, {"type": "text"}]) == {}
 
 
@@ -219,8 +219,8 @@ def test_a_schema_that_cannot_be_enforced_is_refused_before_any_token(
     asyncio.run(compile_ahead(CHOICE))
     asyncio.run(compile_ahead(None))
     # Past that check, its first commit ends the request.
-    place = manager.get_processors([_context(1)], [response_format])[0]
-    assert not manager.commit(0, place, [0])
+    processor = manager.get_processors([_context(1)], [response_format])[0]
+    assert not manager.commit(0, processor, [0])
     assert manager.take_stops() == {0: 0}
 
 
@@ -252,27 +252,27 @@ def test_the_calls_of_plain_decoding(manager: GuidedManager) -> None:
     manager.num_draft = 0
     text: list[int] = []
     while EOS not in text:
-        places = manager.get_processors([_context(0), _context(1)], [None, CHOICE])
+        processors = manager.get_processors([_context(0), _context(1)], [None, CHOICE])
         bitmask = manager.allocate_batched_bitmap(2)
-        manager.fill_bitmap(places[1], bitmask, 1)
+        manager.fill_bitmap(processors[1], bitmask, 1)
         logits = torch.zeros(2, 40)
         manager.apply_batched_bitmap(logits, bitmask)
         text.append(int(logits[1].argmax()))
         assert logits[0, :VOCAB_SIZE].eq(0).all()
         assert logits[:, VOCAB_SIZE + 20 :].isneginf().all()  # past the words of the mask
-        manager.accept_token(places[1], text[-1])
+        manager.accept_token(processors[1], text[-1])
     assert text == [0, 1, EOS]
-    assert manager.is_terminated(places[1])
+    assert manager.is_terminated(processors[1])
     assert manager.take_stops() == {1: 0}
 
 
 def test_helpers_masks_and_commits(manager: GuidedManager) -> None:
     helper = GuidedHelper(manager)
-    places = helper.get_processors([_context(0), _context(1)], [CHOICE, None])
+    processors = helper.get_processors([_context(0), _context(1)], [CHOICE, None])
 
     async def step() -> tuple[Tensor, Tensor, Tensor]:
         drafts = []
-        ahead = {row: place.fork() for row, place in places.items()}
+        ahead = {row: processor.fork() for row, processor in processors.items()}
         for _ in range(K):
             logits = torch.zeros(2, VOCAB_SIZE)
             logits[:, 9] = 1.0
@@ -282,10 +282,12 @@ def test_helpers_masks_and_commits(manager: GuidedManager) -> None:
             drafts.append(tokens)
         scores = torch.zeros(2, K + 1, VOCAB_SIZE)
         draft = torch.cat(drafts, 1)
-        await helper.apply_serial_bitmask(scores, places, draft, K)
+        await helper.apply_serial_bitmask(scores, processors, draft, K)
         output = torch.tensor([[0, 5, -1], [3, 4, 5]])
         last = torch.tensor([5, 5])
-        await helper.accept_rejection_sampled_tokens(places, torch.tensor([1, 0]), output, last, K)
+        await helper.accept_rejection_sampled_tokens(
+            processors, torch.tensor([1, 0]), output, last, K
+        )
         return draft, scores, output
 
     draft, scores, output = asyncio.run(step())
@@ -296,7 +298,7 @@ def test_helpers_masks_and_commits(manager: GuidedManager) -> None:
     assert output.tolist() == [[EOS, -1, -1], [3, 4, 5]]  # "a" and then 5, which is no "b"
     assert helper.manager is manager
     helper.cleanup_sessions([0])
-    assert helper.get_processors([_context(0)], [CHOICE])[0] is not places[0]
+    assert helper.get_processors([_context(0)], [CHOICE])[0] is not processors[0]
 
 
 def test_helpers_do_nothing_without_guided_requests() -> None:

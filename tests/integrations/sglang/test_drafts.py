@@ -15,7 +15,7 @@ from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter
-from guided_spec.integrations.sglang.backend import GuidedGrammar, Place
+from guided_spec.integrations.sglang.backend import GuidedGrammar, TolerantMatcher
 from guided_spec.integrations.sglang.plugin import Drafts, chains
 from tests.tiny_llm import VOCAB_SIZE as TINY_SIZE
 from tests.tiny_llm import tiny_tokenizer
@@ -30,31 +30,31 @@ def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
     """However the place is moved between two drafts, back before the last one or over it."""
     dice = random.Random(seed)
     rule = text_rule([b"ab", b'{"a":1}', b'{"a":0}', b"abcd"])
-    place, text = Place.at_start(ToyCompiled(rule)), list[int]()
+    matcher, text = TolerantMatcher.at_start(ToyCompiled(rule)), list[int]()
     for _ in range(20):
         if dice.random() < 0.3:
             number = dice.randint(0, len(text))
-            place.rollback(number)
+            matcher.rollback(number)
             del text[len(text) - number :]
         elif EOS not in text:
             text.append(dice.choice(sorted(rule(tuple(text)))))
-            place.accept(text[-1])
+            matcher.accept(text[-1])
         if dice.random() < 0.5:
-            constraint = place.constraint()
+            constraint = matcher.constraint()
             assert (constraint is None) == (EOS in text)
             if constraint is not None:
                 assert constraint.committed == text
                 constraint.fork().accept(dice.randrange(VOCAB_SIZE))  # a draft moves a fork alone
         if dice.random() < 0.2:
-            place = place.copy()
+            matcher = matcher.copy()
 
 
 def test_a_place_that_cannot_be_followed_is_not_drafted_from() -> None:
     compiled = ToyCompiled(text_rule([b"ab"]))
-    place = Place.at_start(compiled)
-    place.accept(TEXTS.index(b"a"))
+    matcher = TolerantMatcher.at_start(compiled)
+    matcher.accept(TEXTS.index(b"a"))
     compiled.refused = frozenset({TEXTS.index(b"a")})  # by matchers made from here on
-    assert place.constraint() is None
+    assert matcher.constraint() is None
 
 
 @pytest.mark.parametrize("drafts", [[[], [7, 8, 9]], [[1, 2, 3, 4, 5], [6]]])
@@ -87,7 +87,7 @@ class Server:
 
     def grammar(self, spec: GrammarSpec) -> GuidedGrammar:
         compiled = BackendChoice("xgrammar", self.vocabulary).compile(spec)
-        return GuidedGrammar(Place.at_start(compiled), "xgrammar", None)
+        return GuidedGrammar(TolerantMatcher.at_start(compiled), "xgrammar", None)
 
     def draft(self, outputs: dict[str, str], grammars: Sequence[object]) -> list[list[int]]:
         """The chain of each request, without its root."""

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.trace.recorder import JsonPlace
+from guided_spec.trace.recorder import JsonPath
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -48,16 +48,16 @@ def pieces(value: Any, pointer: str = "") -> Iterator[tuple[str, str]]:
 
 @given(VALUES)
 def test_before_every_piece(value: Any) -> None:
-    place, text = JsonPlace(), ""
+    path, text = JsonPath(), ""
     for piece, expected in pieces(value):
         # A number or word ends with what follows it, and behind "[" the array may end at once.
         is_open = text[-1:].isalnum() or (text.endswith("[") and piece != "]")
         if not is_open:
-            assert place.pointer == expected, text
-        place.feed(piece.encode())
+            assert path.pointer == expected, text
+        path.feed(piece.encode())
         text += piece
     assert text == json.dumps(value)
-    assert place.pointer == ""
+    assert path.pointer == ""
 
 
 @given(VALUES, st.data())
@@ -65,16 +65,16 @@ def test_wherever_it_is_cut(value: Any, data: st.DataObject) -> None:
     """Byte by byte, in forks, or at once; keys and strings beyond ASCII too."""
     whole = json.dumps(value, ensure_ascii=False).encode()
     cut = data.draw(st.integers(0, len(whole)))
-    place, one = JsonPlace(), JsonPlace()
-    place.feed(whole[:cut])
+    path, one = JsonPath(), JsonPath()
+    path.feed(whole[:cut])
     for byte in whole[:cut]:
         one = one.fork()
         one.feed(bytes([byte]))
-    assert place.pointer == one.pointer
-    other = place.fork()
+    assert path.pointer == one.pointer
+    other = path.fork()
     other.feed(b"[]}],,{{")
-    assert place.pointer == one.pointer, "a fork moves its origin"
-    find(value, place.pointer)
+    assert path.pointer == one.pointer, "a fork moves its origin"
+    find(value, path.pointer)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,6 @@ def test_wherever_it_is_cut(value: Any, data: st.DataObject) -> None:
     ],
 )
 def test_of_a_text_so_far(text: str, pointer: str) -> None:
-    place = JsonPlace()
-    place.feed(text.encode())
-    assert place.pointer == pointer
+    path = JsonPath()
+    path.feed(text.encode())
+    assert path.pointer == pointer

@@ -1,6 +1,6 @@
-"""Where a text stands in a grammar's rules: places that can be compared, unlike matchers.
+"""Where a text stands in a grammar's rules: states that can be compared, unlike matchers.
 
-From each place, how many tokens the shortest end of a document takes behind every token.
+From each state, how many tokens the shortest end of a document takes behind every token.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from guided_spec.grammar.rows import pack_row
 
 __all__ = [
     "NOWHERE",
-    "Place",
-    "Places",
+    "ParseState",
+    "ParseStates",
     "RuleEndings",
     "Run",
 ]
 
 NOWHERE = -1
 _MOST_READINGS = 4096
-_MOST_PLACES = 1 << 16
-_OBJECT_BYTES = 500  # of a place, an open call or a rule's state, with what it holds
+_MOST_STATES = 1 << 16
+_OBJECT_BYTES = 500  # of a state, an open call or a rule's state, with what it holds
 _FEWEST = 8  # of ASCII, that are worth a run
 _WIDE = byte_sequences([(0x80, 0xD7FF), (0xE000, LAST)])  # no token holds a surrogate
 
@@ -63,12 +63,12 @@ class _Frame:
         self.text = b""
 
 
-class Place:
-    """All readings of a text so far. Equal texts, and texts that may go on alike, share a place.
+class ParseState:
+    """All readings of a text so far. Equal texts, and texts that may go on alike, share a state.
 
-    number: of the place among its grammar's. text: the shortest way to the end of the document, of
+    number: of the state among its grammar's. text: the shortest way to the end of the document, of
     equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
-    most_missing: bytes; no token of the vocabulary leads to a place with a longer way. can_end:
+    most_missing: bytes; no token of the vocabulary leads to a state with a longer way. can_end:
     whether the document may end here.
     """
 
@@ -114,7 +114,7 @@ class _Longest:
         self._behind: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
 
     def of(self, items: Iterable[tuple[int, _Frame]]) -> int:
-        """For a place with these readings."""
+        """For a state with these readings."""
         ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in items)
         return max(ways, default=0)
 
@@ -140,14 +140,14 @@ class _Longest:
 
 
 class Run(NamedTuple):
-    """places: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
+    """states: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
 
     characters: Characters
-    places: NDArray[np.int32]
+    states: NDArray[np.int32]
 
 
-class Places:
-    """The places of one grammar, made as they are reached. Used by several threads.
+class ParseStates:
+    """The states of one grammar, made as they are reached. Used by several threads.
 
     num_bytes: of the longest token.
 
@@ -165,32 +165,32 @@ class Places:
         self._lock = threading.RLock()
         self._frames: dict[tuple[Call, int, int], _Frame] = {}
         self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
-        self._places: list[Place] = []
+        self._states: list[ParseState] = []
         self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
         self._is_made: list[bool] = []
         self._steps: dict[int, _Step] = {}
         bottom = _Frame(Call(-1, -1), 0, None, 0)
-        start = self._place_of([(self._rules.root, bottom)])
+        start = self._state_of([(self._rules.root, bottom)])
         assert start != NOWHERE
-        self.start = self._places[start]
+        self.start = self._states[start]
 
     @property
     def is_filling_up(self) -> bool:
-        """Whether half of all places are known: new texts should begin without any."""
-        return len(self._places) > _MOST_PLACES // 2
+        """Whether half of all states are known: new texts should begin without any."""
+        return len(self._states) > _MOST_STATES // 2
 
     @property
     def shortest_bytes(self) -> frozenset[int]:
         """The bytes that any shortest way is made of."""
         return frozenset(byte for text in self._texts if text is not None for byte in text)
 
-    def __getitem__(self, number: int) -> Place:
-        return self._places[number]
+    def __getitem__(self, number: int) -> ParseState:
+        return self._states[number]
 
     def rows(self, numbers: Iterable[int]) -> NDArray[np.int32]:
-        """int32 [places, 256]: the place behind each byte, ``NOWHERE`` where it is illegal.
+        """int32 [states, 256]: the state behind each byte, ``NOWHERE`` where it is illegal.
 
-        The rows of ``numbers`` are made; those of other places may not be. Read only.
+        The rows of ``numbers`` are made; those of other states may not be. Read only.
         """
         with self._lock:
             for number in numbers:
@@ -199,25 +199,25 @@ class Places:
             return self._rows
 
     def run(self, number: int, most: int) -> Run:
-        """Characters that may be written one after another from a place, whichever they are.
+        """Characters that may be written one after another from a state, whichever they are.
 
-        In a string that ends after any character it is the same place again and again, in one of
-        bounded length a new place each time.
+        In a string that ends after any character it is the same state again and again, in one of
+        bounded length a new state each time.
         """
-        places, step = [number], self._step(number)
+        states, step = [number], self._step(number)
         characters = step.characters
-        while step.then != NOWHERE and len(places) <= most:
+        while step.then != NOWHERE and len(states) <= most:
             if not step.characters.holds(characters):
                 break
             if step.then == number:
-                places.extend([number] * self._num_bytes)
+                states.extend([number] * self._num_bytes)
                 break
-            places.append(step.then)
+            states.append(step.then)
             number, step = step.then, self._step(step.then)
-        return Run(characters, np.array(places, dtype=np.int32))
+        return Run(characters, np.array(states, dtype=np.int32))
 
     def _step(self, number: int) -> _Step:
-        """Where most characters lead from a place."""
+        """Where most characters lead from a state."""
         step = self._steps.get(number)
         if step is None:
             row = self.rows((number,))[number]
@@ -240,30 +240,30 @@ class Places:
 
     @property
     def memory_size_bytes(self) -> int:
-        """Of the places that are known, roughly."""
-        objects = len(self._places) + len(self._frames) + len(self._rules.ends)
+        """Of the states that are known, roughly."""
+        objects = len(self._states) + len(self._frames) + len(self._rules.ends)
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
 
-    def longest(self, size: Callable[[bytes], int]) -> Callable[[Place], int]:
-        """A bound as ``Place.most_missing``, by another measure; see ``longest_rest``."""
+    def longest(self, size: Callable[[bytes], int]) -> Callable[[ParseState], int]:
+        """A bound as ``ParseState.most_missing``, by another measure; see ``longest_rest``."""
         bound = _Longest(self._rules, self._texts, self._num_bytes, size)
-        return cache(lambda place: bound.of(place.items))
+        return cache(lambda state: bound.of(state.items))
 
-    def after(self, place: Place, data: bytes) -> Place | None:
-        """The place behind some bytes; None where they are illegal."""
-        number = place.number
+    def after(self, state: ParseState, data: bytes) -> ParseState | None:
+        """The state behind some bytes; None where they are illegal."""
+        number = state.number
         for byte in data:
             if not self._is_made[number]:
                 self.rows((number,))
             number = int(self._rows[number, byte])
             if number == NOWHERE:
                 return None
-        return self._places[number]
+        return self._states[number]
 
     def _make_row(self, number: int) -> None:
         edges = [
             (low, high, (then, frame))
-            for state, frame in self._places[number].items
+            for state, frame in self._states[number].items
             for low, high, then in self._rules.chars[state]
         ]
         cuts = sorted({low for low, _, _ in edges} | {high + 1 for _, high, _ in edges})
@@ -273,13 +273,13 @@ class Places:
             items = [item for first, last, item in edges if first <= low and last >= above - 1]
             key = tuple(sorted((state, frame.number) for state, frame in items))
             if key not in found:
-                found[key] = self._place_of(items) if items else NOWHERE
+                found[key] = self._state_of(items) if items else NOWHERE
             row[low:above] = found[key]
         self._rows[number] = row
         self._is_made[number] = True
 
-    def _place_of(self, items: Sequence[tuple[int, _Frame]]) -> int:
-        """The number of the place with these readings, and whatever they lead to without a byte."""
+    def _state_of(self, items: Sequence[tuple[int, _Frame]]) -> int:
+        """The number of the state with these readings, and whatever they lead to without a byte."""
         kept, can_end = self._close(items)
         if not kept and not can_end:
             return NOWHERE
@@ -348,17 +348,17 @@ class Places:
         return self._texts[call.rule] is not None and self._texts[call.then] is not None
 
     def _add(self, items: tuple[tuple[int, _Frame], ...], *, can_end: bool) -> int:
-        number = len(self._places)
-        if number >= _MOST_PLACES:
+        number = len(self._states)
+        if number >= _MOST_STATES:
             raise EndLostError
-        place = Place(number, items, can_end=can_end)
+        state = ParseState(number, items, can_end=can_end)
         ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
-        place.text = min(ways, key=lambda way: (len(way), way))
-        place.most_missing = self._by_bytes.of(items)
+        state.text = min(ways, key=lambda way: (len(way), way))
+        state.most_missing = self._by_bytes.of(items)
         if number >= len(self._rows):
             more = np.full_like(self._rows, NOWHERE)
             self._rows = np.concatenate([self._rows, more])
-        self._places.append(place)
+        self._states.append(state)
         self._is_made.append(False)
         return number
 
@@ -368,9 +368,9 @@ class Places:
         return text + frame.text
 
 
-def _most_common(places: NDArray[np.int32]) -> tuple[int, int]:
-    """The place that stands there most often, and how often; ``NOWHERE`` does not count."""
-    found = places[places != NOWHERE]
+def _most_common(states: NDArray[np.int32]) -> tuple[int, int]:
+    """The state that stands there most often, and how often; ``NOWHERE`` does not count."""
+    found = states[states != NOWHERE]
     if not len(found):
         return NOWHERE, 0
     numbers, counts = np.unique(found, return_counts=True)
@@ -387,22 +387,22 @@ _NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 
 
 class RuleEndings(Endings):
-    """``Endings`` by a grammar's rules: a state is a ``Place``, and nothing is searched.
+    """``Endings`` by a grammar's rules: a state is a ``ParseState``, and nothing is searched.
 
-    A place costs the tokens that write the shortest way from it to the end of the document, and the
-    stop token. It is attained: the first of these tokens leads to a place that costs one less,
+    A state costs the tokens that write the shortest way from it to the end of the document, and the
+    stop token. It is attained: the first of these tokens leads to a state that costs one less,
     because the rest of a shortest way is the shortest way from there.
 
     Every byte of a shortest way has to be a token of the vocabulary.
 
-    table: int16 [V] of a place, the costs behind each token; the last ones are kept.
+    table: int16 [V] of a state, the costs behind each token; the last ones are kept.
     """
 
     is_exact = True
 
-    def __init__(self, places: Places, spelling: Spelling) -> None:
+    def __init__(self, states: ParseStates, spelling: Spelling) -> None:
         self.vocab_size = spelling.vocab_size
-        self._places = places
+        self._states = states
         self._spelling = spelling
         self.table = lru_cache(maxsize=_TABLES)(self._make)
         self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
@@ -410,67 +410,69 @@ class RuleEndings(Endings):
     @property
     def is_filling_up(self) -> bool:
         """Whether further texts should get endings of their own."""
-        return self._places.is_filling_up
+        return self._states.is_filling_up
 
     @property
     def memory_size_bytes(self) -> int:
-        """Of the places and the tables."""
+        """Of the states and the tables."""
         num_tables = self.table.cache_info().currsize
-        return self._places.memory_size_bytes + num_tables * 2 * self._spelling.vocab_size
+        return self._states.memory_size_bytes + num_tables * 2 * self._spelling.vocab_size
 
     @property
-    def start(self) -> Place:
-        """The place of the empty text."""
-        return self._places.start
+    def start(self) -> ParseState:
+        """The state of the empty text."""
+        return self._states.start
 
-    def cost(self, state: Place) -> int:
+    def cost(self, state: ParseState) -> int:
         """Tokens within which the text can be ended: at least 1."""
         return self._spelling.num_tokens(state.text) + 1
 
     def after(
-        self, state: Place, token_ids: Sequence[int], matcher: GrammarMatcher
-    ) -> Place | None:
-        """The place behind some tokens; None where these rules do not allow them."""
+        self, state: ParseState, token_ids: Sequence[int], matcher: GrammarMatcher
+    ) -> ParseState | None:
+        """The state behind some tokens; None where these rules do not allow them."""
         del matcher
-        place: Place | None = state
+        then: ParseState | None = state
         for token_id in token_ids:
             data = self._spelling.token_bytes[token_id]
-            place = self._places.after(place, data) if place is not None and data else None
-        return place
+            then = self._states.after(then, data) if then is not None and data else None
+        return then
 
-    def is_free(self, state: Place, remaining: int) -> bool:
-        """Whether every token leads to a place that costs less than ``remaining``. Exact."""
+    def is_free(self, state: ParseState, remaining: int) -> bool:
+        """Whether every token leads to a state that costs less than ``remaining``. Exact."""
         if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
             return True
         return remaining > self.bound(state) or remaining > self._most(state)
 
-    def bound(self, state: Place) -> int:
-        """No token leads to a place that costs more; found without looking at the tokens."""
+    def bound(self, state: ParseState) -> int:
+        """No token leads to a state that costs more; found without looking at the tokens."""
         return self._longest(state) + 1
 
     @cached_property
-    def _longest(self) -> Callable[[Place], int]:
+    def _longest(self) -> Callable[[ParseState], int]:
         """Made where it is asked for: most texts have so much room that nobody does."""
-        return self._places.longest(self._spelling.num_tokens)
+        return self._states.longest(self._spelling.num_tokens)
 
-    def _most_of(self, state: Place) -> int:
+    def _most_of(self, state: ParseState) -> int:
         table = self.table(state)
         return int(table[table < _NEVER].max(initial=0))
 
-    def row(self, state: Place, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
-        """int32 [W]: the tokens that lead to a place that costs less than ``remaining``."""
+    def row(self, state: ParseState, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
+        """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
         del matcher
         return pack_row(self.table(state) < min(remaining, _NEVER))
 
-    def admits(self, state: Place, token_id: int, remaining: int, matcher: GrammarMatcher) -> bool:
+    def admits(
+        self, state: ParseState, token_id: int, remaining: int, matcher: GrammarMatcher
+    ) -> bool:
         """Whether ``row`` has the bit of a token that the grammar allows."""
         if not 0 <= token_id < self._spelling.vocab_size or token_id in self._spelling.stops:
             return True  # whether such a token is legal, the grammar alone knows
         then = self.after(state, (token_id,), matcher)
         return then is not None and self.cost(then) < min(remaining, _NEVER)
 
-    def _make(self, state: Place) -> NDArray[np.int16]:
-        """int16 [V]: the cost of the place behind each token, 32,767 where it is illegal.
+    def _make(self, state: ParseState) -> NDArray[np.int16]:
+        """int16 [V]: the cost of the state behind each token, 32,767 where it is illegal.
 
         0 for a stop token where the document may end. Read only.
         """
@@ -478,7 +480,7 @@ class RuleEndings(Endings):
         table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
         if state.can_end:
             table[spelling.stop_token_ids] = 0
-        first = self._places.rows((state.number,))[state.number]
+        first = self._states.rows((state.number,))[state.number]
         heads = [spelling.heads[byte] for byte in np.flatnonzero(first != NOWHERE).tolist()]
         if sum(map(len, heads)) > _MANY:
             is_legal = first[spelling.columns[0]] != NOWHERE
@@ -489,26 +491,28 @@ class RuleEndings(Endings):
         self._write_costs(state, table, tokens)
         return table
 
-    def _run(self, state: Place, table: NDArray[np.int16], is_legal: NDArray[np.bool_]) -> None:
+    def _run(
+        self, state: ParseState, table: NDArray[np.int16], is_legal: NDArray[np.bool_]
+    ) -> None:
         """Inside a string most tokens are characters of one kind, and need not be followed.
 
         Writes their costs, and takes them out of ``is_legal``, bool [tokens].
         """
-        spelling, run = self._spelling, self._places.run(state.number, _RUN)
-        if len(run.places) < 2:
+        spelling, run = self._spelling, self._states.run(state.number, _RUN)
+        if len(run.states) < 2:
             return
         is_easy = spelling.made_of(run.characters)
-        is_easy &= spelling.num_characters < len(run.places)
+        is_easy &= spelling.num_characters < len(run.states)
         easy = np.flatnonzero(is_easy)
-        costs = self._costs(run.places)
-        table[spelling.ids[easy]] = costs[run.places[spelling.num_characters[easy]]]
+        costs = self._costs(run.states)
+        table[spelling.ids[easy]] = costs[run.states[spelling.num_characters[easy]]]
         is_legal &= ~is_easy
 
     def _write_costs(
-        self, state: Place, table: NDArray[np.int16], tokens: NDArray[np.int64]
+        self, state: ParseState, table: NDArray[np.int16], tokens: NDArray[np.int64]
     ) -> None:
         """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
-        spelling, places = self._spelling, self._places
+        spelling, states = self._spelling, self._states
         ends: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
         alive = np.arange(len(tokens))
         for column in spelling.columns:
@@ -516,7 +520,7 @@ class RuleEndings(Endings):
             if not len(alive):
                 break
             at = ends[alive]
-            rows = places.rows(_distinct(at))
+            rows = states.rows(_distinct(at))
             ends[alive] = at = rows[at, column[tokens[alive]]]
             alive = alive[at != NOWHERE]
         is_legal = ends != NOWHERE
@@ -524,11 +528,11 @@ class RuleEndings(Endings):
         table[spelling.ids[tokens[is_legal]]] = self._costs(ends)[ends]
 
     def _costs(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
-        """int16 [places]: the cost of each place among ``numbers``."""
+        """int16 [states]: the cost of each state among ``numbers``."""
         reached = _distinct(numbers)
         costs: NDArray[np.int16] = np.full(max(reached, default=-1) + 1, _NEVER, dtype=np.int16)
         for number in reached:
-            costs[number] = min(_NEVER, self.cost(self._places[number]))
+            costs[number] = min(_NEVER, self.cost(self._states[number]))
         return costs
 
 
