@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING, Annotated
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 from rich.box import SIMPLE
@@ -12,16 +15,18 @@ from rich.table import Column, Table
 
 from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
 from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
+from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.plots import acceptance_figures
 from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.llm import LLM
-    from guided_spec.evaluate.measurement import Acceptance
+    from guided_spec.evaluate.acceptance import Acceptance
 
 __all__ = ["evaluate"]
 
 SHOWN = 8  # positions in a table
+UNTRAINED = "untrained"  # as a proposer: the head of the draft with fresh weights
 
 
 @with_options
@@ -30,8 +35,16 @@ def evaluate(
     load: ModelOptions,
     reports: ReportOptions,
     proposers: Annotated[
-        str, typer.Option(help="Names, comma-separated; NAME=DRAFT for a draft of its own.")
-    ] = "none,ngram,auto",
+        str | None,
+        typer.Option(
+            help="Names, comma-separated; NAME=DRAFT for a draft of its own. By default "
+            "none, ngram, untrained where --draft is a head, and auto."
+        ),
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(help="Measure a vLLM server that runs --model: http://host:8000/v1."),
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 8,
     limit: Annotated[int, typer.Option(help="Prompts of each source.")] = 64,
     as_json: Json = False,
@@ -41,37 +54,88 @@ def evaluate(
 
     The target answers the prompts of the data, under their grammars and without.
     """
-    params = reports.params()
-    opened = partial(load.load, max_batch_size=batch_size)
-    found = _measure(data, opened, proposers.split(","), params, limit)
+    asked = _Asked(data, limit, batch_size, reports.params())
+    found = _measure(asked, load, proposers) if url is None else _ask(asked, load, proposers, url)
     report = [acceptance.as_dict() for acceptance in found]
     reports.keep(report, acceptance_figures, as_json=as_json)
     if not as_json:
         print_table(_table(found))
 
 
-def _measure(
-    data: list[str],
-    load: Callable[..., LLM],
-    proposers: list[str],
-    params: SamplingParams,
-    limit: int,
-) -> list[Acceptance]:
-    from guided_spec.evaluate.measurement import measure_acceptance, read_asked
+class _Asked(NamedTuple):
+    """Where prompts are from, how many of each, how many decode together, and how."""
+
+    data: list[str]
+    limit: int
+    batch_size: int
+    params: SamplingParams
+
+
+def _measure(asked: _Asked, load: ModelOptions, proposers: str | None) -> list[Acceptance]:
+    from guided_spec.engine.prompt import PromptEncoder
+    from guided_spec.evaluate.acceptance import measure_acceptance, read_asked
     from guided_spec.training.data.records import check_sources
 
-    check_sources(data)
+    check_sources(asked.data)
     with working("loading the model"):
-        llm = load(proposer="none")
+        llm = load.load(proposer="none", max_batch_size=asked.batch_size)
     with llm:
-        asked = read_asked(data, llm, limit=limit)
+        encoder = PromptEncoder(llm.tokenizer, llm.vocabulary.vocab_size, llm.max_model_len)
+        prompts = read_asked(asked.data, encoder, limit=asked.limit)
         llm.close()  # its thread would share the cores with those that are measured
         results = []
-        for proposer in proposers:
+        for proposer in (proposers or _default_proposers(llm, load.draft)).split(","):
             name, _, draft = proposer.partition("=")
             stderr().print(f"running {name}")
-            results += measure_acceptance(llm.with_proposer(name, draft or None), asked, params)
+            with _opened(llm, name, draft or load.draft) as opened:
+                label = UNTRAINED if name == UNTRAINED else None
+                results += measure_acceptance(opened, prompts, asked.params, name=label)
     return results
+
+
+def _default_proposers(llm: LLM, draft: str | None) -> str:
+    if draft is None:
+        return "none,ngram,auto"
+    try:
+        with _opened(llm, UNTRAINED, draft) as opened:
+            opened.close()
+    except GuidedSpecError as error:  # better said now than behind what comes first
+        stderr().print(f"the untrained draft is not measured: {error}")
+        return "none,ngram,auto"
+    return f"none,ngram,{UNTRAINED},auto"
+
+
+@contextmanager
+def _opened(llm: LLM, name: str, draft: str | None) -> Iterator[LLM]:
+    """Another LLM on the same weights; the untrained head is written for as long as it is used."""
+    from guided_spec.evaluate.acceptance import write_untrained
+
+    if name != UNTRAINED:
+        yield llm.with_proposer(name, draft)
+        return
+    with TemporaryDirectory() as folder:
+        yield llm.with_proposer("auto", str(write_untrained(draft, llm.model, Path(folder))))
+
+
+def _ask(asked: _Asked, load: ModelOptions, proposers: str | None, url: str) -> list[Acceptance]:
+    from guided_spec.engine.prompt import PromptEncoder
+    from guided_spec.evaluate.acceptance import measure_server, read_asked
+    from guided_spec.models.loading import load_tokenizer
+    from guided_spec.training.data.endpoint import Endpoint
+    from guided_spec.training.data.records import check_sources
+
+    for option, value in (("proposers", proposers), ("draft", load.draft)):
+        if value is not None:
+            fix = "is the server's own, and cannot be chosen here: leave it out"
+            raise ConfigError(option, value, fix)
+    if load.model is None:
+        raise ConfigError("model", None, "name what the server runs: its tokenizer is needed here")
+    check_sources(asked.data)
+    tokenizer = load_tokenizer(load.model, trust_remote_code=load.trust_remote_code)
+    encoder = PromptEncoder(tokenizer, len(tokenizer), sys.maxsize)
+    prompts = read_asked(asked.data, encoder, limit=asked.limit)
+    with Endpoint(url, tokenizer, option="url", at_once=asked.batch_size) as endpoint:
+        return measure_server(endpoint, prompts, asked.params)
 
 
 def _table(found: list[Acceptance]) -> Table:

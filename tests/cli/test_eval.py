@@ -10,6 +10,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.evaluate import acceptance
+from tests.evaluate.fake_vllm import FakeVllm
 from tests.training.toy_algorithm import write_target
 
 SCHEMA = {"enum": ["yes", "no"]}
@@ -67,6 +70,83 @@ def test_by_source_with_and_without_grammars(target: str, data: str, tmp_path: P
         "asked",
         "records",
     ]
+
+
+def test_beside_the_untrained_head() -> None:
+    """A head's own default; it is of the same shape, and drafts as many tokens."""
+    asked = ["--model", bundled_asset("target"), "--draft", bundled_asset("eagle3"), "--json"]
+    asked += ["--data", bundled_asset("heldout.jsonl"), "--limit", "1"]
+    result = run(*asked)
+    assert result.exit_code == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    free = {row["proposer"]: row for row in rows if not row["grammars"]}
+    assert list(free) == ["none", "ngram", "untrained", "eagle3"]
+    trained, untrained = free["eagle3"], free["untrained"]
+    assert trained["tokens"] == untrained["tokens"] == free["none"]["tokens"]
+    assert len(untrained["drafted_at"]) == len(trained["drafted_at"]) == 5
+    assert trained["acceptance_length"] > untrained["acceptance_length"] >= 1.0
+    again = run(*asked, "--proposers", "untrained")
+    repeated = [json.loads(line) for line in again.stdout.splitlines()]
+    assert repeated == [row for row in rows if row["proposer"] == "untrained"]
+
+
+def test_untrained_is_of_heads(target: str, data: str) -> None:
+    found = run("--model", target, "--data", data, "--draft", target, "--proposers", "untrained")
+    assert "is of draft heads" in found.stderr
+    rows = run("--model", target, "--data", data, "--draft", target, "--limit", "1", "--json")
+    names = [json.loads(line)["proposer"] for line in rows.stdout.splitlines()]
+    assert list(dict.fromkeys(names)) == ["none", "ngram", "draft_model"]
+    assert "the untrained draft is not measured" in rows.stderr
+
+
+def test_a_vllm_server_by_its_counters(target: str, data: str) -> None:
+    fake = FakeVllm()
+    fake.complete({"prompt": [1]})  # it has served others before
+    with fake.running() as url:
+        result = run("--url", url, "--model", target, "--data", data, "--json")
+    assert result.exit_code == 0, result.stderr
+    rows = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [(row["source"], row["grammars"], row["requests"]) for row in rows] == [
+        ("asked", True, 2),
+        ("asked", False, 2),
+        ("records", False, 1),
+    ]
+    for row in rows:
+        assert row["proposer"] == "vllm"
+        assert row["tokens"] == 5 * row["requests"]
+        assert row["forwards"] == 3 * row["requests"]
+        assert row["drafted_at"] == [row["requests"]] * 3
+        assert row["accepted_at"] == [row["requests"], row["requests"], 0]
+    assert rows[0]["valid"] == 0.0  # JSON would have its quotes
+    bodies = fake.bodies[1:]
+    assert [json.loads(b["structured_outputs"]["json"]) for b in bodies[:2]] == [SCHEMA] * 2
+    assert not any("structured_outputs" in body for body in bodies[2:])
+
+
+def test_a_vllm_server_without_drafts(target: str, data: str) -> None:
+    with FakeVllm(is_drafting=False).running() as url:
+        result = run("--url", url, "--model", target, "--data", data)
+    assert result.exit_code == 0, result.stderr
+    assert "1.00" in result.stdout
+
+
+def test_a_server_that_cannot_be_measured(
+    target: str, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = ("--model", target, "--data", data)
+    with FakeVllm(foreign=3).running() as url:
+        found = run(*asked, "--url", url).stderr
+        assert "serve nobody else" in found
+        assert "--url" in found or "url=" in found
+        assert "the server's own" in run(*asked, "--url", url, "--proposers", "none").stderr
+        assert "the server's own" in run(*asked, "--url", url, "--draft", target).stderr
+        assert "name what the server runs" in run("--data", data, "--url", url).stderr
+        monkeypatch.setattr(FakeVllm, "metrics", lambda _: "guided_spec_tokens_total 3\n")
+        assert "vLLM server" in run(*asked, "--url", url).stderr
+        monkeypatch.setattr(FakeVllm, "metrics", lambda _: "vllm:generation_tokens_total 3\n")
+        monkeypatch.setattr(acceptance, "LATE", 0.1)
+        assert "counted 0 tokens" in run(*asked, "--url", url).stderr
+    assert "does not answer" in run(*asked, "--url", url).stderr
 
 
 def test_data_that_cannot_be_asked(target: str, tmp_path: Path) -> None:

@@ -33,15 +33,23 @@ class Endpoint:
     """``generate`` by a server that knows vLLM's ``structured_outputs``: vLLM, or ours.
 
     url: as OpenAI's clients take it, up to ``/v1``. The model is the first that is served there.
-    tokenizer: of that model.
+    tokenizer: of that model. option: that ``url`` was given by, for errors. at_once: requests.
         The environment variable ``OPENAI_API_KEY`` holds the key, if there is one.
 
     Raises ConfigError where nothing answers.
     """
 
-    def __init__(self, url: str, tokenizer: Any) -> None:
+    def __init__(
+        self,
+        url: str,
+        tokenizer: Any,
+        *,
+        option: str = "regenerate_url",
+        at_once: int = _AT_ONCE,
+    ) -> None:
         self.tokenizer = tokenizer
-        self._url = url.rstrip("/")
+        self.url = url.rstrip("/")
+        self._option, self._at_once = option, at_once
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         self._client = httpx.Client(headers=headers, timeout=None)  # noqa: S113 - as long as it takes
@@ -58,7 +66,8 @@ class Endpoint:
         *,
         on_error: OnError = "raise",
     ) -> list[RequestOutput]:
-        """As ``LLM.generate``, for token ids; outputs have text, an error, and no tokens.
+        """As ``LLM.generate``, for token ids; outputs have text, an error, and of
+        tokens their number alone.
 
         Raises ConfigError for parameters besides ``max_tokens``, ``temperature``, ``seed`` and
         ``grammar``, and where the server does not answer any more.
@@ -67,12 +76,22 @@ class Endpoint:
             if one != SamplingParams(**_sent(one)):
                 fix = f"a server is only asked for {', '.join(_SENT)}"
                 raise ConfigError("params", one, fix)
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        with ThreadPoolExecutor(self._at_once) as pool:
             completions = list(pool.map(self._complete, prompts, params))
         for completion in completions if on_error == "raise" else ():
             if completion.error is not None:
                 raise completion.error
         return [RequestOutput(at, (completion,)) for at, completion in enumerate(completions)]
+
+    def metrics(self) -> str:
+        """What the server says at ``/metrics``, which stands beside ``/v1``.
+
+        Raises ConfigError where it says nothing.
+        """
+        reply = self._send("GET", self.url.removesuffix("/v1") + "/metrics")
+        if reply.is_error:
+            raise self._refuse(f"answers with status {reply.status_code} at /metrics")
+        return reply.text
 
     def close(self) -> None:
         """Close the connections."""
@@ -85,7 +104,7 @@ class Endpoint:
         self.close()
 
     def _served_model(self) -> str:
-        reply = self._send("GET", "models")
+        reply = self._send("GET", f"{self.url}/models")
         if reply.is_error:
             raise self._refuse(f"answers with status {reply.status_code}: {reply.text:.200}")
         name: str = reply.json()["data"][0]["id"]
@@ -99,24 +118,26 @@ class Endpoint:
                 body["structured_outputs"] = _structured(grammar)
         except ConfigError as error:
             return Completion("", [], "error", error, RequestStats())
-        reply = self._send("POST", "completions", body)
+        reply = self._send("POST", f"{self.url}/completions", body)
         if reply.is_error:
             fault = RequestError(f"the server answers with {reply.status_code}: {reply.text:.500}")
             return Completion("", [], "error", fault, RequestStats())
-        choice = reply.json()["choices"][0]
+        answer = reply.json()
+        choice, usage = answer["choices"][0], answer["usage"]
+        stats = RequestStats(usage["prompt_tokens"], usage["completion_tokens"])
         if choice["finish_reason"] == "stop":
-            return Completion(choice["text"], [], "stop", None, RequestStats(), is_complete=True)
-        return Completion(choice["text"], [], "length", None, RequestStats())
+            return Completion(choice["text"], [], "stop", None, stats, is_complete=True)
+        return Completion(choice["text"], [], "length", None, stats)
 
-    def _send(self, method: str, path: str, body: Any = None) -> httpx.Response:
+    def _send(self, method: str, url: str, body: Any = None) -> httpx.Response:
         try:
-            return self._client.request(method, f"{self._url}/{path}", json=body)
+            return self._client.request(method, url, json=body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise self._refuse(f"does not answer: {error}") from error
 
     def _refuse(self, why: str) -> ConfigError:
         fix = f"{why}; pass the address of a running server, such as http://127.0.0.1:8000/v1"
-        return ConfigError("regenerate_url", self._url, fix)
+        return ConfigError(self._option, self.url, fix)
 
 
 def _sent(params: SamplingParams) -> dict[str, Any]:
