@@ -61,6 +61,21 @@ def test_no_step_captures_behind_it(
 
 
 @pytest.mark.slow
+def test_what_only_compiles_captures_nothing() -> None:
+    setup = build(max_model_len=64)
+    chain: Any = setup.engine._proposer
+    graphs = chain._members[1]._packed.graphs
+    with setup.engine.compiling():
+        count = sum(1 for _ in setup.engine.capture())
+    assert len(graphs) == 0
+    assert sum(1 for _ in setup.engine.capture()) == count == len(graphs)
+    for chunk in write(setup, 0.0, 2):
+        assert chunk.completion is not None
+        assert chunk.completion.error is None
+    setup.grammars.queue.close()
+
+
+@pytest.mark.slow
 def test_a_context_shorter_than_its_texts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
