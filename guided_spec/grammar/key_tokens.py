@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.rows import bits_of
+from guided_spec.ops.mask_words import bits_of
 
 __all__ = ["START", "Frame", "KeyState", "KeyTokens", "Keys", "Mode", "advance", "unescape"]
 

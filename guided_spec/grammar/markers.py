@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, WrappedMatcher
-from guided_spec.grammar.rows import row_of
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
+from guided_spec.ops.mask_words import row_of
 
 __all__ = [
     "BYTES",

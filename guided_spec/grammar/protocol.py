@@ -10,11 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import UnsatisfiableGrammarError
-from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import full_row, num_mask_words
 
 __all__ = [
     "CompiledGrammar",

@@ -25,10 +25,10 @@ from guided_spec.grammar.protocol import (
     WrappedMatcher,
     legal_row,
 )
-from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import ids_of
 
 __all__ = [
     "MaybeUnique",

@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.backends.guarded import GuardedBackend
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher, as_matcher
-from guided_spec.grammar.rows import ids_of
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import ids_of, num_mask_words
 
 __all__ = ["check_grammar_backend"]
 

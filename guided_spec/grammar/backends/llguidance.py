@@ -42,7 +42,6 @@ from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, require_first_token
 from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
-from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.schema.formats import FORMATS
 from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
 from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
@@ -50,6 +49,7 @@ from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import full_row
 
 __all__ = [
     "LLGuidanceBackend",

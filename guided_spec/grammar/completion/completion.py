@@ -48,10 +48,10 @@ from guided_spec.grammar.protocol import (
     WrappedMatcher,
     legal_row,
 )
-from guided_spec.grammar.rows import full_row, pack_row
 from guided_spec.grammar.tables.tabled import TabledGrammar
 from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import full_row, pack_row
 
 __all__ = [
     "AfterEndings",

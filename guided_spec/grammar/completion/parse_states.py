@@ -30,7 +30,7 @@ from guided_spec.grammar.completion.rules import (
 )
 from guided_spec.grammar.completion.spelling import Characters, Spelling
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.grammar.rows import pack_row
+from guided_spec.ops.mask_words import pack_row
 
 __all__ = [
     "NOWHERE",

@@ -18,8 +18,8 @@ from guided_spec.grammar.protocol import (
     as_matcher,
     legal_row,
 )
-from guided_spec.grammar.rows import add_tokens, bits_of, first_tokens, spread_tokens
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import add_tokens, bits_of, first_tokens, spread_tokens
 
 __all__ = ["SearchEndings", "Way"]
 

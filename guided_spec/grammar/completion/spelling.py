@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import NEVER
-from guided_spec.grammar.rows import bits_of, pack_row
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import bits_of, pack_row
 
 __all__ = [
     "Characters",

@@ -21,7 +21,6 @@ from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
-from guided_spec.grammar.rows import ids_of, pack_row
 from guided_spec.grammar.tables.token_table import (
     ANY_NUMBER,
     ENDED,
@@ -31,7 +30,7 @@ from guided_spec.grammar.tables.token_table import (
     TokenTable,
 )
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import ids_of, num_mask_words, pack_row
 
 __all__ = [
     "ByteAutomaton",

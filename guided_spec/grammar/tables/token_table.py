@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.rows import full_row
+from guided_spec.ops.mask_words import full_row
 
 __all__ = [
     "ANY_NUMBER",

@@ -18,9 +18,9 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
-from guided_spec.grammar.rows import full_row
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
+from guided_spec.ops.mask_words import full_row
 from guided_spec.types import SamplingParams
 from tests.grammar.completion.test_completion import VOCABULARY, legal
 from tests.tiny_llm import make_llm

@@ -14,9 +14,9 @@ from guided_spec.grammar.completion.completion import CompletingGrammar, Complet
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
-from guided_spec.grammar.rows import first_tokens, spread_tokens
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.ops.mask_words import first_tokens, spread_tokens
 from tests.grammar.completion.test_completion import check_agreement, legal
 
 LONGER = rb'", "|": "|abc|{"|"}|[{"|]]|"]|\n|\u|\"|\\|00|12| cat|null|name|e1|-|.|\",|"",|'
