@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["circles", "import_graph", "module_name"]
+__all__ = ["circles", "code_lines", "import_graph", "module_name"]
 
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # modules of a folder
@@ -79,6 +79,20 @@ def single_importers(graph: dict[str, set[str]], packages: set[str]) -> dict[str
     }
 
 
+def code_lines(source: str) -> int:
+    """Lines that are not blank, and neither a comment's nor a docstring's."""
+    lines = {
+        at
+        for at, line in enumerate(source.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith("#")
+    }
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str())):  # or an attribute's
+                lines -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
 def report(folder: Path, *, lists: bool = False) -> list[str]:
     """The lines that the command prints."""
     paths = {module_name(path, folder.parent): path for path in sorted(folder.rglob("*.py"))}
@@ -90,7 +104,9 @@ def report(folder: Path, *, lists: bool = False) -> list[str]:
     names = [name.rpartition(".") for name in paths if name not in packages]
     wide = Counter(parent for parent, _, _ in names)
     families = Counter((parent, own.split("_")[0]) for parent, _, own in names if "_" in own)
-    out = [f"{len(paths)} files, {sum(lines.values()):,} lines; longest {max(lines.values())}"]
+    code = sum(map(code_lines, sources.values()))
+    whole = f"{len(paths)} files, {sum(lines.values()):,} lines, {code:,} of code"
+    out = [f"{whole}; longest {max(lines.values())}"]
     out += [f"import circles: {len(rings)}", *(f"  {' '.join(sorted(ring))}" for ring in rings)]
     total = sum(lines[name] for name in single)
     out.append(f"imported by exactly one module: {len(single)} files, {total:,} lines")
