@@ -11,23 +11,13 @@ import pytest
 from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
 from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
+from tests.grammar.hostile import Compiled
 from tests.masks.walks import BYTES, accepts
 
 WAIT = 30
-
-
-class Compiled:
-    excluded: frozenset[int] = frozenset()
-    memory_size_bytes = 0
-
-    def new_matcher(self) -> GrammarMatcher:
-        raise NotImplementedError
-
-    def new_style_matcher(self) -> None:
-        return None
 
 
 class Backend:

@@ -13,10 +13,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.auto import BackendChoice
+from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.registry import (
     ENTRY_POINT_GROUP,
     GRAMMAR_BACKENDS,
@@ -28,11 +31,12 @@ from guided_spec.grammar.backends.registry import (
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.pipeline import GrammarPipeline, RequestGrammars
+from guided_spec.grammar.protocol import GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.grammar.backends.own_backends import Handing, Listed
 from tests.grammar.hostile import HostileBackend, large
-from tests.masks.walks import BYTES, accepts
+from tests.masks.walks import BYTES, accepts, walk
 from tests.tiny_llm import make_llm, tiny_tokenizer
 
 WORDS = GrammarSpec.choice(["red", "green"])
@@ -273,3 +277,20 @@ def test_what_cannot_be_imported_is_compiled_here(default: str) -> None:
         # What another backend compiles is tried out as ever.
         queue.submit(words.with_backend("xgrammar")).result(60)
         assert isolated._workers.pids
+
+
+OWN = [XGrammarBackend(BYTES), LLGuidanceBackend(BYTES)]
+
+
+@pytest.mark.parametrize("backend", OWN, ids=["xgrammar", "llguidance"])
+@given(
+    options=st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_choice_is_exactly_its_options(backend: GrammarBackend, options: list[str]) -> None:
+    grammar = backend.compile(GrammarSpec.choice(options))
+    assert all(accepts(grammar, option) for option in options)
+    assert walk(grammar, 0).text in options

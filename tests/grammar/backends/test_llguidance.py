@@ -161,19 +161,6 @@ def test_every_finished_text_matches_its_regex(pattern: str) -> None:
     assert all(re.fullmatch(pattern, text) for text in texts)
 
 
-@given(
-    st.lists(
-        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_choice_is_exactly_its_options(options: list[str]) -> None:
-    grammar = BACKEND.compile(GrammarSpec.choice(options))
-    assert all(accepts(grammar, option) for option in options)
-    assert walk(grammar, 0).text in options
-
-
 @pytest.mark.parametrize(
     ("spec", "text", "other"),
     [

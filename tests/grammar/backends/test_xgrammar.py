@@ -6,8 +6,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from guided_spec.errors import (
     GrammarCompileError,
@@ -17,7 +15,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from tests.masks.walks import BYTES, accepts, walk
+from tests.masks.walks import BYTES, accepts
 
 BACKEND = XGrammarBackend(BYTES, compile_threads=1)
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
@@ -53,19 +51,6 @@ def test_each_kind(spec: GrammarSpec, text: str, other: str) -> None:
     grammar = BACKEND.compile(spec)
     assert accepts(grammar, text)
     assert not accepts(grammar, other)
-
-
-@given(
-    st.lists(
-        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1),
-        min_size=1,
-        max_size=4,
-    )
-)
-def test_choice_is_exactly_its_options(options: list[str]) -> None:
-    grammar = BACKEND.compile(GrammarSpec.choice(options))
-    assert all(accepts(grammar, option) for option in options)
-    assert walk(grammar, 0).text in options
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,17 @@ cache on what a module feeds its layer, says what the module has to give: see ``
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from guided_spec.models.checkpoint import Checkpoint
 from tests.models.tiny import build
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "TEXTS",
     "Written",
     "expand_blocks",
+    "names_read",
     "reference_logits",
     "save",
     "write",
@@ -222,3 +225,18 @@ def _quantize(tensors: dict[str, Tensor], endings: Sequence[str]) -> dict[str, T
             quantized[name] = levels.to(torch.float8_e4m3fn)
             quantized[f"{name}_scale_inv"] = scales
     return quantized
+
+
+def names_read(monkeypatch: pytest.MonkeyPatch, load: Callable[[], object]) -> list[str]:
+    """The tensors that ``load`` reads of checkpoints."""
+    found: list[str] = []
+    read = Checkpoint.read
+
+    def spy(self: Checkpoint, names: Iterable[str]) -> dict[str, Tensor]:
+        wanted = [*names]
+        found.extend(wanted)
+        return read(self, wanted)
+
+    monkeypatch.setattr(Checkpoint, "read", spy)
+    load()
+    return found

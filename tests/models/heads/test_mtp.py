@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tests.models.heads.mtp_checkpoints import (
     DRAFT_STEPS,
     TEXTS,
     expand_blocks,
+    names_read,
     reference_logits,
     save,
     write,
@@ -111,15 +113,7 @@ def test_only_the_modules_are_read(
     written = write(tmp_path, name, num_files=2)
     target = load_model(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    read: list[str] = []
-    original = Checkpoint.read
-
-    def spy(self: Checkpoint, names: Any) -> dict[str, Tensor]:
-        read.extend(names)
-        return original(self, read)
-
-    monkeypatch.setattr(Checkpoint, "read", spy)
-    load(tmp_path, target)
+    read = names_read(monkeypatch, partial(load, tmp_path, target))
     copies = {f"{FIRST}embed_tokens.weight", f"{FIRST}shared_head.head.weight"}
     assert set(read) == written.tensors.keys() - copies
     assert len(read) == len(set(read))

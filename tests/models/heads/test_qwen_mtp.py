@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import importlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
@@ -22,6 +22,7 @@ from tests.models.heads.mtp_checkpoints import (
     TEXTS,
     Written,
     expand_blocks,
+    names_read,
     reference_logits,
     save,
     write,
@@ -108,15 +109,7 @@ def test_only_the_module_is_read(
     written = write(tmp_path, name, num_files=2)
     target = load_model(tmp_path)
     (tmp_path / "model-00001-of-00002.safetensors").unlink()
-    read: list[str] = []
-    original = Checkpoint.read
-
-    def spy(self: Checkpoint, names: Any) -> dict[str, Tensor]:
-        read.extend(names)
-        return original(self, read)
-
-    monkeypatch.setattr(Checkpoint, "read", spy)
-    load(tmp_path, target)
+    read = names_read(monkeypatch, partial(load, tmp_path, target))
     assert sorted(read) == sorted(written.tensors)
 
 
