@@ -62,7 +62,8 @@ def check_gradients(ours: Any, theirs: Any, renamed: dict[str, str]) -> None:
     expected = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
     for name, parameter in ours.named_parameters():
         wanted = expected[renamed.get(name, name)]
-        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=1e-6, msg=name)
+        # Rounding of float32 in another order: attention has no mask here and a dense one there.
+        torch.testing.assert_close(parameter.grad, wanted, rtol=1e-4, atol=5e-6, msg=name)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

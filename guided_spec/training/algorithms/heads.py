@@ -12,6 +12,7 @@ own; the last one is repeated.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -25,11 +26,12 @@ from transformers import DynamicCache, PreTrainedModel
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import HeadShape
-from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary, LayoutHead
 from guided_spec.models.heads.eagle import EagleHead, EagleLayout
 from guided_spec.models.heads.eagle3 import NORM_FLAGS, Eagle3Head, Eagle3Layout
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
+from guided_spec.models.target import implementing
 from guided_spec.training.algorithm import (
     TargetStates,
     TrainerKwargs,
@@ -46,6 +48,7 @@ from guided_spec.training.algorithms.options import (
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows
+from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
 __all__ = [
     "Eagle3Training",
@@ -77,7 +80,6 @@ def unroll(
     p + 2 + depth; it is arbitrary where the document has no such token. recompute: run each depth
     again in the backward pass; only its states, keys and values are kept until then.
     """
-    run: Any = head
     length = token_ids.shape[1]
     places = torch.arange(length, device=token_ids.device).unsqueeze(0)
     hidden = head.features(states)
@@ -87,15 +89,13 @@ def unroll(
         module = min(depth, head.num_modules - 1)
         repeats = depth - module
 
-        def see(window: int | None, repeats: int = repeats) -> Tensor:
-            return unroll_mask(length, repeats, window=window, device=places.device)[None, None]
-
         run_depth = partial(
-            run,
+            _run_depth,
+            head,
             shift(token_ids, 1 + depth),
             module=module,
             position_ids=places + repeats,
-            attention_mask=head_masks(head.config, see, hidden),
+            attention_mask=_depth_mask(head, hidden, length, repeats),
         )
         if recompute:
             again = partial(_run_again, run_depth)
@@ -103,6 +103,33 @@ def unroll(
         else:
             hidden = run_depth(hidden=hidden, cache=cache)
         yield hidden
+
+
+def _depth_mask(head: DraftHead, hidden: Tensor, length: int, repeats: int) -> Any:
+    """As the head's layers take it; None where they attend without, see ``unroll_attention``."""
+    if _attends_unmasked(head, hidden):
+        return None
+
+    def see(window: int | None) -> Tensor:
+        return unroll_mask(length, repeats, window=window, device=hidden.device)[None, None]
+
+    return head_masks(head.config, see, hidden)
+
+
+def _attends_unmasked(head: DraftHead, hidden: Tensor) -> bool:
+    """Layers of the target's kind may do more than attend by transformers' table, or slide."""
+    config: Any = head.config
+    is_plain = set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+    is_known = isinstance(head, LayoutHead) and config._attn_implementation == "sdpa"
+    return is_plain and is_known and has_kernel(hidden, config.head_dim)
+
+
+def _run_depth(head: DraftHead, token_ids: Tensor, **arguments: Any) -> Tensor:
+    run: Any = head
+    is_masked = arguments["attention_mask"] is not None
+    with nullcontext() if is_masked else implementing(head.config, "attn", UNROLLED):
+        hidden: Tensor = run(token_ids, **arguments)
+    return hidden
 
 
 def _run_again(run: Callable[..., Tensor], hidden: Tensor, *kept: Tensor) -> list[Tensor]:

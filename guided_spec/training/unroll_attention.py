@@ -1,0 +1,203 @@
+"""Attention of an unrolled draft without a mask, exactly, by kernels for causal attention.
+
+At depth s of an unroll a query sees the keys of the text up to its own place, and at each further
+depth the one of its own place. The first part is causal attention, which kernels compute without
+looking at what is forbidden; the second is s scores a query. Their softmax is one: with L the
+logarithm of the sum of the exponentials of all scores, and L0 that of the first part's,
+
+    output = exp(L0 - L) * output of the first part + sum over depths exp(score - L) * value
+
+and the kernel's backward pass, given L and the whole output in the place of its own, returns the
+gradients of its part: the same decomposition as in ring attention (arXiv:2310.01889).
+
+A dense mask of depth s is (1 + s) * T * T large instead, and all of it is computed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+__all__ = ["UNROLLED", "has_kernel", "unrolled_attention"]
+
+UNROLLED = "guided_spec_unroll"
+"""The name under which transformers' layers find ``unrolled_attention``."""
+
+aten = torch.ops.aten
+
+
+def has_kernel(like: Tensor, head_dim: int) -> bool:
+    """Whether causal attention has the kernels for it where ``like`` is computed.
+
+    On CUDA these are FlashAttention's: 16 bits wide, as under autocast.
+    """
+    kind = like.device.type
+    if kind == "cpu":
+        return like.dtype in (torch.float32, torch.float64, torch.bfloat16)
+    is_half = _compute_dtype(like) in (torch.bfloat16, torch.float16)
+    return kind == "cuda" and is_half and head_dim % 8 == 0 and head_dim <= 256
+
+
+def unrolled_attention(query: Tensor, key: Tensor, value: Tensor, *, scale: float) -> Tensor:
+    """What queries attend to at one depth of an unroll, [B, Hq, T, D].
+
+    query: [B, Hq, T, D]. key, value: [B, Hkv, (1 + s) * T, D]: of the text, and of each depth of
+    drafting, the last their own. Float, on the CPU or CUDA, where ``has_kernel`` holds.
+    """
+    dtype = _compute_dtype(query)
+    parts = (part.to(dtype) for part in (query, key, value))
+    with torch.autocast(query.device.type, enabled=False):
+        found: Tensor = _Unrolled.apply(*parts, scale)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _compute_dtype(like: Tensor) -> torch.dtype:
+    kind = like.device.type
+    if torch.is_autocast_enabled(kind) and like.dtype != torch.float64:
+        return torch.get_autocast_dtype(kind)
+    return like.dtype
+
+
+class _Parts(NamedTuple):
+    """Keys or values: of the text [B, Hkv, T, D], and of the depths [B, Hkv, S, T, D] in float."""
+
+    text: Tensor
+    depths: Tensor
+
+    @classmethod
+    def of(cls, states: Tensor, length: int) -> _Parts:
+        return cls(states[:, :, :length], states[:, :, length:].unflatten(2, (-1, length)))
+
+
+class _Unrolled(torch.autograd.Function):
+    """Scores of depths are [B, Hkv, G, T, S], where G query heads share a head of keys."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+        groups, length = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = _Parts.of(key, length), _Parts.of(value, length)
+        text = _causal(query, _repeat(keys.text, groups), _repeat(values.text, groups), scale)
+        scores = _scores(query, keys.depths, groups) * scale
+        whole = text.total.unflatten(1, (-1, groups)).unsqueeze(-1)
+        total = torch.cat([whole, scores], -1).logsumexp(-1, keepdim=True)
+        output = _mix((scores - total).exp(), _wide(values.depths))
+        output += (whole - total).exp() * text.output.unflatten(1, (-1, groups))
+        output, total = output.flatten(1, 2).to(query.dtype), total.squeeze(-1).flatten(1, 2)
+        ctx.save_for_backward(query, key, value, output, total)
+        ctx.scale, ctx.state = scale, text.state
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, output, total = ctx.saved_tensors
+        groups, length = query.shape[1] // key.shape[1], query.shape[2]
+        keys, values = _Parts.of(key, length), _Parts.of(value, length)
+        grad = upstream[0].to(query.dtype).contiguous()
+        repeated = _repeat(keys.text, groups), _repeat(values.text, groups)
+        text = _causal_backward(
+            grad, query, *repeated, _Causal(output, total, ctx.state), ctx.scale
+        )
+        split = (-1, groups)
+        scores = _scores(query, keys.depths, groups) * ctx.scale
+        share = (scores - total.unflatten(1, split).unsqueeze(-1)).exp()
+        delta = (_wide(grad) * _wide(output)).sum(-1).unflatten(1, split).unsqueeze(-1)
+        inner = share * (_scores(grad, values.depths, groups) - delta) * ctx.scale
+        from_depths = _mix(inner, _wide(keys.depths)).flatten(1, 2)
+        return (
+            (_wide(text[0]) + from_depths).to(query.dtype),
+            _joined(text[1], _spread(inner, query), groups, key.dtype),
+            _joined(text[2], _spread(share, grad), groups, value.dtype),
+            None,
+        )
+
+
+def _wide(states: Tensor) -> Tensor:
+    return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def _repeat(states: Tensor, groups: int) -> Tensor:
+    return states.repeat_interleave(groups, 1) if groups > 1 else states.contiguous()
+
+
+def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
+    """Products of each query with what its place has at each depth; float32."""
+    split = _wide(query).unflatten(1, (-1, groups))
+    return torch.einsum("bhgtd,bhstd->bhgts", split, _wide(depths))
+
+
+def _mix(shares: Tensor, depths: Tensor) -> Tensor:
+    return torch.einsum("bhgts,bhstd->bhgtd", shares, depths)
+
+
+def _spread(shares: Tensor, queries: Tensor) -> Tensor:
+    """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
+    split = _wide(queries).unflatten(1, (shares.shape[1], -1))
+    return torch.einsum("bhgts,bhgtd->bhstd", shares, split)
+
+
+def _joined(text: Tensor, depths: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
+    summed = _wide(text).unflatten(1, (-1, groups)).sum(2)
+    return torch.cat([summed, depths.flatten(2, 3)], 2).to(dtype)
+
+
+class _Causal(NamedTuple):
+    """output: [B, H, T, D]. total: float32 [B, H, T], the logarithm of the sum of the exponentials.
+
+    state: what CUDA's backward pass is handed beside these.
+    """
+
+    output: Tensor
+    total: Tensor
+    state: tuple[Any, ...]
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, scale: float) -> _Causal:
+    if query.device.type == "cpu":
+        output, total = aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, is_causal=True, scale=scale
+        )
+        return _Causal(output, total, ())
+    output, total, *state = aten._scaled_dot_product_flash_attention(
+        query, key, value, is_causal=True, scale=scale
+    )
+    return _Causal(output, total, tuple(state[:6]))
+
+
+def _causal_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: _Causal, scale: float
+) -> list[Tensor]:
+    """Gradients of query, key and value by their part of the softmax that ``whole`` is of."""
+    given = (grad, query, key, value, whole.output, whole.total)
+    if query.device.type == "cpu":
+        found: Any = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *given, dropout_p=0.0, is_causal=True, scale=scale
+        )
+        return list(found)
+    names = ("cum_seq_q", "cum_seq_k", "max_q", "max_k", "philox_seed", "philox_offset")
+    state = dict(zip(names, whole.state, strict=True))
+    found = aten._scaled_dot_product_flash_attention_backward(
+        *given, dropout_p=0.0, is_causal=True, scale=scale, **state
+    )
+    return list(found)
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The attention function of a layer of a head; without a mask, a window, or dropout."""
+    del module, attention_mask, options
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return unrolled_attention(query, key, value, scale=scale).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(UNROLLED, _attend)

@@ -1,0 +1,44 @@
+"""The benchmark of training gives every variant the same work."""
+
+from __future__ import annotations
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from benchmarks.training import VARIANTS, main
+
+TOY = ["--shape", "toy", "--length", "32", "--documents", "2", "--draft-vocab-size", "64"]
+TOY += ["--steps", "1", "--device", "cpu"]
+
+
+def test_eagle3(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "found.json"
+    names = ["ours", "ours:dense", "ours:recompute", "speculators", "speculators:head"]
+    results = main([*TOY, "--output", str(output), "--variants", *names])
+    assert set(names) < set(VARIANTS["eagle3"])
+    has_theirs = find_spec("speculators") is not None
+    assert [result.variant for result in results] == names[: 5 if has_theirs else 3]
+    if not has_theirs:
+        assert "speculators:head: speculators is not installed" in capsys.readouterr().out
+    for result in results:
+        # speculators also drafts from the end of a document into the next one of its row.
+        error = 0.02 if result.variant.startswith("speculators") else 1e-5
+        assert result.first_loss == pytest.approx(results[0].first_loss, rel=error)
+        assert result.tokens_per_second > 0
+        assert result.peak_bytes is None
+    written = json.loads(output.read_text())["results"]
+    assert [row["variant"] for row in written] == [result.variant for result in results]
+
+
+def test_dflash() -> None:
+    """Anchors are drawn anew by each trainer, and speculators averages what ours adds up."""
+    names = ["ours", "ours:recompute", "speculators"]
+    options = ["--algorithm", "dflash", "--ttt-steps", "3", "--anchors", "20"]
+    results = main([*TOY, *options, "--variants", *names])
+    assert len(results) == (3 if find_spec("speculators") is not None else 2)
+    assert results[0].first_loss == pytest.approx(results[1].first_loss, rel=1e-5)
+    for result in results[2:]:
+        assert 3 * result.first_loss == pytest.approx(results[0].first_loss, rel=0.1)
