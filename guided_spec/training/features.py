@@ -7,6 +7,9 @@ The format is that of the speculators library, so that either reads what the oth
 and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
 layers, where the file was written here. A file may hold more tokens than its row, such as the line
 end that a chat template writes behind the last answer: states do not depend on what follows them.
+
+With 8 bits a number ``hidden_states`` are e4m3, and ``hidden_states_scales`` float32 is what they
+have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculators' connector does.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -29,19 +32,56 @@ from guided_spec.models.target import capture_hidden
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 
 __all__ = [
+    "FeatureDtype",
     "Features",
     "KeptFeatures",
     "OnlineFeatures",
     "StoredFeatures",
     "feature_file",
+    "pad_states",
+    "read_states",
     "write_features",
+    "write_states",
 ]
 
-Features = Callable[[TrainingBatch], TargetStates]
-"""Where the target's states of a batch come from: the model itself, or files."""
+FeatureDtype = Literal["target", "fp8"]
+"""How files hold states: in the target's dtype, or in 8 bits with a scale each."""
 
 
-class OnlineFeatures:
+class Features(Protocol):
+    """Where the target's states of a batch come from: the model itself, files, or a server.
+
+    ahead: how many batches it is told of before they are asked for; 0 where that is of no use.
+    """
+
+    ahead: int
+
+    def __call__(self, batch: TrainingBatch) -> TargetStates:
+        """The states of ``batch``, on its device."""
+        ...
+
+    def begin(self, batch: TrainingBatch) -> None:
+        """Start on a batch that will be asked for; it returns at once."""
+        ...
+
+    def close(self) -> None:
+        """Nothing is asked for any more."""
+        ...
+
+
+class _Here:
+    """States of this process: they are read or computed when they are asked for."""
+
+    ahead = 0
+
+    def begin(self, batch: TrainingBatch) -> None:
+        """Nothing: the device is busy with the batch before."""
+
+    def close(self) -> None:
+        """Nothing: no connection is open."""
+
+
+class OnlineFeatures(_Here):
     """Runs the target's decoder over each batch; not its output head.
 
     target: on one device or spread over several; it is not changed.
@@ -76,6 +116,7 @@ class OnlineFeatures:
 
 
 DTYPES = ("BF16", "F16", "F32")
+STATES, SCALES, SMALL = "hidden_states", "hidden_states_scales", "F8_E4M3"
 REMAKE = "the data or the target has changed: pass another folder, or delete this one"
 
 
@@ -85,28 +126,105 @@ def feature_file(folder: Path, index: int) -> Path:
 
 
 def write_features(
-    folder: Path, batch: TrainingBatch, states: TargetStates, layers: Sequence[int]
+    folder: Path,
+    batch: TrainingBatch,
+    states: TargetStates,
+    layers: Sequence[int],
+    dtype: FeatureDtype = "target",
 ) -> None:
-    """Write one file for each document of the batch, in the dtype of ``states``.
-
-    A file appears whole or not at all. layers: those of ``states.aux``, for the header.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write one file for each document of the batch; see ``write_states``."""
     together = torch.cat([states.aux, states.last.unsqueeze(2)], 2).cpu()
     token_ids = batch.token_ids.cpu()
     rows = zip(batch.indices.tolist(), batch.lengths.tolist(), strict=True)
     for row, (index, length) in enumerate(rows):
-        tensors = {
-            "hidden_states": together[row, :length].contiguous(),
-            "token_ids": token_ids[row, :length].contiguous(),
-        }
-        path = feature_file(folder, index)
-        partial = path.with_suffix(f".{os.getpid()}.partial")
-        save_file(tensors, partial, metadata={"layers": _spell(layers)})
-        partial.replace(path)
+        own = together[row, :length], token_ids[row, :length]
+        write_states(feature_file(folder, index), *own, layers, dtype)
 
 
-class StoredFeatures:
+def write_states(
+    path: Path, states: Tensor, token_ids: Tensor, layers: Sequence[int], dtype: FeatureDtype
+) -> None:
+    """Write the file of a document, which appears whole or not at all.
+
+    states: [S, A + 1, H], on the CPU. token_ids: int64 [S]. layers: of the first A, for the header.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    tensors = {STATES: states.contiguous()}
+    if dtype == "fp8":
+        most = torch.finfo(torch.float8_e4m3fn).max
+        scales = (states.float().abs().amax(-1, keepdim=True) / most).clamp_min(1e-12)
+        tensors = {STATES: (states.float() / scales).to(torch.float8_e4m3fn), SCALES: scales}
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    tensors["token_ids"] = token_ids.contiguous()
+    save_file(tensors, partial, metadata={"layers": _spell(layers)})
+    partial.replace(path)
+
+
+def read_states(path: Path, token_ids: Tensor, layers: Sequence[int]) -> Tensor:
+    """Hidden states [S, A + 1, H] of a document's S tokens; those of 8 bits as bfloat16.
+
+    Raises ConfigError, naming the file, when it is missing or broken, or was made for other tokens
+    or layers.
+    """
+    with _opened(path, token_ids, layers) as file:
+        states: Tensor = file.get_slice(STATES)[: len(token_ids)]
+        if SCALES not in set(file.keys()):
+            return states
+        whole: Tensor = states.float() * file.get_slice(SCALES)[: len(token_ids)]
+        return whole.bfloat16()
+
+
+def pad_states(found: Sequence[Tensor], batch: TrainingBatch) -> TargetStates:
+    """The states [S, A + 1, H] of a batch's documents as it has them, on its device.
+
+    Raises ConfigError where they differ in width or dtype.
+    """
+    shape = (len(found), batch.token_ids.shape[1], *found[0].shape[1:])
+    together = torch.zeros(shape, dtype=found[0].dtype)
+    for row, states in enumerate(found):
+        if states.shape[2] != shape[3] or states.dtype != together.dtype:
+            name = f"hs_{int(batch.indices[row])}"
+            raise _wrong(name, "holds states of another width or dtype than its neighbours")
+        together[row, : len(states)] = states
+    moved = together.to(batch.token_ids.device, non_blocking=True)
+    return TargetStates(moved[:, :, :-1], moved[:, :, -1])
+
+
+@contextmanager
+def _opened(path: Path, token_ids: Tensor, layers: Sequence[int]) -> Iterator[Any]:
+    """The file of a document, which fits it and the layers."""
+    if not path.is_file():
+        raise ConfigError("features", str(path), "there is no such file; make it first")
+    try:
+        with safe_open(path, "pt") as file:
+            _check_file(path, file, token_ids, layers)
+            yield file
+    except SafetensorError as error:
+        raise _wrong(path, f"cannot be read: {error}") from error
+
+
+def _check_file(path: Path, file: Any, token_ids: Tensor, layers: Sequence[int]) -> None:
+    header = (file.metadata() or {}).get("layers", _spell(layers))
+    if header != _spell(layers):
+        raise _wrong(path, f"holds the layers {header}, expected {_spell(layers)}")
+    own = file.get_tensor("token_ids")
+    if not torch.equal(own[: len(token_ids)], token_ids):
+        raise _wrong(path, "holds other tokens than the dataset's row")
+    states, slots = file.get_slice(STATES), len(layers) + 1
+    shape, dtype = list(states.get_shape()), states.get_dtype()
+    if len(shape) != 3 or shape[:2] != [len(own), slots]:
+        expected = f"[{len(own)}, {slots}, H]"
+        raise _wrong(path, f"holds states {shape}, expected {expected}")
+    has_scales = SCALES in set(file.keys())
+    if dtype not in ((SMALL,) if has_scales else DTYPES):
+        problem = f"holds states of {dtype} {'with' if has_scales else 'without'} scales"
+        raise _wrong(path, f"{problem}; write them in bfloat16")
+    found = list(file.get_slice(SCALES).get_shape()) if has_scales else None
+    if found not in (None, [len(own), 1, 1], [len(own), slots, 1]):
+        raise _wrong(path, f"holds scales {found}, expected [{len(own)}, {slots}, 1]")
+
+
+class StoredFeatures(_Here):
     """Reads the states from files.
 
     layers: hidden states that the draft reads, in its order; the files must hold as many, and just
@@ -118,25 +236,18 @@ class StoredFeatures:
         self._layers = tuple(layers)
 
     def __call__(self, batch: TrainingBatch) -> TargetStates:
-        """The states of ``batch``, on its device, in the dtype of the files.
+        """The states of ``batch``, on its device, in the dtype of the files; bfloat16 of 8 bits.
 
-        Raises ConfigError, naming the file, when it is missing or broken, or was made for other
-        tokens or layers.
+        Raises ConfigError as ``read_states`` and ``pad_states`` do.
         """
         token_ids, lengths = batch.token_ids.cpu(), batch.lengths.tolist()
         found = [
-            self._read(index, token_ids[row, : lengths[row]])
+            read_states(
+                feature_file(self._folder, index), token_ids[row, : lengths[row]], self._layers
+            )
             for row, index in enumerate(batch.indices.tolist())
         ]
-        shape = (len(found), token_ids.shape[1], *found[0].shape[1:])
-        together = torch.zeros(shape, dtype=found[0].dtype)
-        for row, states in enumerate(found):
-            if states.shape[2] != shape[3] or states.dtype != together.dtype:
-                path = feature_file(self._folder, int(batch.indices[row]))
-                raise _wrong(path, "holds states of another width or dtype than its neighbours")
-            together[row, : len(states)] = states
-        moved = together.to(batch.token_ids.device, non_blocking=True)
-        return TargetStates(moved[:, :, :-1], moved[:, :, -1])
+        return pad_states(found, batch)
 
     def check(self, dataset: Any) -> bool:
         """Whether every row of ``dataset`` has its file.
@@ -147,54 +258,27 @@ class StoredFeatures:
         is_complete = True
         for row in dataset.select_columns(["index", "input_ids"]):
             index = int(row["index"])
-            if not feature_file(self._folder, index).is_file():
+            path = feature_file(self._folder, index)
+            if not path.is_file():
                 is_complete = False
                 continue
-            with self._opened(index, torch.from_numpy(np.asarray(row["input_ids"]))):
+            with _opened(path, torch.from_numpy(np.asarray(row["input_ids"])), self._layers):
                 pass
         return is_complete
 
-    def _read(self, index: int, token_ids: Tensor) -> Tensor:
-        """Hidden states [S, A + 1, H] of one document."""
-        with self._opened(index, token_ids) as file:
-            states: Tensor = file.get_slice("hidden_states")[: len(token_ids)]
-        return states
 
-    @contextmanager
-    def _opened(self, index: int, token_ids: Tensor) -> Iterator[Any]:
-        """The file of a document, which fits it and the layers."""
-        path = feature_file(self._folder, index)
-        if not path.is_file():
-            raise ConfigError("features", str(path), "there is no such file; make it first")
-        try:
-            with safe_open(path, "pt") as file:
-                self._check_file(path, file, token_ids)
-                yield file
-        except SafetensorError as error:
-            raise _wrong(path, f"cannot be read: {error}") from error
-
-    def _check_file(self, path: Path, file: Any, token_ids: Tensor) -> None:
-        header = (file.metadata() or {}).get("layers", _spell(self._layers))
-        if header != _spell(self._layers):
-            raise _wrong(path, f"holds the layers {header}, expected {_spell(self._layers)}")
-        own = file.get_tensor("token_ids")
-        if not torch.equal(own[: len(token_ids)], token_ids):
-            raise _wrong(path, "holds other tokens than the dataset's row")
-        states, slots = file.get_slice("hidden_states"), len(self._layers) + 1
-        shape, dtype = list(states.get_shape()), states.get_dtype()
-        if len(shape) != 3 or shape[:2] != [len(own), slots]:
-            expected = f"[{len(own)}, {slots}, H]"
-            raise _wrong(path, f"holds states {shape}, expected {expected}")
-        if dtype not in DTYPES:
-            raise _wrong(path, f"holds states of {dtype}; write them in bfloat16")
-
-
-class KeptFeatures:
+class KeptFeatures(_Here):
     """Reads the states of the batches that have files; computes and writes those of the others."""
 
-    def __init__(self, folder: Path, layers: Sequence[int], compute: Features) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: Sequence[int],
+        compute: Callable[[TrainingBatch], TargetStates],
+        dtype: FeatureDtype = "target",
+    ) -> None:
         self._folder, self._layers = folder, tuple(layers)
-        self._compute = compute
+        self._compute, self._dtype = compute, dtype
         self._stored = StoredFeatures(folder, layers)
 
     def __call__(self, batch: TrainingBatch) -> TargetStates:
@@ -203,7 +287,7 @@ class KeptFeatures:
         if all(feature_file(self._folder, index).is_file() for index in indices):
             return self._stored(batch)
         states = self._compute(batch)
-        write_features(self._folder, batch, states, self._layers)
+        write_features(self._folder, batch, states, self._layers, self._dtype)
         return states
 
 
@@ -211,5 +295,5 @@ def _spell(layers: Sequence[int]) -> str:
     return " ".join(map(str, layers)) or "none"
 
 
-def _wrong(path: Path, problem: str) -> ConfigError:
+def _wrong(path: Path | str, problem: str) -> ConfigError:
     return ConfigError("features", str(path), f"{problem}; {REMAKE}")

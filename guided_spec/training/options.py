@@ -61,6 +61,14 @@ class TrainOptions:
         "Folder of the target's hidden states; what is missing there is written to it.",
         default=None,
     )
+    feature_dtype: Literal["target", "fp8"] = option(
+        "How they are written: in the target's dtype, or in 8 bits with a scale each.",
+        default="target",
+    )
+    features_url: str | None = option(
+        "Who makes them: a vLLM server that extracts them, such as http://host:8000/v1.",
+        default=None,
+    )
     epochs: int = option("Passes over the documents.", default=1)
     max_steps: int | None = option("Optimizer steps at most.", default=None)
     batch_tokens: int = option("Tokens of a batch, padding included, on one device.", default=8192)
@@ -127,6 +135,9 @@ class TrainOptions:
         if self.regenerate_url is not None:
             fix = "is of use with regenerate alone; pass that too"
             _require(self.regenerate, "regenerate_url", self.regenerate_url, fix)
+        if self.feature_dtype != "target":
+            fix = "is how files are written: name their folder by features"
+            _require(self.features is not None, "feature_dtype", self.feature_dtype, fix)
         for name in self.tracker:
             _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
         _require(bool(self.project), "project", self.project, "must not be empty")

@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -52,6 +52,7 @@ from guided_spec.training.features import (
 from guided_spec.training.options import TrainOptions, read_device_map
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
+from guided_spec.training.served_features import ServedFeatures
 from guided_spec.training.trainer import (
     Trainer,
     TrainingResult,
@@ -319,9 +320,10 @@ def _run(
         **algorithm_options,
     )
     shard_layers(accelerator, model.layers)
-    features = _features(options, target, tuple(model.feature_layers), corpus)
-    trainer = Trainer(accelerator, model, features, corpus.batches(accelerator), forward, options)
-    result = trainer.run(Path(options.output))
+    with closing(_features(options, target, tuple(model.feature_layers), corpus)) as features:
+        data = corpus.batches(accelerator)
+        trainer = Trainer(accelerator, model, features, data, forward, options)
+        result = trainer.run(Path(options.output))
     trainer.export(Path(options.output))
     report = _report(options, algorithm_options, result, tuple(model.layouts))
     if accelerator.is_main_process:
@@ -372,7 +374,8 @@ def _algorithm(options: TrainOptions) -> Any:
 
 def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
     """All of the target, or its ends alone where nothing but them may be needed."""
-    if options.features is not None and not options.regenerate and not options.decode_limit:
+    may_be_absent = options.features is not None or options.features_url is not None
+    if may_be_absent and not options.regenerate and not options.decode_limit:
         try:
             return load_ends(
                 options.target,
@@ -411,15 +414,19 @@ def _features(
 ) -> Features:
     """Raises ConfigError for files of other documents or layers."""
     if options.features is None:
+        if options.features_url is not None:
+            return ServedFeatures(options.features_url, layers)
         return OnlineFeatures(target, layers)
     folder = Path(options.features)
     stored = StoredFeatures(folder, layers)
     complete = [stored.check(dataset) for dataset in (corpus.train, corpus.heldout)]
     if all(complete):
         return stored
+    if options.features_url is not None:
+        return ServedFeatures(options.features_url, layers, folder, options.feature_dtype)
     if not has_layers(target):  # it is, after all, needed
         target = _load_target(options, target.device)
-    return KeptFeatures(folder, layers, OnlineFeatures(target, layers))
+    return KeptFeatures(folder, layers, OnlineFeatures(target, layers), options.feature_dtype)
 
 
 def _report(

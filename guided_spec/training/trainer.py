@@ -17,7 +17,8 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -424,7 +425,7 @@ class Trainer:
         while progress.step < self.total_steps:
             loader.batch_sampler.set_epoch(progress.epoch)
             loader.batch_sampler.skip(progress.batch)
-            for batch in loader:
+            for batch in _looked_ahead(loader, self._features):
                 progress.batch += 1
                 yield batch.to(self._accelerator.device)
                 if progress.step == self.total_steps:
@@ -531,6 +532,17 @@ class Trainer:
             return {}
         loader.batch_sampler.set_epoch(0)
         return evaluate(self._accelerator, self.model, self._features, loader, self._forward[1])
+
+
+def _looked_ahead(loader: Iterable[TrainingBatch], features: Features) -> Iterator[TrainingBatch]:
+    """The same batches, each begun while at most ``features.ahead`` before it are waiting."""
+    waiting: deque[TrainingBatch] = deque()
+    for batch in loader:
+        features.begin(batch)
+        waiting.append(batch)
+        if len(waiting) > features.ahead:
+            yield waiting.popleft()
+    yield from waiting
 
 
 def _local(parameter: Tensor) -> Tensor:

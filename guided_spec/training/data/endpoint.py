@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -83,6 +83,17 @@ class Endpoint:
                 raise completion.error
         return [RequestOutput(at, (completion,)) for at, completion in enumerate(completions)]
 
+    def complete(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """What the server answers to the body of a completion by its model.
+
+        Raises RequestError, with its reason, where it refuses, and ConfigError without an answer.
+        """
+        reply = self._send("POST", f"{self.url}/completions", {"model": self._model, **body})
+        if reply.is_error:
+            raise RequestError(f"the server answers with {reply.status_code}: {reply.text:.500}")
+        answer: dict[str, Any] = reply.json()
+        return answer
+
     def metrics(self) -> str:
         """What the server says at ``/metrics``, which stands beside ``/v1``.
 
@@ -111,18 +122,17 @@ class Endpoint:
         return name
 
     def _complete(self, prompt_ids: Sequence[int], params: SamplingParams) -> Completion:
-        body = {"model": self._model, "prompt": list(prompt_ids), **_sent(params)}
+        body = {"prompt": list(prompt_ids), **_sent(params)}
         grammar = body.pop("grammar")
         try:
             if grammar is not None:
                 body["structured_outputs"] = _structured(grammar)
         except ConfigError as error:
             return Completion("", [], "error", error, RequestStats())
-        reply = self._send("POST", f"{self.url}/completions", body)
-        if reply.is_error:
-            fault = RequestError(f"the server answers with {reply.status_code}: {reply.text:.500}")
+        try:
+            answer = self.complete(body)
+        except RequestError as fault:
             return Completion("", [], "error", fault, RequestStats())
-        answer = reply.json()
         choice, usage = answer["choices"][0], answer["usage"]
         stats = RequestStats(usage["prompt_tokens"], usage["completion_tokens"])
         if choice["finish_reason"] == "stop":
