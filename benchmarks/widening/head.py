@@ -1,8 +1,8 @@
-"""An EAGLE-3 head widened with its target: the same drafts, at the cost of a large head."""
+"""An EAGLE-3 or P-EAGLE head widened with its target: the same drafts, at a large head's cost."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,11 +24,11 @@ from benchmarks.widening.shape import (
     shape_of,
 )
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
 from guided_spec.models.heads.eagle3 import LAYER_IDS, Eagle3Head
 from guided_spec.models.heads.export import rope_fields
 
-__all__ = ["head_config", "head_tensors"]
+__all__ = ["aux_layers", "head_carrier", "head_config", "head_tensors", "wide_fusion"]
 
 FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 
@@ -43,7 +43,8 @@ def head_config(head: Eagle3Head, target: Widening) -> dict[str, Any]:
     wide, config = how.wide, head.config
     rope = config.rope_parameters
     theta = rope_theta(rope["rope_theta"], how.small.head_dim, wide.head_dim)
-    layers = _aux_layers(head, target)
+    layers = aux_layers(head.aux_hidden_layers, target)
+    mask = head.layout.mask_token_id
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -62,6 +63,7 @@ def head_config(head: Eagle3Head, target: Widening) -> dict[str, Any]:
             "norm_before_fc": False,
             LAYER_IDS: [index - 1 for index in layers],
         },
+        **({} if mask is None else {"ptd_token_id": mask}),
     }
 
 
@@ -72,7 +74,9 @@ def head_tensors(head: Eagle3Head, target: Widening) -> Iterator[WideTensor]:
     """
     how = _widening(head, target)
     weights: dict[str, Tensor] = head.state_dict()
-    yield _fusion(weights["fc.weight"], how, len(head.aux_hidden_layers))
+    yield wide_fusion(weights["fc.weight"], how, len(head.aux_hidden_layers))
+    if head.mask_hidden is not None:
+        yield _mask(head.mask_hidden, how, len(head.aux_hidden_layers))
     for index in range(len(head.layers)):
         source = f"layers.{index}."
         found = {n.removeprefix(source): w for n, w in weights.items() if n.startswith(source)}
@@ -88,7 +92,7 @@ def head_tensors(head: Eagle3Head, target: Widening) -> Iterator[WideTensor]:
     yield from _vocabulary(_checked_vocabulary(head), how.wide)
 
 
-def _fusion(weight: Tensor, how: Widening, count: int) -> WideTensor:
+def wide_fusion(weight: Tensor, how: Widening, count: int) -> WideTensor:
     """[h, n * h] to [H, n * H]; the constant of the first hidden state is handed on."""
     small, wide = how.small.hidden_size, how.wide.hidden_size
     channel = how.carrier.channel
@@ -100,6 +104,20 @@ def _fusion(weight: Tensor, how: Widening, count: int) -> WideTensor:
             blocks[channel, 0, channel] = 1.0
 
     return WideTensor("fc.weight", (wide, count * wide), fill)
+
+
+def _mask(hidden: Tensor, how: Widening, count: int) -> WideTensor:
+    """[n * h] to [1, 1, n * H]; it stands for hidden states, so it has their constant."""
+    small, wide = how.small.hidden_size, how.wide.hidden_size
+    channel, value = how.carrier.channel, how.carrier.value
+
+    def fill(out: Tensor) -> None:
+        blocks = out.view(count, wide)
+        blocks[:, :small] = hidden.view(count, small).to(out.device, out.dtype)
+        if channel >= 0:
+            blocks[:, channel] = value
+
+    return WideTensor(MASK, (1, 1, count * wide), fill)
 
 
 def _vocabulary(vocabulary: DraftVocabulary, wide: Shape) -> Iterator[WideTensor]:
@@ -134,9 +152,13 @@ def _widening(head: Eagle3Head, target: Widening) -> Widening:
     if not 0 <= added <= room:
         fix = f"must be {len(vocabulary)} to {len(vocabulary) + room}: padding for padding"
         raise ConfigError("draft_vocab_size", target.wide.draft_vocab_size, fix)
-    eps, carrier = head.config.rms_norm_eps, target.carrier
-    widths = (small.hidden_size, target.wide.hidden_size)
-    return Widening(small, target.wide, Carrier.between(*widths, eps, carrier.value))
+    return Widening(small, target.wide, head_carrier(head.config, target))
+
+
+def head_carrier(config: Any, target: Widening) -> Carrier:
+    """Of a head whose layers have ``config``, with the constant that its target has."""
+    widths = (config.hidden_size, target.wide.hidden_size)
+    return Carrier.between(*widths, config.rms_norm_eps, target.carrier.value)
 
 
 def _checked_vocabulary(head: Eagle3Head) -> DraftVocabulary:
@@ -147,7 +169,8 @@ def _checked_vocabulary(head: Eagle3Head) -> DraftVocabulary:
     return head.vocabulary
 
 
-def _aux_layers(head: Eagle3Head, target: Widening) -> list[int]:
+def aux_layers(layers: Sequence[int], target: Widening) -> list[int]:
+    """Where the target's layers, whose inputs a head reads, stand in the widened one."""
     small, wide = target.small.num_hidden_layers, target.wide.num_hidden_layers
     places = (*place_layers(small, wide), wide)
-    return [places[index] for index in head.aux_hidden_layers]
+    return [places[index] for index in layers]

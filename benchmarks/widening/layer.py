@@ -25,6 +25,8 @@ __all__ = [
 # finite in bfloat16. It would overflow float16.
 PENALTY = -(2.0**24)
 
+HEAD_NORMS = ("self_attn.q_norm", "self_attn.k_norm")  # of Qwen3's layers
+
 Sizes = tuple[int, ...]
 
 
@@ -47,6 +49,17 @@ class Widening(NamedTuple):
     small: Shape
     wide: Shape
     carrier: Carrier
+
+    @property
+    def head_scale(self) -> float:
+        """What queries and keys that are normed are multiplied with before.
+
+        A norm over a head of D dimensions divides by sqrt(sum(x^2) / D + eps'), with the eps' of
+        the layers' norms. So scaled, that is the small one's up to a factor in the norm's weight.
+        """
+        small, wide, carrier = self.small, self.wide, self.carrier
+        eps = (wide.hidden_size * carrier.eps + carrier.value**2) / small.hidden_size
+        return math.sqrt(carrier.eps * wide.head_dim / (small.head_dim * eps))
 
 
 def wide_rows(name: str, rows: Tensor, size: int, how: Widening, *, is_output: bool) -> WideTensor:
@@ -82,11 +95,12 @@ def wide_norm(name: str, weight: Tensor, how: Widening, *, keeps_constant: bool)
 def wide_layer(
     prefix: str, tensors: Mapping[str, Tensor], how: Widening, *, num_inputs: int = 1
 ) -> Iterator[WideTensor]:
-    """A Llama layer, by the names behind ``prefix``; norms by whatever names they have.
+    """A layer of Llama's or Qwen3's, by the names behind ``prefix``; norms by whatever names.
 
     num_inputs: how many vectors the attention reads side by side: two in EAGLE-3's first layer.
     """
-    for name, shape, big, small, scale in _matrices(how, num_inputs):
+    is_normed = f"{HEAD_NORMS[0]}.weight" in tensors
+    for name, shape, big, small, scale in _matrices(how, num_inputs, is_normed=is_normed):
         weight = tensors[f"{name}.weight"]
 
         def fill(
@@ -100,14 +114,27 @@ def wide_layer(
 
         yield WideTensor(f"{prefix}{name}.weight", shape, fill)
     for name, weight in tensors.items():
-        if weight.dim() == 1:
+        if name.removesuffix(".weight") in HEAD_NORMS:
+            yield _head_norm(f"{prefix}{name}", weight, how, is_query=HEAD_NORMS[0] in name)
+        elif weight.dim() == 1:
             yield wide_norm(f"{prefix}{name}", weight, how, keeps_constant=False)
+
+
+def _head_norm(name: str, weight: Tensor, how: Widening, *, is_query: bool) -> WideTensor:
+    """A norm's weight [d] to [D], each half by itself; the query's makes up for sqrt(D) too."""
+    small, wide = how.small.head_dim, how.wide.head_dim
+    scale = 1.0 if is_query else math.sqrt(small / wide)
+
+    def fill(out: Tensor) -> None:
+        _put(out, weight.float() * scale, (2, wide // 2), (2, small // 2))
+
+    return WideTensor(name, (wide,), fill)
 
 
 def empty_layer(prefix: str, wide: Shape) -> Iterator[WideTensor]:
     """A layer of zeros, which adds nothing to the residual stream and costs as much as any."""
     how = Widening(wide, wide, Carrier(-1, 0.0, 0.0, 1.0))
-    for name, shape, *_ in _matrices(how, 1):
+    for name, shape, *_ in _matrices(how, 1, is_normed=False):
         yield WideTensor(f"{prefix}{name}.weight", shape, _nothing)
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield WideTensor(f"{prefix}{name}.weight", (wide.hidden_size,), _nothing)
@@ -127,16 +154,18 @@ class _Matrix(NamedTuple):
     scale: float = 1.0
 
 
-def _matrices(how: Widening, num_inputs: int) -> tuple[_Matrix, ...]:
+def _matrices(how: Widening, num_inputs: int, *, is_normed: bool) -> tuple[_Matrix, ...]:
     """Every matrix of a layer, and how its blocks lie.
 
     The new heads, and the new dimensions of a head, are zero. Rotary embeddings turn dimension i
     with i + D / 2: so the halves of a head are padded each by itself. Scores are divided by sqrt(D)
-    instead of sqrt(d), which the queries make up for.
+    instead of sqrt(d), which the queries make up for, or their norm where ``is_normed``.
     """
     big_in, small_in = ((num_inputs, s.hidden_size) for s in (how.wide, how.small))
     big, small = (_Heads.of(s) for s in (how.wide, how.small))
-    correction = math.sqrt(how.wide.head_dim / how.small.head_dim)
+    query_scale, key_scale = math.sqrt(how.wide.head_dim / how.small.head_dim), 1.0
+    if is_normed:
+        query_scale = key_scale = how.head_scale
     width = how.wide.hidden_size
     columns, queries, keys = num_inputs * width, math.prod(big), big.pairs * big.dim
     up, small_up = ((s.intermediate_size, s.hidden_size) for s in (how.wide, how.small))
@@ -147,13 +176,14 @@ def _matrices(how: Widening, num_inputs: int) -> tuple[_Matrix, ...]:
             (queries, columns),
             (big.pairs, big.each, *big_halves, *big_in),
             (small.pairs, small.each, *small_halves, *small_in),
-            correction,
+            query_scale,
         ),
         _Matrix(
             "self_attn.k_proj",
             (keys, columns),
             (big.pairs, *big_halves, *big_in),
             (small.pairs, *small_halves, *small_in),
+            key_scale,
         ),
         _Matrix(
             "self_attn.v_proj",

@@ -26,6 +26,7 @@ import typer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.widening.block import block_config, block_tensors
 from benchmarks.widening.files import write_safetensors
 from benchmarks.widening.head import head_config, head_tensors
 from benchmarks.widening.layer import (
@@ -50,10 +51,12 @@ from guided_spec.cli.console import failures_as_messages, print_json
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 
-__all__ = ["WideFolders", "main", "write_wide"]
+__all__ = ["WideFolders", "main", "write_wide", "write_wide_head"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -95,9 +98,37 @@ def write_wide(
     if eagle3 is None:
         return WideFolders(folder, None)
     head = Eagle3Head.from_checkpoint(Checkpoint.open(eagle3), model)
-    beside = _folder(output / "eagle3", {**head_config(head, how), "torch_dtype": _name(dtype)})
-    write_safetensors(beside, head_tensors(head, how), dtype)
-    return WideFolders(folder, beside)
+    return WideFolders(folder, _write_head(output / "eagle3", head, how, dtype))
+
+
+def write_wide_head(
+    output: Path,
+    source: str | Path,
+    *,
+    target: str | Path | None = None,
+    shape: Shape = LLAMA_8B,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write the head in ``source`` into ``output``, widened with its target to ``shape``.
+
+    source: the folder of an EAGLE-3, P-EAGLE, DFlash or DSpark head; others as for ``write_wide``,
+    which raises the same.
+    """
+    model = load_model(Path(target or bundled_asset("target")), device="cpu", dtype=torch.float32)
+    method = find_method(source, model)
+    kinds = {"eagle3": Eagle3Head, "p_eagle": Eagle3Head, "dflash": BlockHead, "dspark": BlockHead}
+    if method not in kinds:
+        raise ConfigError("source", source, f"must be a head of {', '.join(kinds)}, found {method}")
+    head = kinds[method].from_checkpoint(Checkpoint.open(source), model)
+    return _write_head(output, head, _widening(model, shape), dtype)
+
+
+def _write_head(output: Path, head: Any, how: Widening, dtype: torch.dtype) -> Path:
+    is_block = isinstance(head, BlockHead)
+    config, tensors = (block_config, block_tensors) if is_block else (head_config, head_tensors)
+    folder = _folder(output, {**config(head, how), "torch_dtype": _name(dtype)})
+    write_safetensors(folder, tensors(head, how), dtype)
+    return folder
 
 
 def _widening(model: PreTrainedModel, shape: Shape) -> Widening:

@@ -70,18 +70,19 @@ class Carrier(NamedTuple):
         return cls(small, value, (small * eps - value**2) / wide, scale)
 
 
-def shape_of(config: Any) -> Shape:
+def shape_of(config: Any, kind: str = "llama") -> Shape:
     """The sizes in a Llama's configuration; ``draft_vocab_size`` is its vocabulary.
 
-    Raises ModelError for a model that is no plain Llama: biases, another rotary embedding.
+    kind: "qwen3" for the layers of a block head. Raises ModelError for a model that is not plain:
+    of another kind, with biases, with another rotary embedding.
     """
     rope = dict(getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
     found = {"model_type": config.model_type, "rope_type": rope}
     biases = ("attention_bias", "mlp_bias")
     found |= {name: bool(getattr(config, name, False)) for name in biases}
-    expected = {"model_type": "llama", "rope_type": "default", **dict.fromkeys(biases, False)}
+    expected = {"model_type": kind, "rope_type": "default", **dict.fromkeys(biases, False)}
     if found != expected:
-        raise ModelError(f"widening: expected {expected}, found {found}; pass a plain Llama")
+        raise ModelError(f"widening: expected {expected}, found {found}; pass a plain {kind}")
     sizes = {name: getattr(config, name) for name in Shape._fields[:-1]}
     return Shape(**sizes, draft_vocab_size=config.vocab_size)
 

@@ -10,6 +10,9 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from benchmarks.widening.shape import Shape
+from guided_spec.models.heads.block.candidates import MarkovShape
+from guided_spec.models.heads.block.layout import BlockLayout
+from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
@@ -17,7 +20,7 @@ from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_model
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
-__all__ = ["SMALL", "Folders", "small_target", "write_small"]
+__all__ = ["SMALL", "Folders", "small_target", "write_small", "write_small_block"]
 
 SMALL = Shape(32, 3, 4, 2, 8, 48, VOCAB_SIZE, 1024, 200)
 HEAD_SHAPE = HeadShape(1, 4, 2, 12, 40)  # another head size than the target's
@@ -41,6 +44,28 @@ def write_small(folder: Path) -> Folders:
     head = small_head(model)
     save_head(head, folders.eagle3, layout="safeailab", target=model, dtype=torch.float32)
     return folders
+
+
+def write_small_block(folder: Path, method: str, target: PreTrainedModel) -> Path:
+    """A random head of ``method``, which drafts five tokens at once, in float32."""
+    torch.manual_seed(2)
+    head: Any
+    where: dict[str, Any] = {"target": target, "dtype": torch.float32}
+    if method == "p_eagle":
+        scored: Any = {"aux_hidden_layers": (1, 2, 3), "draft_vocab_size": 200}
+        masked = Eagle3Layout.fresh(target, HEAD_SHAPE, **scored).with_masks(7)
+        vocabulary = DraftVocabulary(torch.arange(200) * 2, VOCAB_SIZE)
+        head = Eagle3Head.fresh(target, vocabulary=vocabulary, layout=masked)
+        layout_name = "safeailab"
+    else:
+        sizes: Any = {"width": 5, "aux_hidden_layers": (1, 2), "mask_token_id": 7}
+        block = BlockLayout.fresh(target, HEAD_SHAPE._replace(num_layers=2), **sizes)
+        if method == "dspark":
+            block = block.with_markov(MarkovShape(6, "gated"), confidence=True)
+        head = BlockHead.fresh(target, layout=block)
+        layout_name = "deepseek" if method == "dspark" else "zlab"
+    save_head(_randomize(head), folder, layout=layout_name, **where)
+    return folder
 
 
 def small_target(**options: Any) -> LlamaForCausalLM:

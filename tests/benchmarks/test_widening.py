@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from benchmarks.widening.files import write_safetensors
 from benchmarks.widening.layer import WideTensor
-from benchmarks.widening.models import WideFolders, main, write_wide
+from benchmarks.widening.models import WideFolders, main, write_wide, write_wide_head
 from benchmarks.widening.shape import (
     LLAMA_8B,
     Carrier,
@@ -33,9 +33,10 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.evaluate.workload import load_workload
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.eagle3 import LAYER_IDS
+from guided_spec.models.heads.loading import load_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.types import SamplingParams
-from tests.benchmarks.small_llama import SMALL, small_target, write_small
+from tests.benchmarks.small_llama import SMALL, small_target, write_small, write_small_block
 from tests.tiny_llm import VOCAB_SIZE
 
 # Every size grows, and the head size by no whole factor for the draft head.
@@ -109,6 +110,56 @@ def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float
         found.append([(t.token_ids, t.stats.drafted, t.stats.accepted) for t in texts])
     assert found[0] == found[1]
     assert all(sum(drafted) > 0 for _, drafted, _ in found[0])
+
+
+@pytest.mark.parametrize("method", ["p_eagle", "dflash", "dspark"])
+def test_the_same_drafts_of_blocks(pair: Pair, method: str, tmp_path: Path) -> None:
+    small = load_model(pair.target, device="cpu")
+    before = write_small_block(tmp_path / "small", method, small)
+    where: dict[str, Any] = {"target": pair.target, "dtype": torch.float32}
+    after = write_wide_head(tmp_path / "wide", before, shape=WIDE, **where)
+    grammar = GrammarSpec.regex("[a-z ]{30,40}")
+    params = SamplingParams(max_tokens=24, temperature=0.0, seed=5, ignore_eos=True)
+    constrained = replace(params, ignore_eos=False, grammar=grammar, complete=False)
+    found = []
+    for target, head in ((pair.target, before), (pair.wide.target, after)):
+        options = {"draft": str(head), "device": "cpu", "max_model_len": 128}
+        with LLM(str(target), "auto", 5, **options) as llm:
+            assert llm.proposer == method
+            outputs = llm.generate(["The cat", "A dog"], [params, constrained])
+        texts = [output.completions[0] for output in outputs]
+        found.append([(t.token_ids, t.stats.drafted, t.stats.accepted) for t in texts])
+    assert found[0] == found[1]
+    assert all(sum(drafted) > 0 for _, drafted, _ in found[0])
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark"])
+def test_the_same_outputs_of_blocks(pair: Pair, method: str, tmp_path: Path) -> None:
+    targets = [load_model(path, device="cpu") for path in (pair.target, pair.wide.target)]
+    folders = [write_small_block(tmp_path / "small", method, targets[0])]
+    where: dict[str, Any] = {"target": pair.target, "dtype": torch.float32}
+    folders.append(write_wide_head(tmp_path / "wide", folders[0], shape=WIDE, **where))
+    ids = torch.arange(30, 50)[None]
+    scored = []
+    for target, folder in zip(targets, folders, strict=True):
+        head: Any = load_head(method, folder, target)
+        with torch.inference_mode():
+            states = target(ids, output_hidden_states=True).hidden_states
+            aux = torch.cat([states[layer] for layer in head.aux_hidden_layers], -1)
+            blocks = head.train_blocks(ids[:, 10:12], torch.tensor([[10, 11]]), 5, aux)
+            outputs = blocks.flatten(0, -2)
+            logits = head.logits(outputs)
+            if head.transition is not None:
+                logits = head.transition.step(logits, outputs, ids[0, 5:15])
+        scored.append(logits)
+    assert scored[0].std() > 0.1
+    torch.testing.assert_close(scored[1][:, :VOCAB_SIZE], scored[0], atol=TOLERANCE, rtol=0)
+    assert scored[1].argmax(-1).max() < VOCAB_SIZE
+
+
+def test_a_head_of_another_kind_is_refused(pair: Pair, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a head of eagle3, p_eagle, dflash, dspark"):
+        write_wide_head(tmp_path, pair.target, target=pair.target, shape=WIDE)
 
 
 def test_the_padded_draft_vocabulary(pair: Pair) -> None:
