@@ -25,7 +25,7 @@ from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["main"]
+__all__ = ["main", "verify_seconds"]
 
 WIDEST = 64  # tokens a row
 
@@ -86,7 +86,7 @@ def main(
         for batch in map(int, batch_sizes.split(",")):
             memory = _memory(subject.form, batch, context)
             for width in map(int, tokens.split(",")):
-                seconds = _forward(subject, memory, (batch, width), context)
+                seconds = _forward(subject.form, memory, (batch, width), context)
                 floor = _bytes_read(subject.model, batch * width) / bandwidth
                 shown = [f"{seconds * 1e3:.2f}", f"{floor * 1e3:.2f}", f"{seconds / floor:.2f}"]
                 table.add_row(name, str(batch), str(width), *shown)
@@ -146,10 +146,18 @@ def _memory(form: PackedForm, batch: int, context: int) -> list[KeyValues]:
     ]
 
 
+def verify_seconds(form: PackedForm, size: tuple[int, int], context: int) -> float:
+    """Median seconds of a forward and its output head; as a CUDA graph where there are any.
+
+    size: rows, and tokens of each, ``WIDEST`` at most. context: tokens that each row holds.
+    """
+    return _forward(form, _memory(form, size[0], context), size, context)
+
+
 def _forward(
-    subject: Subject, memory: Sequence[KeyValues], size: tuple[int, int], context: int
+    form: PackedForm, memory: Sequence[KeyValues], size: tuple[int, int], context: int
 ) -> float:
-    device, decoder = memory[0].keys.device, subject.form.decoder
+    device, decoder = memory[0].keys.device, form.decoder
     batch, width = size
     token_ids = torch.arange(batch * width, device=device)
     places = places_of([context] * batch, width, context + WIDEST, device)

@@ -191,9 +191,18 @@ class Origin(NamedTuple):
     @classmethod
     def here(cls, command: str) -> Origin:
         """This machine, today."""
-        versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in PACKAGES)
+        found = ((name, _version(name)) for name in PACKAGES)
+        versions = ", ".join(f"{name} {version}" for name, version in found)
         machine = f"{platform.processor() or platform.machine()}, {platform.system()}"
         return cls(command, machine, versions, datetime.date.today().isoformat())
+
+
+def _version(package: str) -> str:
+    """What is installed; a clone on the path is not."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
 
 
 def draw_all(

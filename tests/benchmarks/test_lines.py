@@ -38,7 +38,7 @@ def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     subject = forwards._subject(name, 2, 40 + forwards.WIDEST, CPU, "packed")
     memory = forwards._memory(subject.form, 3, 40)
     before = [layer.keys.clone() for layer in memory]
-    assert forwards._forward(subject, memory, (3, 5), 40) > 0
+    assert forwards._forward(subject.form, memory, (3, 5), 40) > 0
     for layer, old in zip(memory, before, strict=True):
         written = (layer.keys != old).any(-1).any(1)
         assert written.sum() == 3 * 5  # and nowhere twice
