@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError
@@ -36,6 +36,7 @@ __all__ = [
     "Features",
     "KeptFeatures",
     "OnlineFeatures",
+    "SplitFeatures",
     "StoredFeatures",
     "feature_file",
     "pad_states",
@@ -224,6 +225,47 @@ def _check_file(path: Path, file: Any, token_ids: Tensor, layers: Sequence[int])
         raise _wrong(path, f"holds scales {found}, expected [{len(own)}, {slots}, 1]")
 
 
+class SplitFeatures(_Here):
+    """Runs a target of which each process holds a part of every layer: tensor parallel.
+
+    All processes run the batch of each of them in turn, and every one keeps the states of its own:
+    all have to call it, as often. Of its arguments the batches may differ, shapes included.
+    """
+
+    def __init__(self, target: PreTrainedModel, layers: tuple[int, ...]) -> None:
+        self._online = OnlineFeatures(target, layers)
+
+    def __call__(self, batch: TrainingBatch) -> TargetStates:
+        """The states of ``batch``, on its device, in the target's dtype."""
+        own = TargetStates(torch.empty(0), torch.empty(0))
+        for turn in range(distributed.get_world_size()):
+            token_ids = _shared(batch.token_ids, turn)
+            states = self._online(
+                batch._replace(token_ids=token_ids, lengths=_shared(batch.lengths, turn))
+            )
+            if turn == distributed.get_rank():
+                own = states
+        return own
+
+    @staticmethod
+    def any_of_all(is_so: bool) -> bool:  # noqa: FBT001 - as the builtin takes it
+        """Whether it is so in any process; all have to call it."""
+        device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+        found = torch.tensor([is_so], dtype=torch.int64, device=device)
+        distributed.all_reduce(found, distributed.ReduceOp.MAX)
+        return bool(found)
+
+
+def _shared(tensor: Tensor, turn: int) -> Tensor:
+    """What process ``turn`` has, int64 and of as many dimensions as here."""
+    shape = torch.tensor(tensor.shape, device=tensor.device)
+    distributed.broadcast(shape, turn)
+    mine = turn == distributed.get_rank()
+    found = tensor.contiguous() if mine else tensor.new_empty(shape.tolist())
+    distributed.broadcast(found, turn)
+    return found
+
+
 class StoredFeatures(_Here):
     """Reads the states from files.
 
@@ -268,7 +310,11 @@ class StoredFeatures(_Here):
 
 
 class KeptFeatures(_Here):
-    """Reads the states of the batches that have files; computes and writes those of the others."""
+    """Reads the states of the batches that have files; computes and writes those of the others.
+
+    agree: whether they are computed, by whether they have to be; of several processes that compute
+        together, whether any of them has to.
+    """
 
     def __init__(
         self,
@@ -276,15 +322,17 @@ class KeptFeatures(_Here):
         layers: Sequence[int],
         compute: Callable[[TrainingBatch], TargetStates],
         dtype: FeatureDtype = "target",
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         self._folder, self._layers = folder, tuple(layers)
-        self._compute, self._dtype = compute, dtype
+        self._compute, self._dtype, self._agree = compute, dtype, agree
         self._stored = StoredFeatures(folder, layers)
 
     def __call__(self, batch: TrainingBatch) -> TargetStates:
         """The states of ``batch``. Raises ConfigError as ``StoredFeatures`` does."""
         indices = batch.indices.tolist()
-        if all(feature_file(self._folder, index).is_file() for index in indices):
+        has_files = all(feature_file(self._folder, index).is_file() for index in indices)
+        if not self._agree(not has_files):
             return self._stored(batch)
         states = self._compute(batch)
         write_features(self._folder, batch, states, self._layers, self._dtype)

@@ -112,6 +112,9 @@ class TrainOptions:
         "Spread the target over devices: auto, or JSON that maps its modules to devices.",
         default=None,
     )
+    tensor_parallel: bool = option(
+        "Split each layer of the target over the processes of torchrun.", default=False
+    )
     trust_remote_code: bool = option("Run code that the target's repository brings.", default=False)
     workers: int = option("Processes that prepare batches; 0: none but the trainer.", default=2)
 
@@ -135,6 +138,8 @@ class TrainOptions:
         if self.regenerate_url is not None:
             fix = "is of use with regenerate alone; pass that too"
             _require(self.regenerate, "regenerate_url", self.regenerate_url, fix)
+        if self.tensor_parallel:
+            self._check_split()
         if self.feature_dtype != "target":
             fix = "is how files are written: name their folder by features"
             _require(self.features is not None, "feature_dtype", self.feature_dtype, fix)
@@ -142,6 +147,16 @@ class TrainOptions:
             _require(name in TRACKERS, "tracker", name, f"must be one of {', '.join(TRACKERS)}")
         _require(bool(self.project), "project", self.project, "must not be empty")
         _require(bool(self.data), "data", self.data, "name at least one file")
+
+    def _check_split(self) -> None:
+        """A target in parts runs for hidden states alone."""
+        for name in ("device_map", "features_url"):
+            fix = "excludes tensor_parallel: choose one of the two"
+            _require(getattr(self, name) is None, name, getattr(self, name), fix)
+        fix = "must be 0 with tensor_parallel: a target in parts does not decode"
+        _require(not self.decode_limit, "decode_limit", self.decode_limit, fix)
+        fix = "needs regenerate_url with tensor_parallel: a target in parts does not decode"
+        _require(not self.regenerate or self.regenerate_url, "regenerate", self.regenerate, fix)
 
 
 def read_device_map(text: str) -> str | dict[str, Any]:

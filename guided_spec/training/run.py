@@ -47,6 +47,7 @@ from guided_spec.training.features import (
     Features,
     KeptFeatures,
     OnlineFeatures,
+    SplitFeatures,
     StoredFeatures,
 )
 from guided_spec.training.options import TrainOptions, read_device_map
@@ -176,8 +177,11 @@ def make_accelerator(options: TrainOptions) -> Any:
     if options.device == "cuda" and not has_cuda:
         raise ConfigError("device", "cuda", "torch sees no CUDA device; pass cpu")
     on_cpu = options.device == "cpu" or not has_cuda
-    plugin = None
-    if options.device_map is not None and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    plugin, processes = None, int(os.environ.get("WORLD_SIZE", "1"))
+    if options.tensor_parallel and processes < 2:
+        fix = "needs several processes: start with torchrun --nproc-per-node=<devices> ..."
+        raise ConfigError("tensor_parallel", "True", fix)
+    if options.device_map is not None and processes > 1:
         fix = "is for one process: let it write all features, then train from them without a map"
         raise ConfigError("device_map", options.device_map, fix)
     if options.sharding == "fsdp":
@@ -375,6 +379,7 @@ def _algorithm(options: TrainOptions) -> Any:
 def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel:
     """All of the target, or its ends alone where nothing but them may be needed."""
     may_be_absent = options.features is not None or options.features_url is not None
+    may_be_absent = may_be_absent or options.tensor_parallel
     if may_be_absent and not options.regenerate and not options.decode_limit:
         try:
             return load_ends(
@@ -384,6 +389,9 @@ def _open_target(options: TrainOptions, device: torch.device) -> PreTrainedModel
                 trust_remote_code=options.trust_remote_code,
             )
         except ModelError as error:
+            if options.tensor_parallel:
+                fix = f"wants the ends of the target beside its parts, and {error}"
+                raise ConfigError("tensor_parallel", "True", fix) from error
             logger.info("the whole target is loaded: %s", error)
     return _load_target(options, device)
 
@@ -413,20 +421,34 @@ def _features(
     options: TrainOptions, target: PreTrainedModel, layers: tuple[int, ...], corpus: Corpus
 ) -> Features:
     """Raises ConfigError for files of other documents or layers."""
+    url, dtype = options.features_url, options.feature_dtype
     if options.features is None:
-        if options.features_url is not None:
-            return ServedFeatures(options.features_url, layers)
-        return OnlineFeatures(target, layers)
+        if options.tensor_parallel:
+            return _split_features(options, layers)
+        return OnlineFeatures(target, layers) if url is None else ServedFeatures(url, layers)
     folder = Path(options.features)
     stored = StoredFeatures(folder, layers)
     complete = [stored.check(dataset) for dataset in (corpus.train, corpus.heldout)]
     if all(complete):
         return stored
-    if options.features_url is not None:
-        return ServedFeatures(options.features_url, layers, folder, options.feature_dtype)
+    if url is not None:
+        return ServedFeatures(url, layers, folder, dtype)
+    if options.tensor_parallel:
+        split = _split_features(options, layers)
+        return KeptFeatures(folder, layers, split, dtype, split.any_of_all)
     if not has_layers(target):  # it is, after all, needed
         target = _load_target(options, target.device)
-    return KeptFeatures(folder, layers, OnlineFeatures(target, layers), options.feature_dtype)
+    return KeptFeatures(folder, layers, OnlineFeatures(target, layers), dtype)
+
+
+def _split_features(options: TrainOptions, layers: tuple[int, ...]) -> SplitFeatures:
+    target = load_model(
+        options.target,
+        dtype=options.target_dtype,
+        tp_plan="auto",
+        trust_remote_code=options.trust_remote_code,
+    )
+    return SplitFeatures(target.requires_grad_(requires_grad=False), layers)
 
 
 def _report(

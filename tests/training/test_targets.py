@@ -107,3 +107,28 @@ def test_a_quantized_target(target: Path, tmp_path: Path) -> None:
     layer: Any = ends.get_decoder().layers[-1]
     assert all(parameter.is_meta for parameter in layer.parameters())
     assert run(target, tmp_path / "second", **features).metrics == first.metrics
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device_map": "auto"}, "device_map='auto'.*excludes tensor_parallel"),
+        ({"features_url": "http://a/v1"}, "features_url=.*excludes tensor_parallel"),
+        ({"decode_limit": 4}, "decode_limit=4.*does not decode"),
+        ({"regenerate": True}, "regenerate=True.*needs regenerate_url"),
+    ],
+)
+def test_what_a_target_in_parts_excludes(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_options("target", "data", Path("output"), tensor_parallel=True, **changes)
+
+
+def test_a_target_in_parts_wants_several_processes(tmp_path: Path) -> None:
+    options = make_options(
+        write_target(tmp_path / "target"),
+        write_documents(tmp_path / "data.jsonl", 4),
+        tmp_path / "output",
+        tensor_parallel=True,
+    )
+    with pytest.raises(ConfigError, match=r"tensor_parallel=.*start with torchrun"):
+        train(options, {})

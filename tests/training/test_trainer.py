@@ -280,3 +280,18 @@ def test_a_sharded_draft_is_the_same_draft(target: str, tmp_path: Path) -> None:
     assert whole.keys() == parts.keys()
     for name, tensor in whole.items():
         torch.testing.assert_close(parts[name], tensor, rtol=1e-4, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_a_target_in_parts_gives_the_same_draft(target: str, data: str, tmp_path: Path) -> None:
+    """Each layer split over two processes; where they keep files, only one of them lacks any."""
+    whole = run_two(target, data, tmp_path / "whole", "none", "4", "anew")
+    parts = run_two(target, data, tmp_path / "parts", "target", "4", "anew")
+    kept = run_two(target, data, tmp_path / "kept", "target and files", "4", "anew")
+    features = tmp_path / "kept_features"
+    sorted(features.iterdir())[0].unlink()
+    features.rename(tmp_path / "again_features")
+    again = run_two(target, data, tmp_path / "again", "target and files", "4", "anew")
+    for name, tensor in whole.items():
+        for other in (parts, kept, again):
+            torch.testing.assert_close(other[name], tensor, rtol=1e-4, atol=1e-6, msg=name)

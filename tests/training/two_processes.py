@@ -33,7 +33,10 @@ def make_sharding_accelerator(options: TrainOptions) -> Any:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     target, data, output, sharding, steps, resume = sys.argv[1:]
-    changes = {"max_steps": int(steps), "resume": resume == "resume"}
+    changes: dict[str, Any] = {"max_steps": int(steps), "resume": resume == "resume"}
+    if sharding.startswith("target"):
+        changes |= {"tensor_parallel": True}
+        changes |= {"features": f"{output}_features"} if sharding == "target and files" else {}
     options = make_options(target, data, Path(output), epochs=4, save_every=2, **changes)
     if sharding == "fsdp":
         vars(run)["make_accelerator"] = make_sharding_accelerator
