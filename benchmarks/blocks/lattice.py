@@ -123,7 +123,7 @@ class _Text(NamedTuple):
     tokens: list[int]
     prompt_length: int
     constraint: Constraint
-    draft_room: int = 1000
+    draft_limit: int = 1000
     params: SamplingParams = SamplingParams(temperature=0.0)
     noise_key: int = 0
     rules: TokenRules = TokenRules(SamplingParams())
@@ -165,20 +165,22 @@ class _Texts:
         return batches.make(texts, self._width), following
 
 
-def _block(following: Sequence[Sequence[int]], vocab_size: int, width: int, like: Any) -> Block:
-    """Drawn scores, of which those of the document's tokens are mostly the highest."""
-    dice = torch.Generator().manual_seed(len(following))
-    logits = torch.randn(len(following), width, vocab_size, generator=dice)
-    for row, tokens in enumerate(following):
-        for place, token in enumerate(tokens):
-            logits[row, place, token] = 12.0
+def _block(noise: Tensor, following: Sequence[Sequence[int]], dice: torch.Generator) -> Block:
+    """Scores [R, W, V] of which those of the document's tokens are mostly the highest."""
+    places, tokens, scores = list[tuple[int, int]](), list[int](), list[float]()
+    for row, found in enumerate(following):
+        for place, token in enumerate(found):
+            drawn = [(token, 12.0)]
             if float(torch.rand((), generator=dice)) > RIGHT:
-                other = int(torch.randint(0, vocab_size, (), generator=dice))
-                logits[row, place, other] = 13.0
-    hidden = torch.zeros(len(following), width, HIDDEN)
-    last = torch.zeros(len(following), dtype=torch.int64)
-    where = {"device": like.device, "dtype": like.dtype}
-    return Block(logits.to(**where), hidden.to(**where), last.to(like.device))
+                drawn.append((int(torch.randint(0, noise.shape[2], (), generator=dice)), 13.0))
+            places += [(row, place)] * len(drawn)
+            tokens += [one for one, _ in drawn]
+            scores += [score for _, score in drawn]
+    rows, at = torch.tensor(places, device=noise.device).T
+    logits = noise.clone()
+    logits[rows, at, torch.tensor(tokens, device=noise.device)] = torch.tensor(scores).to(noise)
+    hidden = noise.new_zeros(*noise.shape[:2], HIDDEN)
+    return Block(logits, hidden, torch.zeros_like(rows[:1]).expand(len(noise)))
 
 
 def _measure(
@@ -190,7 +192,8 @@ def _measure(
 ) -> tuple[float, float, float]:
     """Milliseconds of a draft, and of its candidates; tokens of a draft."""
     size = plan.vocab_size or texts._vocabulary.vocab_size
-    like = torch.empty(0, device=device, dtype=_dtype(transition, device))
+    dtype = _dtype(transition, device)
+    noise = torch.randn(count, plan.width, size, device=device, dtype=dtype)
     config = EngineConfig(num_draft_tokens=plan.width, max_batch_size=count)
     batches = Batches(config, count, size, device)
     dice = torch.Generator().manual_seed(0)
@@ -198,7 +201,7 @@ def _measure(
     whole, chosen, drafted = list[float](), list[float](), list[int]()
     for repeat in range(plan.repeats + 2):
         batch, following = texts.batch(batches, count, dice)
-        block = _block(following, size, plan.width, like)
+        block = _block(noise, following, dice)
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         seconds = _timed(partial(_draft, drafter, batch, lookahead, block), device)
         drafter.release(range(count))
