@@ -35,8 +35,6 @@ __all__ = [
     "upload",
 ]
 
-WARM_UPS = 1  # runs before a capture, in which kernels are loaded and libraries set up
-
 # Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
 SIZES = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),
@@ -96,6 +94,8 @@ class GraphPool:
         self._captured: dict[Hashable, Captured] = {}
         self._outputs: dict[int, Tensor] = {}  # of all graphs, by where they begin
         self._memory: Any = torch.cuda.graph_pool_handle() if self._is_cuda else None
+        # One for all captures: memory that a stream has used is kept for it.
+        self._stream: Any = torch.cuda.Stream(device) if self._is_cuda else None
 
     def __len__(self) -> int:
         return len(self._captured)
@@ -184,17 +184,19 @@ class GraphPool:
         }
         if not (self._is_cuda and self._window.stage is Stage.CAPTURE):
             return Captured(None, static, None)
-        given = {**static, **fixed}
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(WARM_UPS):
-                body(given)
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile: mask rows are uploaded on their own stream.
-        with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
-            outputs = body(given)
+        given, graph = {**static, **fixed}, torch.cuda.CUDAGraph()
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        # Not by ``torch.cuda.graph``: it gives memory back before each capture, and there are many.
+        with torch.cuda.stream(self._stream):
+            body(given)  # kernels are loaded, and libraries set up
+            # Other threads may use the device meanwhile: mask rows have a stream of their own.
+            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+            try:
+                outputs = body(given)
+            finally:
+                graph.capture_end()
+        current.wait_stream(self._stream)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
         return Captured(graph, static, outputs)
