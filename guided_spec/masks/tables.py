@@ -44,7 +44,8 @@ class DeviceTables:
     def __init__(self, device: torch.device, words: int, limit: int) -> None:
         self._device, self._words = device, words
         self._limit = limit
-        self._held: dict[TokenTable, _Held] = {}  # in the order of their last use
+        # In the order of their last use. No LRUCache: what this step's texts need must stay.
+        self._held: dict[TokenTable, _Held] = {}
 
     def find(
         self, starts: Mapping[int, TableState], requests: int, *, others: bool

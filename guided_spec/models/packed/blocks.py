@@ -127,8 +127,9 @@ class Blocks:
         self._holders = [0] * (self.num_blocks + 1)  # slots whose table a block stands in
         self._keys: dict[int, Key] = {}  # of the blocks that are known by their text
         self._known: dict[Key, tuple[int, int]] = {}  # their block, and serial number
-        # Known, and nobody has them, oldest first: a queue out of which any may be taken back, no
-        # cache. A dict would look for its first one behind all that were taken out.
+        # Known, and nobody has them, the least recently used first. No LRUCache: any may be taken
+        # back, and none is forgotten but where its block is needed. A dict would look for its first
+        # one behind all that were taken out.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._read: set[int] = set()  # blocks that a memory that lags has been filled for
         self._serial = 0
