@@ -16,6 +16,7 @@ Variants, and what they differ in:
 ``ours:dense``         EAGLE-3 under dense masks, as where attention has no kernel without
 ``ours:recompute``     with ``--gradient-checkpointing``
 ``ours:compile``       the MLPs and norms compiled by ``torch.compile``
+``ours:compile-loss``  the loss of a row and the verdict on it compiled
 ``speculators``        its model as it is: the output head of the draft is not trained
 ``speculators:head``   it is, as ours is
 ``specforge``          its EAGLE-3 by flex attention, with the compact teacher of its offline mode
@@ -33,7 +34,7 @@ import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -49,6 +50,7 @@ from guided_spec.models.attention import shape_free_kernels
 from guided_spec.models.ends import load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.export import save_head
+from guided_spec.training import objective
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.algorithms import heads
 from guided_spec.training.registry import find_algorithm
@@ -60,10 +62,13 @@ __all__ = ["SHAPES", "Result", "Work", "main", "run_variant"]
 CLIP = 0.5
 VARIANTS = {
     "eagle3": (
-        *("ours", "ours:dense", "ours:recompute", "ours:compile"),
+        *("ours", "ours:dense", "ours:recompute", "ours:compile", "ours:compile-loss"),
         *("speculators", "speculators:head", "specforge"),
     ),
-    "dflash": ("ours", "ours:recompute", "ours:compile", "speculators", "speculators:head"),
+    "dflash": (
+        *("ours", "ours:recompute", "ours:compile", "ours:compile-loss"),
+        *("speculators", "speculators:head"),
+    ),
 }
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
@@ -211,10 +216,16 @@ def _step(
 
 @contextmanager
 def _changed(change: str) -> Iterator[None]:
-    if change != "dense":
-        yield
-        return
-    with mock.patch.object(heads, "has_kernel", return_value=False):
+    """What is patched of ours while a variant runs."""
+    with ExitStack() as stack:
+        if change == "dense":
+            stack.enter_context(mock.patch.object(heads, "has_kernel", return_value=False))
+        if change == "compile-loss":
+            compiled = {"kl": torch.compile(objective.kl, dynamic=True)}
+            stack.enter_context(mock.patch.dict(objective.LOSSES, compiled))
+            verdicts = objective._Verdicts
+            reach = torch.compile(verdicts.reach, dynamic=True)
+            stack.enter_context(mock.patch.object(verdicts, "reach", reach))
         yield
 
 

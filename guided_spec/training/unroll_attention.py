@@ -62,7 +62,7 @@ def _compute_dtype(like: Tensor) -> torch.dtype:
 
 
 class _Parts(NamedTuple):
-    """Keys or values: of the text [B, Hkv, T, D], and of the depths [B, Hkv, S, T, D] in float."""
+    """Keys or values: of the text [B, Hkv, T, D], and of the depths [B, Hkv, S, T, D]."""
 
     text: Tensor
     depths: Tensor
@@ -83,7 +83,7 @@ class _Unrolled(torch.autograd.Function):
         scores = _scores(query, keys.depths, groups) * scale
         whole = text.total.unflatten(1, (-1, groups)).unsqueeze(-1)
         total = torch.cat([whole, scores], -1).logsumexp(-1, keepdim=True)
-        output = _mix((scores - total).exp(), _wide(values.depths))
+        output = _mix((scores - total).exp(), values.depths)
         output += (whole - total).exp() * text.output.unflatten(1, (-1, groups))
         output, total = output.flatten(1, 2).to(query.dtype), total.squeeze(-1).flatten(1, 2)
         ctx.save_for_backward(query, key, value, output, total)
@@ -105,7 +105,7 @@ class _Unrolled(torch.autograd.Function):
         share = (scores - total.unflatten(1, split).unsqueeze(-1)).exp()
         delta = (_wide(grad) * _wide(output)).sum(-1).unflatten(1, split).unsqueeze(-1)
         inner = share * (_scores(grad, values.depths, groups) - delta) * ctx.scale
-        from_depths = _mix(inner, _wide(keys.depths)).flatten(1, 2)
+        from_depths = _mix(inner, keys.depths).flatten(1, 2)
         return (
             (_wide(text[0]) + from_depths).to(query.dtype),
             _joined(text[1], _spread(inner, query), groups, key.dtype),
@@ -122,20 +122,35 @@ def _repeat(states: Tensor, groups: int) -> Tensor:
     return states.repeat_interleave(groups, 1) if groups > 1 else states.contiguous()
 
 
+# Sums of products of rows, depth by depth: they are bound by memory, and as matrices they would be
+# one tiny product for each place and head.
+
+
 def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
-    """Products of each query with what its place has at each depth; float32."""
+    """Products of each query with what its place has at each depth; float32 or wider."""
     split = _wide(query).unflatten(1, (-1, groups))
-    return torch.einsum("bhgtd,bhstd->bhgts", split, _wide(depths))
+    found = split.new_empty(*split.shape[:-1], depths.shape[2])
+    for depth, states in enumerate(depths.unbind(2)):
+        found[..., depth] = (split * states.unsqueeze(2)).sum(-1)
+    return found
 
 
 def _mix(shares: Tensor, depths: Tensor) -> Tensor:
-    return torch.einsum("bhgts,bhstd->bhgtd", shares, depths)
+    """[B, Hkv, G, T, D]: what each depth has, by its share."""
+    mixed = shares.new_zeros(*shares.shape[:-1], depths.shape[-1])
+    for depth, states in enumerate(depths.unbind(2)):
+        mixed.addcmul_(shares[..., depth, None], _wide(states).unsqueeze(2))
+    return mixed
 
 
 def _spread(shares: Tensor, queries: Tensor) -> Tensor:
     """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
     split = _wide(queries).unflatten(1, (shares.shape[1], -1))
-    return torch.einsum("bhgts,bhgtd->bhstd", shares, split)
+    batch, heads, _, length, depths = shares.shape
+    found = split.new_empty(batch, heads, depths, length, split.shape[-1])
+    for depth in range(depths):
+        found[:, :, depth] = (shares[..., depth, None] * split).sum(2)
+    return found
 
 
 def _joined(text: Tensor, depths: Tensor, groups: int, dtype: torch.dtype) -> Tensor:
