@@ -7,7 +7,8 @@ same tensors, the same optimizer, autocast to bfloat16 on CUDA, and a loss of KL
 depth with equal weights. Documents are packed into one row where the other trainer packs. Printed
 are tokens per second behind the warm-up, the peak of the device's memory, and the loss of the first
 step, by which the work is seen to be the same: of DFlash, speculators averages over the depths what
-is a sum here, and of EAGLE-3 it also drafts from the end of a document into the next one.
+is a sum here, and of EAGLE-3 it also drafts from the end of a document into the next one;
+SpecForge leaves out places whose likeliest token the draft does not know.
 
 Variants, and what they differ in:
 
@@ -140,11 +141,15 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
                 continue
             results.append(run_variant(work, variant))
             stdout().print(_line(results[-1]))
-    if options.output is not None:
-        rows = [result._asdict() for result in results]
-        record = {"options": vars(options) | {"output": str(options.output)}, "results": rows}
-        options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+            if options.output is not None:  # a run that is stopped keeps what it has
+                _write(results, options)
     return results
+
+
+def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
+    chosen = vars(options) | {"output": str(options.output)}
+    record = {"options": chosen, "results": [result._asdict() for result in results]}
+    options.output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -362,12 +367,15 @@ def _train_specforge(work: Work, change: str) -> Trainee:
     config = LlamaConfig(**target.config.to_dict() | {"num_hidden_layers": 1, "pad_token_id": 0})
     config.draft_vocab_size, config.norm_output = size, True
     device = work.batch.token_ids.device
+    kernel = (
+        "flex_attention" if device.type == "cuda" else "sdpa"
+    )  # the former has no gradient else
     with device:
-        draft = drafts.LlamaForCausalLMEagle3(config, attention_backend="flex_attention").float()
+        draft = drafts.LlamaForCausalLMEagle3(config, attention_backend=kernel).float()
     draft.t2d.copy_(torch.arange(config.vocab_size, device=device) < size)
     draft.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
     draft.embed_tokens.requires_grad_(requires_grad=False)
-    model = core.OnlineEagle3Model(draft, _depths(work.options), "flex_attention")
+    model = core.OnlineEagle3Model(draft, _depths(work.options), kernel)
     mask = work.batch.loss_mask.roll(-2, 1)
     mask[:, -2:] = False
     inputs = {
