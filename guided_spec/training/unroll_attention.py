@@ -129,7 +129,7 @@ def _repeat(states: Tensor, groups: int) -> Tensor:
 def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
     """Products of each query with what its place has at each depth; float32 or wider."""
     split = _wide(query).unflatten(1, (-1, groups))
-    found = split.new_empty(*split.shape[:-1], depths.shape[2])
+    found: Tensor = split.new_empty(*split.shape[:-1], depths.shape[2])
     for depth, states in enumerate(depths.unbind(2)):
         found[..., depth] = (split * states.unsqueeze(2)).sum(-1)
     return found
@@ -137,7 +137,7 @@ def _scores(query: Tensor, depths: Tensor, groups: int) -> Tensor:
 
 def _mix(shares: Tensor, depths: Tensor) -> Tensor:
     """[B, Hkv, G, T, D]: what each depth has, by its share."""
-    mixed = shares.new_zeros(*shares.shape[:-1], depths.shape[-1])
+    mixed: Tensor = shares.new_zeros(*shares.shape[:-1], depths.shape[-1])
     for depth, states in enumerate(depths.unbind(2)):
         mixed.addcmul_(shares[..., depth, None], _wide(states).unsqueeze(2))
     return mixed
@@ -147,7 +147,7 @@ def _spread(shares: Tensor, queries: Tensor) -> Tensor:
     """[B, Hkv, S, T, D]: the sum over the query heads that share a head of keys."""
     split = _wide(queries).unflatten(1, (shares.shape[1], -1))
     batch, heads, _, length, depths = shares.shape
-    found = split.new_empty(batch, heads, depths, length, split.shape[-1])
+    found: Tensor = split.new_empty(batch, heads, depths, length, split.shape[-1])
     for depth in range(depths):
         found[:, :, depth] = (shares[..., depth, None] * split).sum(2)
     return found

@@ -87,3 +87,29 @@ def test_a_head_unrolls_the_same(
     assert len(masks) == 4
     for one, other in zip(ours, wanted, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("change", ["attention_dropout", "layer_types", "_attn_implementation"])
+def test_what_needs_a_mask_has_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    target, draft = write_head(tmp_path, "eagle3", 64)
+    head: Any = load_head("eagle3", draft, target)
+    values = {
+        "attention_dropout": 0.5,
+        "layer_types": ["sliding_attention"],
+        "_attn_implementation": "eager",
+    }
+    head.config.sliding_window = 4
+    monkeypatch.setattr(head.config, change, values[change], raising=False)
+    masks: list[Any] = []
+    build = heads.head_masks
+
+    def keep(*arguments: Any) -> Any:
+        masks.append(build(*arguments))
+        return masks[-1]
+
+    monkeypatch.setattr(heads, "head_masks", keep)
+    with torch.no_grad():
+        list(unroll(head, torch.arange(11)[None], torch.randn(1, 11, 96), 2))
+    assert len(masks) == 2

@@ -117,11 +117,12 @@ def _depth_mask(head: DraftHead, hidden: Tensor, length: int, repeats: int) -> A
 
 
 def _attends_unmasked(head: DraftHead, hidden: Tensor) -> bool:
-    """Layers of the target's kind may do more than attend by transformers' table, or slide."""
+    """Not where layers slide, drop scores, or are the target's, which may do more than attend."""
     config: Any = head.config
+    if not isinstance(head, LayoutHead) or config._attn_implementation != "sdpa":
+        return False
     is_plain = set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
-    is_known = isinstance(head, LayoutHead) and config._attn_implementation == "sdpa"
-    return is_plain and is_known and has_kernel(hidden, config.head_dim)
+    return is_plain and not config.attention_dropout and has_kernel(hidden, config.head_dim)
 
 
 def _run_depth(head: DraftHead, token_ids: Tensor, **arguments: Any) -> Tensor:
