@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -261,11 +261,12 @@ class Lookahead:
         """
         return self._extend(options, _refuse_first)
 
-    def extend_path(self, options: Sequence[Iterable[Sequence[int]]]) -> list[list[int]]:
+    def extend_path(self, options: Sequence[Iterable[Iterable[int]]]) -> list[list[int]]:
         """``extend_best`` that drafts no illegal token: for tokens that were not sampled.
 
-        Where none of a position's tokens is legal, the only legal one is taken if there is just
-        one; else the draft is starved, and ends.
+        options: the tokens of a position may be made as they are asked for. Where none of them is
+        legal, the only legal one is taken if there is just one; else the draft is starved, and
+        ends.
         """
         return self._extend(options, self._rescue)
 
@@ -344,8 +345,8 @@ class Lookahead:
 
     def _extend(
         self,
-        options: Sequence[Iterable[Sequence[int]]],
-        go_on: Callable[[Walk, Sequence[int]], bool],
+        options: Sequence[Iterable[Any]],
+        go_on: Callable[[Walk, Any], bool],
     ) -> list[list[int]]:
         """go_on: whether a token was appended where none of those wanted is legal."""
         self._wake()
@@ -361,7 +362,7 @@ class Lookahead:
             legal.append(walk.drafted[start:])
         return legal
 
-    def _rescue(self, walk: Walk, token_ids: Sequence[int]) -> bool:
+    def _rescue(self, walk: Walk, token_ids: Iterable[int]) -> bool:
         del token_ids
         row = self.peek(walk.request)
         if row is not None and np.bitwise_count(row.view(np.uint32)).sum() == 1:

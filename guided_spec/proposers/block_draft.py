@@ -8,8 +8,8 @@ draft is. So nothing has to be known of the head's own distribution.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -43,32 +43,33 @@ __all__ = ["BlockDrafter", "Compute", "Lattice"]
 class Lattice(NamedTuple):
     """One text's block on the host; see ``Candidates``.
 
-    token_ids: int64 [W, C]. scores: float32 [W, C]. gains: float32 [W, C, C] or None.
+    token_ids: int32 [W, C]; -1 for what is not to be drafted, behind all others. likeliest: of
+    these the first few, as lists: of most places no other is asked for. scores: float32 [W, C].
+    gains: float32 [W, C, C]; both are None where places do not depend on one another.
     """
 
-    token_ids: NDArray[np.int64]
-    scores: NDArray[np.float32]
-    gains: NDArray[np.float32] | None
+    token_ids: NDArray[np.int32]
+    likeliest: Sequence[Sequence[int]]
+    scores: NDArray[np.float32] | None = None
+    gains: NDArray[np.float32] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def options(self, place: int, previous: int | None) -> list[int]:
+    def options(self, place: int, previous: int | None) -> Iterator[int]:
         """The candidate tokens of a place behind ``previous``, the best first.
 
         previous: the draft's token before; None: the text's own last one, at place 0. One that is
         no candidate of the place before changes nothing.
         """
-        scores = self.scores[place]
         if self.gains is not None:
-            scores = self._behind(place, previous)
-        pairs = zip(self.token_ids[place].tolist(), scores.tolist(), strict=True)
-        found = [pair for pair in pairs if pair[1] > -math.inf]
-        if self.gains is not None:
-            found.sort(key=lambda pair: -pair[1])
-        return [token for token, _ in found]
+            yield from takewhile(_is_token, self._behind(place, previous))
+            return
+        first = self.likeliest[place]
+        yield from takewhile(_is_token, first)
+        yield from takewhile(_is_token, self.token_ids[place, len(first) :].tolist())
 
-    def first_paths(self, place: int, drafted: Sequence[int]) -> Iterator[list[int]]:
+    def first_paths(self, place: int, drafted: Sequence[int]) -> Iterator[Iterator[int]]:
         """The tokens to try at each place from ``place`` on, the best first, as they are asked for.
 
         drafted: where whoever asks appends the one that it took.
@@ -77,17 +78,23 @@ class Lattice(NamedTuple):
             previous = drafted[-1] if at else None
             yield self.options(at, previous)
 
-    def _behind(self, place: int, previous: int | None) -> NDArray[np.float32]:
-        row, scores = 0, self.scores[place]
+    def _behind(self, place: int, previous: int | None) -> list[int]:
         assert self.gains is not None
+        assert self.scores is not None
+        rows, scores = np.zeros(1, dtype=np.int64), self.scores[place]
         if place:
-            found = np.flatnonzero(self.token_ids[place - 1] == previous)
-            if not len(found):
-                return np.asarray(scores)
-            row = int(found[0])
-        return np.asarray(scores + self.gains[place, row])
+            rows = np.flatnonzero(self.token_ids[place - 1] == previous)
+        if len(rows):
+            scores = scores + self.gains[place, rows[0]]
+        order = np.argsort(-scores, kind="stable")
+        return self.token_ids[place, order].tolist()  # type: ignore[no-any-return]
 
 
+def _is_token(token_id: int) -> bool:
+    return token_id >= 0
+
+
+LISTED = 4
 CANDIDATES = 256  # of a place: with fewer, drafts starve (docs/lattice.md)
 FOLLOWING = 32  # of them where each is scored behind each of the place before
 
@@ -172,7 +179,7 @@ class BlockDrafter:
         self._find(batch, lookahead.drafted, rows, compute)
         starts = [len(drafted) for drafted in lookahead.drafted]
         ends = draft_ends(batch, lookahead, rows)
-        options: list[Iterator[list[int]]] = [iter(()) for _ in range(len(batch))]
+        options: list[Iterator[Iterator[int]]] = [iter(()) for _ in range(len(batch))]
         for row in rows:
             lattice, drafted = self._known[batch.slots[row]].lattice, lookahead.drafted[row]
             options[row] = lattice.first_paths(starts[row], drafted)
@@ -222,12 +229,17 @@ class BlockDrafter:
 def _download(candidates: Candidates) -> list[Lattice]:
     """All of it in one piece; waits until it is on the host."""
     ids, scores, gains = candidates
-    count, places, size = ids.shape
-    parts = [ids.int(), scores.view(torch.int32)]
+    parts = [ids.masked_fill(scores.isneginf(), -1).int()]
     if gains is not None:
-        parts.append(gains.contiguous().view(torch.int32).flatten(2))
+        parts += [scores.view(torch.int32), gains.contiguous().view(torch.int32).flatten(2)]
     found = Download(torch.cat(parts, -1)).wait().numpy()
-    token_ids, rest = found[..., :size].astype(np.int64), found[..., size:].view(np.float32)
-    shape = (count, places, size, size)
-    gained = rest[..., size:].reshape(shape) if gains is not None else [None] * count
-    return [Lattice(*parts) for parts in zip(token_ids, rest[..., :size], gained, strict=True)]
+    size = ids.shape[-1]
+    token_ids, rest = found[..., :size], found[..., size:].view(np.float32)
+    listed = zip(token_ids, token_ids[..., :LISTED].tolist(), strict=True)
+    if gains is None:
+        return [Lattice(*parts) for parts in listed]
+    gained = rest[..., size:].reshape(gains.shape)
+    return [
+        Lattice(*own, *scored)
+        for own, *scored in zip(listed, rest[..., :size], gained, strict=True)
+    ]

@@ -10,11 +10,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.heads.block.candidates import (
+    GROUP,
     Block,
     MarkovHead,
     MarkovShape,
@@ -30,6 +32,7 @@ seeds = st.integers(0, 10_000)
 
 class Case(NamedTuple):
     lattice: Lattice
+    scores: NDArray[np.float32]
     rule: Rule
     before: tuple[int, ...]  # tokens of the draft that others made
 
@@ -51,7 +54,13 @@ def cases(draw: st.DrawFn) -> Case:
     if draw(st.booleans()):
         legal = sorted(rule(()) - {EOS})
         before = (legal[0],) if legal else ()
-    return Case(Lattice(ids.astype(np.int64), scores, gains), rule, before)
+    scores[:, draw(st.sampled_from([COUNT, COUNT - 1])) :] = -np.inf
+    token_ids = np.where(np.isneginf(scores), -1, ids).astype(np.int32)
+    # One is at hand, the others are read when they are asked for.
+    lattice = Lattice(token_ids, token_ids[:, :1].tolist())
+    if gains is not None:
+        lattice = lattice._replace(scores=scores, gains=gains)
+    return Case(lattice, scores, rule, before)
 
 
 def ranked(case: Case, text: tuple[int, ...]) -> list[int]:
@@ -61,7 +70,7 @@ def ranked(case: Case, text: tuple[int, ...]) -> list[int]:
         return []
     if len(legal) == 1:
         return sorted(legal)
-    scores, gains = case.lattice.scores[place].copy(), case.lattice.gains
+    scores, gains = case.scores[place].copy(), case.lattice.gains
     known = case.lattice.token_ids[place - 1].tolist() if place else [None]
     previous = text[-1] if place else None
     if gains is not None and previous in known:
@@ -94,6 +103,17 @@ def test_the_draft_is_the_first_of_all_legal_paths(case: Case) -> None:
     assert lookahead.refused == [None]
 
 
+@pytest.mark.parametrize("size", [1000, 4 * 2 * GROUP + 1, 4 * 2 * GROUP, 5])
+def test_the_likeliest_of_many_tokens(size: int) -> None:
+    torch.manual_seed(0)
+    logits = torch.stack([torch.randperm(size).float() for _ in range(6)]).view(2, 3, size)
+    logits[0, 0, -1] = size  # in the last group, which may be a part of one
+    found = choose_candidates(Block(logits, logits, torch.zeros(2).long()), 4)
+    best = logits.topk(4)
+    assert torch.equal(found.scores, best.values)
+    assert torch.equal(found.token_ids, best.indices)
+
+
 @pytest.mark.parametrize("is_reduced", [False, True])
 @torch.no_grad()
 def test_candidates_follow_the_likeliest_ones(*, is_reduced: bool) -> None:
@@ -113,5 +133,5 @@ def test_candidates_follow_the_likeliest_ones(*, is_reduced: bool) -> None:
             assert found.token_ids[row, place].tolist() == scored[best.indices].tolist()
             assert found.gains is not None
             total = found.scores[row, place] + found.gains[row, place, 0]
-            torch.testing.assert_close(total, best.values)
+            torch.testing.assert_close(total.log_softmax(0), best.values.log_softmax(0))
             previous = scored[best.indices[0]]

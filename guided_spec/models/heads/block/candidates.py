@@ -72,8 +72,8 @@ class Transition(Protocol):
 class Candidates(NamedTuple):
     """The C likeliest tokens of each place, the best first.
 
-    token_ids: int64 [R, W, C], target ids. scores: float32 [R, W, C], logs of probabilities, of
-    each place by itself; -inf: not to be drafted. gains: float32 [R, W, C, C], [r, w, p, c] is what
+    token_ids: int64 [R, W, C], target ids. scores: float32 [R, W, C], logits of each place by
+    itself; -inf: not to be drafted. gains: float32 [R, W, C, C], [r, w, p, c] is what
     candidate c of place w gains behind candidate p of the place before; at place 0 every p is the
     text's last token. None where places do not depend on one another.
     """
@@ -94,25 +94,55 @@ def choose_candidates(
     vocabulary: what the logits score; None: the target's own tokens. With a ``transition``, the
     candidates of a place are the likeliest ones behind the best candidate of the place before.
     """
-    logits = block.logits.float()
-    count = min(count, logits.shape[-1])
+    count = min(count, block.logits.shape[-1])
     if transition is None:
-        scores, found = logits.log_softmax(-1).topk(count)
-        return Candidates(_to_target(found, vocabulary), scores, None)
+        scores, found = _likeliest(block.logits, count)
+        return Candidates(_to_target(found, vocabulary), scores.float(), None)
+    logits = block.logits.float()
     chosen, kept, previous = list[Tensor](), list[Tensor](), block.last
     for place in range(logits.shape[1]):
         alone = logits[:, place]
         behind = transition.step(alone, block.hidden[:, place], previous)
-        best, found = behind.topk(count)
+        best, found = _likeliest(behind, count)
         # What the transition rules out stays out, whatever comes before it.
-        own = alone.gather(1, found).masked_fill(best.isneginf(), -torch.inf)
-        kept.append(own - behind.logsumexp(-1, keepdim=True))
+        kept.append(alone.gather(1, found).masked_fill(best.isneginf(), -torch.inf))
         chosen.append(_to_target(found, vocabulary))
         previous = chosen[-1][:, 0]
     token_ids = torch.stack(chosen, 1)
     before = block.last[:, None, None].expand(-1, 1, count)
     gains = transition.pairs(block.hidden, torch.cat([before, token_ids[:, :-1]], 1), token_ids)
     return Candidates(token_ids, torch.stack(kept, 1), gains)
+
+
+GROUP = 32  # tokens, of which the likeliest is looked at first
+
+
+class _Likeliest(NamedTuple):
+    """values: the highest logits [..., C], the best first. found: int64, where they stand."""
+
+    values: Tensor
+    found: Tensor
+
+
+def _likeliest(logits: Tensor, count: int) -> _Likeliest:
+    """``topk`` of logits [..., D] that reads a large vocabulary once.
+
+    The ``count`` highest logits stand in the ``count`` groups with the highest peaks; so what is
+    sorted are the peaks of the groups, and then the tokens of so many of them.
+    """
+    size = logits.shape[-1]
+    if size <= 2 * GROUP * count:
+        return _Likeliest(*logits.topk(count))
+    whole = size // GROUP * GROUP
+    peaks = logits[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1)
+    if whole < size:
+        peaks = torch.cat([peaks, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    groups = peaks.topk(count, sorted=False).indices
+    places = torch.arange(GROUP, device=logits.device)
+    tokens = (groups.unsqueeze(-1) * GROUP + places).flatten(-2)
+    held = logits.gather(-1, tokens.clamp_max(size - 1)).masked_fill(tokens >= size, -torch.inf)
+    values, at = held.topk(count)
+    return _Likeliest(values, tokens.gather(-1, at))
 
 
 def _to_target(draft_ids: Tensor, vocabulary: DraftVocabulary | None) -> Tensor:
@@ -207,7 +237,7 @@ class CandidateSelector(nn.Module):
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
         """See ``Transition``; -inf for all but ``top_k`` tokens."""
-        values, found = logits.float().topk(self._top_k)
+        values, found = _likeliest(logits.float(), self._top_k)
         gains = self.pairs(hidden.unsqueeze(1), previous.view(-1, 1, 1), found.unsqueeze(1))
         kept = torch.full_like(logits, -torch.inf, dtype=torch.float32)
         return kept.scatter_(1, found, values + gains[:, 0, 0])
