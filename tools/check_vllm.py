@@ -11,9 +11,11 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from guided_spec.integrations.patches import probe
+from guided_spec.integrations.patches import OneOf, Patch, probe
+from guided_spec.integrations.vllm.llm import PARTS as ENGINE
 from guided_spec.integrations.vllm.plugin import FEATURES
 from guided_spec.integrations.vllm.proposer import PATCHES
 
@@ -27,9 +29,10 @@ def lacks(root: Path) -> dict[str, str]:
     """
     if not (root / "vllm" / "__init__.py").is_file():
         raise FileNotFoundError(root / "vllm" / "__init__.py")
-    parts = {"drafter": PATCHES}
+    parts: dict[str, Sequence[Patch | OneOf]] = {"drafter": PATCHES}
     for module in FEATURES.values():
         parts |= importlib.import_module(module).PARTS
+    parts |= ENGINE
     return {part: probe(root, wanted).lack for part, wanted in parts.items()}
 
 

@@ -17,6 +17,7 @@ from benchmarks.soak.proposer import TurnTaking
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.request import Request
+from guided_spec.engine.worker import EngineWorker
 from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 from guided_spec.grammar.completion.completion import CompletingMatcher
 from guided_spec.grammar.markers import AfterMatcher
@@ -71,7 +72,9 @@ def take_census(llm: LLM, proposer: TurnTaking, others: Counter[type]) -> Census
 
     others: what was alive before this engine was made, not counted: the program may have more.
     """
-    engine, queue = llm._worker.setup.engine, llm._grammars
+    worker, queue = llm._runner, llm._grammars
+    assert isinstance(worker, EngineWorker)
+    engine = worker.setup.engine
     deadline = time.monotonic() + _PATIENCE
     while engine.has_work and time.monotonic() < deadline:
         time.sleep(0.005)

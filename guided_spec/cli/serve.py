@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+import inspect
+import json
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
@@ -17,6 +20,7 @@ __all__ = ["serve"]
 
 _PACKAGES = ("fastapi", "prometheus_client", "starlette", "uvicorn")
 _KEY_VARIABLE = "GUIDED_SPEC_API_KEY"
+OWN = "guided_spec"
 
 Name = Annotated[
     list[str] | None,
@@ -37,7 +41,9 @@ Key = Annotated[
 def serve(
     load: ModelOptions,
     proposer: Proposer = None,
-    max_batch_size: Annotated[int, typer.Option(help="Texts that run at once.")] = 16,
+    max_batch_size: Annotated[
+        int | None, typer.Option(help="Texts that run at once; 16, or vLLM's own.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(help="Tokens of a prompt and text.")] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 is every network.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
@@ -54,6 +60,8 @@ def serve(
     max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000,
     drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0,
     playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True,
+    engine: Annotated[str, typer.Option(help="guided_spec; vllm is vLLM's own server.")] = OWN,
+    engine_options: Annotated[str | None, typer.Option(help="JSON: further ones of vLLM.")] = None,
     _verbose: Verbose = False,
 ) -> None:
     """Serve a model over HTTP, for OpenAI's clients.
@@ -61,18 +69,75 @@ def serve(
     Without --model the bundled model is served. Only this machine can reach it, unless --host says
     otherwise.
     """
-    _require_packages()
-    from guided_spec.server.settings import ServerSettings
-
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
     given: dict[str, Any] = {"tool_format": tool_format, "playground": playground}
     given |= {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
     given |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
     given |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
     given |= {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
-    settings = ServerSettings(model_names=names, api_keys=keys, **given)
     sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
-    _serve(load, {"proposer": proposer, **sizes}, settings, host, port)
+    arguments = {"proposer": proposer, **sizes}
+    if engine not in SERVERS:
+        raise ConfigError("--engine", engine, f"must be one of {', '.join(SERVERS)}")
+    site = Site(host, port, names, keys, given)
+    SERVERS[engine](load, arguments, site, engine_options)
+
+
+class Site(NamedTuple):
+    """Where a server is and who may use it. limits: the further options of this package's own."""
+
+    host: str
+    port: int
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    limits: dict[str, Any]
+
+
+def _serve_own(
+    load: ModelOptions, others: dict[str, Any], site: Site, engine_options: str | None
+) -> None:
+    if engine_options is not None:
+        fix = "they are another engine's, as --engine vllm's; leave them out"
+        raise ConfigError("--engine-options", engine_options, fix)
+    _require_packages()
+    from guided_spec.server.settings import ServerSettings
+
+    settings = ServerSettings(model_names=site.names, api_keys=site.keys, **site.limits)
+    _serve(load, others, settings, site.host, site.port)
+
+
+def _serve_vllm(
+    load: ModelOptions, others: dict[str, Any], site: Site, engine_options: str | None
+) -> None:
+    """Start vLLM's server in place of this program; its limits are its own."""
+    from guided_spec.engine.runner import Wanted
+    from guided_spec.integrations.vllm.serve import Place, run, serve_command
+
+    plain = {name: one.default for name, one in inspect.signature(serve).parameters.items()}
+    for name, value in site.limits.items():
+        if value != plain[name] and (name, value) != ("playground", False):
+            option = f"--{name.replace('_', '-')}"
+            raise ConfigError(option, value, "vLLM's server has no such option: leave it out")
+    given = load.arguments(**others)
+    model, proposer, draft = (given.pop(name, None) for name in ("model", "proposer", "draft"))
+    wanted = Wanted(model, proposer, draft, given, _read_options(engine_options))
+    run(serve_command(wanted, Place(site.host, site.port, site.names, site.keys)))
+
+
+def _read_options(text: str | None) -> dict[str, Any]:
+    try:
+        options = json.loads(text or "{}")
+    except ValueError as error:
+        raise ConfigError("--engine-options", text, f"is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise ConfigError("--engine-options", text, "must be a JSON object")
+    return options
+
+
+SERVERS: dict[str, Callable[[ModelOptions, dict[str, Any], Site, str | None], None]] = {
+    OWN: _serve_own,
+    "vllm": _serve_vllm,
+}
 
 
 def _require_packages() -> None:

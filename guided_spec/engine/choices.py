@@ -12,9 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 from guided_spec.engine.outputs import ChoiceOutput, Chunk
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request, Scoring, State
-from guided_spec.engine.setup import Setup
+from guided_spec.engine.runner import Runner
 from guided_spec.engine.streams import cancel_all
-from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens
@@ -26,9 +25,9 @@ __all__ = ["Chooser"]
 class Chooser:
     """Scores choices on an engine's thread, among its other requests; see ``LLM.choose``."""
 
-    def __init__(self, setup: Setup, worker: EngineWorker) -> None:
-        self._setup = setup
-        self._worker = worker
+    def __init__(self, runner: Runner) -> None:
+        self._setup = setup = runner.setup
+        self._runner = runner
         self._spelling = CanonicalTokens(setup.spell, setup.vocabulary.token_bytes)
 
     def choose(
@@ -65,7 +64,7 @@ class Chooser:
         tree = ChoiceTree.of(list(values), vocabulary, spell)
         rows = tree.rows()
         # A slot for each row where there are enough: rows of one forward cost little.
-        share = max(1, self._setup.engine.num_slots // max(1, len(listed)))
+        share = max(1, self._runner.load.num_slots // max(1, len(listed)))
         dealt = [rows[at::share] for at in range(min(share, len(rows)))]
         asked = []
         for prompt in listed:
@@ -74,11 +73,12 @@ class Chooser:
             one = _Asked(tuple(values.values()), tree, paths)
             for part in dealt:
                 job = job._replace(scoring=Scoring(tree, part), is_streamed=False)
+                self._runner.require(job)
                 one.requests.append(Request(job, vocabulary, one.report))
             if not dealt:
                 one.resolve()
             asked.append(one)
-        self._worker.submit([request for one in asked for request in one.requests])
+        self._runner.submit([request for one in asked for request in one.requests])
         return asked
 
 

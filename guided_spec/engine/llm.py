@@ -10,6 +10,7 @@ from collections.abc import (
     Callable,
     Iterable,
     Iterator,
+    Mapping,
     Sequence,
 )
 from concurrent.futures import wait
@@ -26,7 +27,7 @@ from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestO
 from guided_spec.engine.parallel import SeedSource
 from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
 from guided_spec.engine.request import Job, Request
-from guided_spec.engine.setup import Options, Setup
+from guided_spec.engine.runner import Load, Runner, Wanted, start_engine
 from guided_spec.engine.streams import (
     Failures,
     Manner,
@@ -36,7 +37,6 @@ from guided_spec.engine.streams import (
     cancel_all,
     match_params,
 )
-from guided_spec.engine.worker import EngineWorker, Load
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
 from guided_spec.grammar.compiler import GrammarCompileQueue
@@ -79,6 +79,8 @@ class LLM:
         on a CUDA device the EAGLE-3 head alone where ``auto`` finds one. ``auto`` is what fits
         ``draft``, else the MTP layers in the model's checkpoint, else ngram.
     draft: the draft model or head, like ``model``. The bundled model brings its own.
+    engine: "guided_spec", or "vllm": vLLM runs the requests, see docs/vllm.md.
+    engine_options: of another engine, its own options by their names there.
     options: see ``Options``: the engine's settings (``num_draft_tokens`` is K) and how to load.
 
     One LLM may be used from many threads and tasks at once: their requests share batches. It is
@@ -94,12 +96,15 @@ class LLM:
         num_draft_tokens: int = 5,
         *,
         draft: Any = None,
+        engine: str = "guided_spec",
+        engine_options: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> None:
         options["num_draft_tokens"] = num_draft_tokens
-        parsed = Options.from_dict(options)
-        self._worker = EngineWorker(lambda: Setup.build(model, proposer, draft, parsed))
-        setup = self._worker.setup
+        wanted = Wanted(model, proposer, draft, options, engine_options or {})
+        self._runner = start_engine(engine, wanted)
+        setup = self._runner.setup
+        self.engine = engine
         self.model = setup.model
         self.tokenizer = setup.tokenizer
         self.config = setup.config
@@ -107,12 +112,12 @@ class LLM:
         self.max_model_len = setup.max_model_len
         self.vocabulary = setup.vocabulary
         self._draft = draft
-        self._chooser = Chooser(setup, self._worker)
+        self._chooser = Chooser(self._runner)
         self._seeds = SeedSource()
         self._encoder = setup.encoder
         self._chat = Chat(self.tokenizer, self.vocabulary, self._encoder)
         self._markers, self._grammars, self._endings = setup.grammars
-        self._close = weakref.finalize(self, _close, self._worker, self._grammars)
+        self._close = weakref.finalize(self, _close, self._runner, self._grammars)
 
     def generate(
         self,
@@ -337,7 +342,7 @@ class LLM:
     @property
     def load(self) -> Load:
         """How many samples run and wait, of all callers."""
-        return self._worker.load
+        return self._runner.load
 
     def with_proposer(self, proposer: str, draft: Any = None, **changes: Any) -> LLM:
         """Another LLM on the same weights, with its own KV cache and thread.
@@ -351,7 +356,8 @@ class LLM:
         settings["max_model_len"] = self.max_model_len  # though the memory has less room by now
         draft = self._draft if draft is None else draft
         settings |= changes
-        return LLM(self.model, proposer, draft=draft, tokenizer=self.tokenizer, **settings)
+        settings |= {"engine": self.engine, "tokenizer": self.tokenizer}
+        return LLM(self.model, proposer, draft=draft, **settings)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """The prompt's token ids, as ``generate`` would see them. Raises PromptError."""
@@ -394,8 +400,8 @@ class LLM:
         source = TraceSource(self.proposer, self.config.verifier) if manner.is_traced else None
         for index, (prompt, param) in enumerate(zip(prompts, matched, strict=True)):
             try:
-                job = self._job(prompt, param)._replace(
-                    prompt_index=index, is_streamed=manner.is_streamed, traced=source
+                job = self._job(prompt, param, source)._replace(
+                    prompt_index=index, is_streamed=manner.is_streamed
                 )
                 requests.extend(_samples(job, self.vocabulary, report))
             except GuidedSpecError as error:
@@ -404,22 +410,23 @@ class LLM:
                     failed = Completion("", [], "error", error, RequestStats())
                     report(Chunk(index, sample, "", failed))
                     requests.append(None)
-        self._worker.submit([request for request in requests if request is not None])
+        self._runner.submit([request for request in requests if request is not None])
         return requests
 
-    def _job(self, prompt: Prompt, params: SamplingParams) -> Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, traced: TraceSource | None) -> Job:
         prompt_ids = self._encoder.encode(prompt)
         check_token_ids(params, self.vocabulary.vocab_size)
         words = spell_bad_words(params, self.tokenizer, self.vocabulary.vocab_size)
         seed = self._seeds.draw() if params.seed is None else params.seed
-        grammar = marker = None
-        if params.grammar is not None:
-            spec = self._markers.bind(params.grammar, prompt_ids)
-            marker = None if spec.start is None else self._markers.find(spec.start)
-            grammar = self._grammars.submit(spec)
         echo = self._prompt_text(prompt, prompt_ids) if params.echo else ""
-        job = Job(prompt_ids, params, self.max_model_len, seed, grammar)
-        return job._replace(echo=echo, bad_words=words, endings=self._endings, marker=marker)
+        job = Job(prompt_ids, params, self.max_model_len, seed, endings=self._endings)
+        job = job._replace(echo=echo, bad_words=words, traced=traced)
+        self._runner.require(job)
+        if params.grammar is None:
+            return job
+        spec = self._markers.bind(params.grammar, prompt_ids)
+        marker = None if spec.start is None else self._markers.find(spec.start)
+        return job._replace(marker=marker, grammar=self._grammars.submit(spec))
 
     def _prompt_text(self, prompt: Prompt, prompt_ids: Sequence[int]) -> str:
         text = self._encoder.text(prompt)
@@ -437,8 +444,8 @@ def _samples(first: Job, vocabulary: Vocabulary, report: Callable[[Chunk], None]
     return samples
 
 
-def _close(worker: EngineWorker, grammars: GrammarCompileQueue) -> None:
-    worker.close()
+def _close(runner: Runner, grammars: GrammarCompileQueue) -> None:
+    runner.close()
     grammars.close()
 
 

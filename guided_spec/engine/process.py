@@ -31,9 +31,9 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk, Completion, RequestStats
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
+from guided_spec.engine.runner import Load
 from guided_spec.engine.setup import Options, bundled_asset, find_tokenizer
 from guided_spec.engine.streams import Failures, Manner, OnError, Params, achunks, match_params
-from guided_spec.engine.worker import Load
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary

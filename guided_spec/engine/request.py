@@ -182,6 +182,7 @@ class Request:
 
     text: its tokens and constraint, and why it ended.
     trace: its record so far; None where there is none.
+    on_cancel: called in the thread that cancels it, for an engine that does not look by itself.
     scores: of each row of ``job.scoring`` so far, by node, the log-probabilities of its branches.
     report: called with every chunk, from the engine's thread.
     """
@@ -201,6 +202,7 @@ class Request:
         self.num_cached = 0
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
+        self.on_cancel: Callable[[], None] | None = None
         self.stats = RequestStats(prompt_tokens=len(job.prompt_ids), seed=job.seed)
         self.scores: list[dict[int, list[float]]] = []
         self._report = report
@@ -264,6 +266,8 @@ class Request:
     def cancel(self) -> None:
         """Have the engine end it in its next step. Does nothing where it has ended."""
         self.is_cancelled = True
+        if self.on_cancel is not None and self.state is not State.FINISHED:
+            self.on_cancel()
 
     def append(
         self,

@@ -6,29 +6,24 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple
 
 from guided_spec.engine.engine import Engine
-from guided_spec.engine.request import Request
-from guided_spec.engine.setup import Setup
-from guided_spec.errors import GuidedSpecError
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.runner import Load, Wanted
+from guided_spec.engine.setup import Options, Setup
+from guided_spec.errors import ConfigError, GuidedSpecError
 
-__all__ = ["EngineWorker", "Load"]
+__all__ = ["EngineWorker", "start"]
 
 
-class Load(NamedTuple):
-    """How busy an engine is.
-
-    running: samples that hold a slot, of ``num_slots``. waiting: those that do not yet, for want of
-        a slot or of their grammar.
-    used_blocks: of keys and values that texts hold, of ``num_blocks``; slots on a stock model.
-    """
-
-    num_slots: int
-    running: int
-    waiting: int
-    num_blocks: int
-    used_blocks: int
+def start(wanted: Wanted) -> EngineWorker:
+    """The engine of this package, ready. Raises ConfigError and ModelError."""
+    for name, value in wanted.engine_options.items():
+        fix = "engine_options are for another engine, as engine='vllm'; leave them out here"
+        raise ConfigError(f"engine_options[{name!r}]", value, fix)
+    model, proposer, draft = wanted.model, wanted.proposer, wanted.draft
+    options = Options.from_dict(dict(wanted.options))
+    return EngineWorker(lambda: Setup.build(model, proposer, draft, options))
 
 
 class EngineWorker:
@@ -49,6 +44,9 @@ class EngineWorker:
         )
         self._thread.start()
         self.setup = self._built.result()
+
+    def require(self, job: Job) -> None:
+        """Nothing: this engine does all that a job can ask for."""
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Queue requests; they report through their own callbacks. Raises after ``close``."""

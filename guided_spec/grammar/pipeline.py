@@ -135,12 +135,12 @@ class RequestGrammars(NamedTuple):
 
     markers: bind a spec behind its prompt, where it begins after a marker.
     queue: compiles it in threads, within limits, and keeps it.
-    endings: how its texts end, to end one within its budget.
+    endings: how its texts end, to end one within its budget; None ends none.
     """
 
     markers: Markers
     queue: GrammarCompileQueue
-    endings: EndingsCache
+    endings: EndingsCache | None
 
     @classmethod
     def build(cls, config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any) -> RequestGrammars:

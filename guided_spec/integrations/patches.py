@@ -20,6 +20,7 @@ from guided_spec.errors import ConfigError
 __all__ = ["OneOf", "Patch", "Probed", "Target", "Wrapper", "find", "probe", "replace"]
 
 Wrapper = Callable[[Any], Any]
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _MARK = "__guided_spec_wrappers__"  # those that a function has around it
 
 
@@ -167,7 +168,7 @@ def _find(root: Path, module: str, path: str) -> ast.AST | None:
     found: ast.AST = _tree(root, module)
     for step in path.split("."):
         body: list[ast.stmt] = getattr(found, "body", [])
-        kinds = (ast.FunctionDef, ast.ClassDef)
+        kinds = (*_FUNCTIONS, ast.ClassDef)
         named = [node for node in body if isinstance(node, kinds) and node.name == step]
         if not named:
             return None
@@ -176,7 +177,7 @@ def _find(root: Path, module: str, path: str) -> ast.AST | None:
 
 
 def _parameters(node: ast.AST) -> list[str] | None:
-    if not isinstance(node, ast.FunctionDef):
+    if not isinstance(node, _FUNCTIONS):
         return None
     arguments = node.args
     every = [*arguments.posonlyargs, *arguments.args, arguments.vararg, *arguments.kwonlyargs]
@@ -204,7 +205,7 @@ def _origin(root: Path, module: str, name: str) -> str:
 def _names(cls: ast.ClassDef) -> Iterator[str]:
     """What a class declares, and what its methods set on ``self``."""
     for statement in cls.body:
-        if isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
             yield statement.name
         elif isinstance(statement, ast.AnnAssign | ast.Assign):
             targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from guided_spec.engine.outputs import Chunk, Completion, RequestStats
-from guided_spec.engine.worker import Load
+from guided_spec.engine.runner import Load
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["Metrics", "Tally"]

@@ -12,8 +12,8 @@ from typing import Any, Protocol, Unpack
 from guided_spec.engine.chat import ChatOptions, ChatRequest
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.prompt import Message, Prompt, Prompts
+from guided_spec.engine.runner import Load
 from guided_spec.engine.streams import OnError, Params
-from guided_spec.engine.worker import Load
 from guided_spec.errors import PromptError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.server.faults import ApiError, api_error, invalid_value

@@ -102,7 +102,7 @@ def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float
     constrained = replace(params, seed=6, ignore_eos=False, grammar=grammar, complete=False)
     found = []
     for target, head in ((pair.target, pair.eagle3), pair.wide):
-        options = {"draft": str(head), "device": "cpu", "max_model_len": 128}
+        options: dict[str, Any] = {"draft": str(head), "device": "cpu", "max_model_len": 128}
         with LLM(str(target), proposer, 4, **options) as llm:
             outputs = llm.generate(["The cat", "A dog"], [params, constrained])
         texts = [output.completions[0] for output in outputs]
@@ -123,7 +123,7 @@ def test_the_same_drafts_of_blocks(pair: Pair, method: str, tmp_path: Path) -> N
     constrained = replace(params, ignore_eos=False, grammar=grammar, complete=False)
     found = []
     for target, head in ((pair.target, before), (pair.wide.target, after)):
-        options = {"draft": str(head), "device": "cpu", "max_model_len": 128}
+        options: dict[str, Any] = {"draft": str(head), "device": "cpu", "max_model_len": 128}
         with LLM(str(target), "auto", 5, **options) as llm:
             assert llm.proposer == method
             outputs = llm.generate(["The cat", "A dog"], [params, constrained])

@@ -30,7 +30,7 @@ def test_defaults(started: list[Any]) -> None:
     assert settings == ServerSettings()
     assert (host, port) == ("127.0.0.1", 8000)
     assert load.model is None
-    assert others["max_batch_size"] == 16
+    assert others["max_batch_size"] is None
 
 
 def test_options(started: list[Any]) -> None:
@@ -67,3 +67,65 @@ def test_without_the_extra(
     assert result.exit_code == 1
     assert f"it needs {package}: pip install 'guided-spec[serve]'" in result.output
     assert started == []
+
+
+@pytest.fixture
+def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What would be run in place of this program."""
+    calls: list[Any] = []
+    monkeypatch.setattr("guided_spec.integrations.vllm.serve.run", calls.append)
+    monkeypatch.delenv("GUIDED_SPEC_VLLM", raising=False)
+    return calls
+
+
+def test_vllms_own_server(executed: list[Any]) -> None:
+    given = ["--engine", "vllm", "--model", "a/b", "--draft", "a/head", "--proposer", "eagle3"]
+    given += ["-k", "3", "--port", "81", "--max-batch-size", "9", "--dtype", "bfloat16"]
+    options = '{"enforce_eager": true, "enable_lora": false, "lora_target_modules": ["a", "b"], '
+    given += ["--engine-options", options + '"tensor_parallel_size": 2}']
+    assert serve(*given, GUIDED_SPEC_API_KEY="secret").exit_code == 0
+    (command,) = executed
+    assert command.variables == {
+        "GUIDED_SPEC_VLLM": "counts,drafts,schemas",
+        "VLLM_API_KEY": "secret",
+    }
+    text = " ".join(command.arguments)
+    assert text.startswith("-m vllm.entrypoints.cli.main serve a/b --")
+    for part in (
+        "--max-num-seqs 9",
+        "--dtype bfloat16",
+        "--host 127.0.0.1 --port 81 --served-model-name a/b",
+        "--enforce-eager",
+        "--no-enable-lora",
+        "--tensor-parallel-size 2",
+        "--lora-target-modules a b",
+        '"num_speculative_tokens": 3',
+        '{"disable_any_whitespace": true, "backend": "xgrammar"}',
+    ):
+        assert part in text
+    assert "secret" not in text
+
+
+def test_vllms_server_has_options_of_its_own(executed: list[Any]) -> None:
+    for arguments, reason in (
+        (("--max-queue", "3"), "--max-queue=3: vLLM's server has no such option"),
+        (("--tool-format", "hermes"), "--tool-format='hermes'"),
+        (("--device", "cpu"), "CUDA_VISIBLE_DEVICES"),
+        (("--engine-options", "["), "is no JSON"),
+        (("--engine-options", "[]"), "must be a JSON object"),
+        (("--api-key", "a", "--api-key", "b"), "vLLM takes one from the environment"),
+    ):
+        result = serve("--engine", "vllm", *arguments)
+        assert result.exit_code != 0
+        assert reason in " ".join(result.output.split())
+    assert serve("--engine", "vllm", "--no-playground").exit_code == 0
+    assert "serve" in executed[0].arguments
+    assert "must be one of guided_spec, vllm" in " ".join(serve("--engine", "x").output.split())
+    assert "leave them out" in " ".join(serve("--engine-options", "{}").output.split())
+
+
+def test_vllm_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("guided_spec.integrations.vllm.plugin.installed_root", lambda: None)
+    result = serve("--engine", "vllm")
+    assert result.exit_code != 0
+    assert "pip install 'guided-spec[vllm]'" in " ".join(result.output.split())

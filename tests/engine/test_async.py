@@ -10,6 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from guided_spec.engine.llm import LLM
+from guided_spec.engine.worker import EngineWorker
 from guided_spec.errors import RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
@@ -142,13 +143,19 @@ def test_cancelling_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) ->
         asyncio.run(main(llm))
 
 
+def _worker(llm: LLM) -> EngineWorker:
+    runner = llm._runner
+    assert isinstance(runner, EngineWorker)
+    return runner
+
+
 def test_closing_ends_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     never: Future[CompiledGrammar] = Future()
     llm = make_llm("llama")
     monkeypatch.setattr(llm._grammars, "submit", lambda _: never)
     with ThreadPoolExecutor(1) as pool:
         run = pool.submit(llm.generate, "A", SamplingParams(grammar=LETTERS))
-        while not llm._worker.setup.engine.has_work:
+        while not _worker(llm).setup.engine.has_work:
             gc.collect(0)
         llm.close()
         with pytest.raises(RequestCancelledError):
@@ -158,7 +165,7 @@ def test_closing_ends_what_waits_for_a_grammar(monkeypatch: pytest.MonkeyPatch) 
 def test_a_forgotten_llm_ends_its_thread() -> None:
     llm = make_llm("llama")
     assert llm.generate("A", SHORT, on_error="return")[0].error is None
-    thread = llm._worker._thread
+    thread = _worker(llm)._thread
     assert thread.is_alive()
     del llm
     gc.collect()

@@ -144,6 +144,7 @@ def test_a_grammar_that_is_used_for_long_keeps_its_ends(monkeypatch: pytest.Monk
     spec = GrammarSpec.regex("([a-z]{1,3} ){2,90}")
     with make_llm("llama", "ngram", max_batch_size=4) as llm:
         compiled = llm._grammars.submit(spec).result()
+        assert llm._endings is not None
         endings = llm._endings.of(compiled)
         letter, space = (int(llm.vocabulary.single_byte_ids[byte]) for byte in b"a ")
         state = endings.start

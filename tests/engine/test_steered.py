@@ -38,6 +38,7 @@ def steered(llm: LLM, spec: GrammarSpec, budget: int, tokens: Sequence[int]) -> 
     """By definition: rows with the budget and without, at every token."""
     compiled = llm._grammars.submit(spec).result()
     own = compiled.new_matcher()
+    assert llm._endings is not None
     within = CompletingGrammar(compiled, llm._endings.of(compiled), budget).new_matcher()
     rows = np.zeros((2, -(-llm.vocabulary.vocab_size // 32)), dtype=np.int32)
     found = 0

@@ -33,7 +33,7 @@ def test_what_a_release_lacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert [part for part, lack in found.items() if not lack] == ["schemas"]
     assert main([str(package.parent)]) == 1
     head, _, row, _, *reasons = capsys.readouterr().out.splitlines()
-    assert dict(zip(head.split(" | "), row.split(" | "), strict=True))["schemas |"] == "on |"
+    assert dict(zip(head.split(" | "), row.split(" | "), strict=True))["schemas"] == "on"
     assert row.count("off") == len(reasons) == len(found) - 1
     assert reasons[0] == f"1.2.3, drafter: {found['drafter']}"
     assert "there is no v1.worker.gpu_model_runner" in found["drafter"]

@@ -24,12 +24,12 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["XGrammarBackend", "XGrammarGrammar"]
+__all__ = ["CACHE_BUG", "XGrammarBackend", "XGrammarGrammar"]
 
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
 # take 40 MB each, and seconds to compile.
 _CACHE_BYTES = 128 * 2**20
-_CACHE_BUG = "per_rule_fsm_hashes"
+CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
 
 
@@ -141,7 +141,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
             try:
                 return _run(cached, spec, source, any_whitespace=any_whitespace)
             except RuntimeError as error:
-                if _CACHE_BUG not in str(error):
+                if CACHE_BUG not in str(error):
                     raise
                 # Repeats beyond 128 fail in xgrammar 0.2.8 when its rule cache is on.
                 return _run(uncached, spec, source, any_whitespace=any_whitespace)

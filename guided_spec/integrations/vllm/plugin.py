@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import os
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, entry_points, version
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
 __all__ = [
+    "ENTRY_POINT",
     "FEATURES",
     "PROMISES",
     "RAY_VARIABLE",
@@ -37,12 +38,15 @@ __all__ = [
     "log",
     "register",
     "requested",
+    "require_plugin",
     "warn",
 ]
 
 VARIABLE = "GUIDED_SPEC_VLLM"
+ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 FEATURES = {
+    "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts",
     "exact": "guided_spec.integrations.vllm.exact",
     "guard": "guided_spec.integrations.vllm.guard",
@@ -65,6 +69,20 @@ def requested() -> list[str]:
     if any(name not in FEATURES for name in names):
         raise ConfigError(VARIABLE, value, f"name some of {','.join(FEATURES)}, or unset it")
     return names
+
+
+def require_plugin() -> None:
+    """Raise ConfigError where vLLM is not installed, or its processes would not find the plugin."""
+    if installed_root() is None:
+        fix = "vLLM is not installed: pip install 'guided-spec[vllm]'"
+        raise ConfigError("engine", "vllm", fix)
+    allowed = os.environ.get("VLLM_PLUGINS")
+    if allowed is not None and ENTRY_POINT not in allowed.split(","):
+        fix = f"it keeps the plugin out: add {ENTRY_POINT}, or unset it"
+        raise ConfigError("VLLM_PLUGINS", allowed, fix)
+    if not entry_points(group="vllm.general_plugins", name=ENTRY_POINT):
+        fix = "guided_spec is on the path but not installed, and vLLM does not find its plugin"
+        raise ConfigError("engine", "vllm", f"{fix}: pip install it")
 
 
 def register() -> None:

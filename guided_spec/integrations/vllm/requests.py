@@ -35,6 +35,7 @@ from guided_spec.integrations.patches import Patch
 from guided_spec.masks.constraint import Constraint
 
 __all__ = [
+    "GRAMMARS",
     "NOTES_V1",
     "NOTES_V2",
     "GrammarRequests",
@@ -477,7 +478,7 @@ def note_sampled_v2(original: Callable[..., Any]) -> Callable[..., Any]:
     return sample
 
 
-_GRAMMARS = (
+GRAMMARS = (
     Patch("vllm.sampling_params", "StructuredOutputsParams",
           attributes="_backend all_constraints_none"),
     Patch("vllm.sampling_params", "SamplingParams", attributes="all_stop_token_ids"),
@@ -491,13 +492,13 @@ _V2 = "vllm.v1.worker.gpu"
 
 # What the requests of each runner are followed by.
 NOTES_V1 = (
-    *_GRAMMARS,
+    *GRAMMARS,
     Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
     Patch(_V1, "GPUModelRunner",
           attributes="input_batch requests discard_request_mask use_async_scheduling"),
 )  # fmt: skip
 NOTES_V2 = (
-    *_GRAMMARS,
+    *GRAMMARS,
     Patch(f"{_V2}.states", "RequestState", attributes="req_id_to_index prompt_len"),
     Patch("vllm.v1.core.sched.output", "NewRequestData",
           attributes="req_id sampling_params prefill_token_ids"),

@@ -1,0 +1,248 @@
+"""The arguments of ``LLM(engine="vllm")`` as vLLM's own; what does not translate is refused."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from guided_spec.config import EngineConfig
+from guided_spec.engine.runner import Wanted
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ConfigError
+from guided_spec.integrations.vllm.plugin import FEATURES, requested
+
+__all__ = [
+    "METHODS",
+    "NO_DRAFTS",
+    "RENAMED",
+    "Arguments",
+    "read_arguments",
+    "require_own_start",
+    "speculative",
+]
+
+RENAMED = {
+    "data_parallel_size": "data_parallel_size",
+    "dtype": "dtype",
+    "kv_memory_bytes": "kv_cache_memory_bytes",
+    "max_batch_size": "max_num_seqs",
+    "max_model_len": "max_model_len",
+    "pipeline_parallel_size": "pipeline_parallel_size",
+    "prefill_tokens": "max_num_batched_tokens",
+    "prefix_cache": "enable_prefix_caching",
+    "revision": "revision",
+    "tensor_parallel_size": "tensor_parallel_size",
+    "tokenizer": "tokenizer",
+    "trust_remote_code": "trust_remote_code",
+}
+"""Options of ``LLM``, and what vLLM calls them."""
+
+_OURS = ("compile_threads", "grammar_cache_bytes", "grammar_limits", "num_draft_tokens")
+# Options that vLLM has no place for: the values that change nothing, and what to do instead.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attn_implementation": ((), "pass engine_options={'attention_backend': ...}"),
+    "capture": ((True,), "pass engine_options={'enforce_eager': True}"),
+    "device": (("cuda",), "vLLM takes what CUDA_VISIBLE_DEVICES leaves it: set that"),
+    "device_map": ((), "pass tensor_parallel_size or pipeline_parallel_size"),
+    "device_table_bytes": ((), "vLLM's masks are filled on the host: leave it out"),
+    "grammar_backend": (("auto", "xgrammar"), "the plugin needs vLLM's xgrammar: leave it out"),
+    "grammar_tables": (("auto", "off"), "vLLM's masks come from matchers: leave it out"),
+    "kernels": (("auto",), "vLLM has its own: leave it out"),
+    "max_forced_tokens": ((), "drafts have num_draft_tokens at most: leave it out"),
+    "quantization_config": ((), "pass engine_options={'quantization': ...}"),
+    "tp_plan": ((), "pass tensor_parallel_size"),
+    "verifier": (("rejection",), "vLLM verifies by rejection: leave it out"),
+}
+_TAKEN = {theirs: ours for ours, theirs in RENAMED.items()} | {
+    "model": "model",
+    "spec_method": "proposer",
+    "spec_model": "draft",
+    "spec_tokens": "num_draft_tokens",
+}
+_TAKEN_OF_DRAFTS = {
+    "method": "proposer",
+    "model": "draft",
+    "num_speculative_tokens": "num_draft_tokens",
+}
+
+NO_DRAFTS = "none"
+LOOKUP = "chain:grammar_forced+ngram"
+FORCED = "chain:grammar_forced+"
+METHODS: dict[str, str | None] = {
+    "auto": None,  # what vLLM finds in the draft's configuration
+    "draft_model": "draft_model",
+    "eagle": "eagle",
+    "eagle3": "eagle3",
+    "mtp": "mtp",
+}
+"""Proposers with a model: what vLLM calls their methods."""
+_GUIDED = "guided_spec.integrations.vllm.proposer.GuidedProposer"
+_EXACT_METHODS = (None, "standard", "block")
+
+
+class Arguments(NamedTuple):
+    """engine: of vLLM's AsyncEngineArgs, but ``structured_outputs_config`` is still a dict.
+
+    features: of the plugin. proposer: its name. config: this package's view of them.
+    """
+
+    engine: dict[str, Any]
+    features: tuple[str, ...]
+    proposer: str
+    config: EngineConfig
+
+
+def read_arguments(wanted: Wanted, known: Collection[str] | None) -> Arguments:
+    """Translate them.
+
+    known: the arguments of vLLM's AsyncEngineArgs; None leaves unknown ones to vLLM.
+
+    Raises ConfigError for what vLLM does not have or would not honour.
+    """
+    model = _path("model", bundled_asset("target") if wanted.model is None else wanted.model)
+    given = {name: value for name, value in wanted.options.items() if value is not None}
+    own = {field.name for field in fields(EngineConfig)}
+    for name, value in given.items():
+        _require_option(name, value)
+    config = EngineConfig(**{name: value for name, value in given.items() if name in own})
+    extra = dict(wanted.engine_options)
+    for name, value in extra.items():
+        _require_engine_option(name, value, {"model", *given})
+        _require_known(name, value, known)
+    engine: dict[str, Any] = {"model": model}
+    engine |= {RENAMED[name]: value for name, value in given.items() if name in RENAMED}
+    if "tokenizer" in engine:
+        engine["tokenizer"] = _path("tokenizer", engine["tokenizer"])
+    if isinstance(dtype := engine.get("dtype"), torch.dtype):
+        engine["dtype"] = str(dtype).removeprefix("torch.")
+    named = wanted.proposer or (NO_DRAFTS if wanted.draft is None else FORCED + "auto")
+    proposer, depth = named if config.num_draft_tokens else NO_DRAFTS, config.num_draft_tokens
+    drafts = speculative(named, wanted.draft, depth) if depth else None
+    more = dict(_mapping("speculative_config", extra.pop("speculative_config", {})))
+    _require_drafts(more, proposer)
+    engine["speculative_config"] = None if drafts is None else {**drafts, **more}
+    outputs = _mapping("structured_outputs_config", extra.pop("structured_outputs_config", {}))
+    engine["structured_outputs_config"] = {"backend": "xgrammar", **_own_outputs(outputs)}
+    return Arguments({**engine, **extra}, tuple(_features(drafts, more)), proposer, config)
+
+
+def speculative(proposer: str, draft: Any, num_draft_tokens: int) -> dict[str, Any] | None:
+    """vLLM's ``speculative_config``; None for a proposer that drafts nothing.
+
+    Under masks a head drafts what the grammar forces by itself, so that ``chain:grammar_forced+``
+    in front of it changes nothing. Raises ConfigError for a proposer that vLLM does not have.
+    """
+    if proposer == NO_DRAFTS:
+        _refuse_draft(proposer, draft)
+        return None
+    if proposer in (LOOKUP, "ngram"):
+        _refuse_draft(proposer, draft)
+        own = {"method": "custom_class", "model": _GUIDED}
+        if proposer == "ngram":
+            own = {"method": "ngram"}
+        return {**own, "num_speculative_tokens": num_draft_tokens}
+    name = proposer.removeprefix(FORCED)
+    if name not in METHODS:
+        names = f"{NO_DRAFTS}, ngram, {LOOKUP}, {', '.join(METHODS)}, or {FORCED}eagle3"
+        raise ConfigError("proposer", proposer, f"engine='vllm' has {names}")
+    found: dict[str, Any] = {"num_speculative_tokens": num_draft_tokens}
+    if METHODS[name] is not None:
+        found["method"] = METHODS[name]
+    if name == "mtp":
+        _refuse_draft(proposer, draft)
+        return found
+    if draft is None:
+        raise ConfigError("draft", None, f"proposer={proposer!r} needs one: a hub id or a folder")
+    return {**found, "model": _path("draft", draft)}
+
+
+def _refuse_draft(proposer: str, draft: Any) -> None:
+    if draft is not None:
+        fix = f"proposer={proposer!r} drafts without it: leave it out, or name another proposer"
+        raise ConfigError("draft", draft, fix)
+
+
+def _features(drafts: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Iterator[str]:
+    """Of the plugin: those that the environment asks for, and those that the drafts need."""
+    asked = {"counts", *requested()}
+    if drafts is not None and drafts.get("method") not in ("custom_class", "ngram"):
+        asked.add("drafts")
+    if more.get("draft_sample_method") == "probabilistic":
+        asked.add("exact")
+    yield from (name for name in FEATURES if name in asked)
+
+
+def _require_option(name: str, value: Any) -> None:
+    if name in RENAMED or name in _OURS:
+        return
+    if name not in _REFUSED:
+        known = ", ".join(sorted([*RENAMED, *_OURS]))
+        fix = f"unknown; the options are {known}; vLLM's others go into engine_options"
+        raise ConfigError(name, value, fix)
+    harmless, fix = _REFUSED[name]
+    if not any(value is one or value == one for one in harmless):
+        raise ConfigError(name, value, f"not under engine='vllm': {fix}")
+
+
+def _require_engine_option(name: str, value: Any, given: Collection[str]) -> None:
+    """One that has another name here is passed by that; one of the same name only once."""
+    ours = _TAKEN.get(name)
+    if ours is not None and (ours != name or ours in given):
+        raise ConfigError(f"engine_options[{name!r}]", value, f"pass {ours}, outside of it")
+
+
+def _require_known(name: str, value: Any, known: Collection[str] | None) -> None:
+    if known is not None and name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        fix = f"did you mean {near[0]!r}?" if near else "see its AsyncEngineArgs"
+        reason = f"this release of vLLM has no such argument; {fix}"
+        raise ConfigError(f"engine_options[{name!r}]", value, reason)
+
+
+def _require_drafts(more: Mapping[str, Any], proposer: str) -> None:
+    """Of the user's own ``speculative_config``: what may stand beside the proposer."""
+    for name, value in more.items():
+        place = f"engine_options['speculative_config'][{name!r}]"
+        if name in _TAKEN_OF_DRAFTS:
+            raise ConfigError(place, value, f"pass {_TAKEN_OF_DRAFTS[name]}, outside of it")
+        if proposer == NO_DRAFTS:
+            raise ConfigError(place, value, "nothing is drafted: name a proposer")
+    method = more.get("rejection_sample_method")
+    if method not in _EXACT_METHODS:
+        fix = "it changes what texts are likely: only 'standard' and 'block' do not"
+        raise ConfigError("rejection_sample_method", method, fix)
+
+
+def _own_outputs(outputs: Mapping[str, Any]) -> Mapping[str, Any]:
+    backend = outputs.get("backend", "xgrammar")
+    if backend != "xgrammar":
+        fix = "the plugin follows xgrammar's grammars: leave it out"
+        raise ConfigError("structured_outputs_config['backend']", backend, fix)
+    return outputs
+
+
+def require_own_start(arguments: Arguments) -> None:
+    """Raise ConfigError where vLLM would let grammars bind behind reasoning: specs say so."""
+    for options in (arguments.engine, arguments.engine["structured_outputs_config"]):
+        parser = options.get("reasoning_parser")
+        if parser:
+            fix = "write GrammarSpec.after(marker) for a grammar that binds behind reasoning"
+            raise ConfigError("reasoning_parser", parser, fix)
+
+
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"engine_options[{name!r}]", value, "must be a dict")
+    return value
+
+
+def _path(argument: str, value: Any) -> str:
+    if not isinstance(value, str | Path):
+        fix = "vLLM loads it itself, in processes of its own: pass a hub id or a folder"
+        raise ConfigError(argument, type(value).__name__, fix)
+    return str(value)

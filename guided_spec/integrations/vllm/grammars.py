@@ -1,0 +1,213 @@
+"""Grammars as vLLM gets them from ``LLM(engine="vllm")``: rewritten here, as text for xgrammar.
+
+vLLM's own ways into its grammar backend leave keywords of a schema out, and fix the whitespace for
+all requests. As EBNF, or as a structural tag, what was made of a spec arrives as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import xgrammar
+
+from guided_spec.config import EngineConfig
+from guided_spec.errors import GrammarCompileError
+from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf, schema_ebnf
+from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
+from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.markers import BYTES, Markers
+from guided_spec.grammar.pipeline import GrammarPipeline, RequestGrammars
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
+from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.prepare import require_enforced
+from guided_spec.grammar.spec import GrammarSpec, Start
+from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.vllm.requests import VllmGrammars
+
+__all__ = [
+    "GrammarText",
+    "HandedGrammar",
+    "HandingBackend",
+    "behind",
+    "grammars_for_vllm",
+    "written",
+]
+
+# Literals, character classes and comments stand as they are.
+_ROOT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\#[^\n]*|(?<![\w.-])(root)(?![\w.-])')
+
+
+class GrammarText(NamedTuple):
+    """What vLLM gets. kind: the field of its StructuredOutputsParams that ``source`` goes into."""
+
+    kind: Literal["grammar", "structural_tag"]
+    source: str
+
+    @property
+    def spec(self) -> GrammarSpec:
+        """As this package names it."""
+        kind: Literal["ebnf", "structural_tag"]
+        kind = "ebnf" if self.kind == "grammar" else "structural_tag"
+        return GrammarSpec(kind, self.source)
+
+
+def written(document: SpecDocument) -> GrammarText:
+    """The grammar of a document in full. Raises what compiling it raises."""
+    try:
+        if document.spec.kind == "structural_tag":
+            tag = bound_whitespace(prepare_tag(document.value))
+            return GrammarText("structural_tag", json.dumps(tag))
+        return GrammarText("grammar", _ebnf(document))
+    except (RuntimeError, ValueError, RecursionError) as error:
+        reason = f"the {document.spec.kind} does not compile: {error}"
+        raise GrammarCompileError(reason) from error
+
+
+def _ebnf(document: SpecDocument) -> str:
+    spec = document.spec
+    match spec.kind:
+        case "regex":
+            return regex_ebnf(to_fullmatch(spec.source))
+        case "choice":
+            options = [json.dumps(option, ensure_ascii=False) for option in document.value]
+            return f"root ::= {' | '.join(options)}\n"
+        case "ebnf":
+            # vLLM begins with the rule ``root``. A rule above it: the mask is too strict for a
+            # root that refers to itself.
+            text = _ROOT.sub(lambda found: "root_within" if found[1] else found[0], spec.source)
+            root = "root_within" if spec.root == "root" else spec.root
+            return f"{text}\nroot ::= {root}\n"
+        case "lark":
+            return str(xgrammar.Grammar.from_lark(spec.source))
+    prepared = require_enforced(document.examined)
+    if spec.key_order == "any":
+        free = any_order_ebnf(prepared, any_whitespace=spec.any_whitespace)
+        if free.text is not None:
+            return free.text
+    return schema_ebnf(prepared, any_whitespace=spec.any_whitespace)
+
+
+def behind(marker: str, text: GrammarText) -> GrammarText:
+    """The same constraint behind the first ``marker``; the text up to there is free."""
+    content: dict[str, Any] = {"type": "grammar", "grammar": text.source}
+    if text.kind == "structural_tag":
+        content = json.loads(text.source)["format"]
+    free = {"type": "tag", "begin": "", "content": {"type": "any_text"}, "end": marker}
+    tag = {"type": "sequence", "elements": [free, content]}
+    return GrammarText("structural_tag", json.dumps({"type": "structural_tag", "format": tag}))
+
+
+@dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
+class HandedGrammar:
+    """A grammar as vLLM enforces it, and the text that vLLM gets; shared by requests.
+
+    inner: compiled by vLLM's own backend. Where keys of an object are free, it refuses one that
+        stands twice, which vLLM's masks do not.
+    """
+
+    inner: CompiledGrammar
+    text: GrammarText
+
+    @property
+    def excluded(self) -> frozenset[int]:
+        """As the one inside has it."""
+        return self.inner.excluded
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """As the one inside has it, and the text."""
+        return self.inner.memory_size_bytes + len(self.text.source)
+
+    def ending_with(self, stops: frozenset[int]) -> HandedGrammar:
+        """The same with other tokens that end a text; itself for none."""
+        inner = self.inner
+        if not stops:
+            return self
+        if isinstance(inner, UniqueKeysGrammar):
+            return replace(self, inner=replace(inner, inner=_ending(inner.inner, stops)))
+        assert isinstance(inner, XGrammarGrammar)
+        return replace(self, inner=_ending(inner, stops))
+
+    def new_matcher(self) -> GrammarMatcher:
+        """A matcher at the start of the grammar."""
+        return self.inner.new_matcher()
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """None: nothing is drafted with it here."""
+        return None
+
+
+def _ending(grammar: XGrammarGrammar, stops: frozenset[int]) -> XGrammarGrammar:
+    return replace(grammar, stops=tuple(sorted(stops)), excluded=grammar.excluded - stops)
+
+
+class HandingBackend(DocumentBackend[HandedGrammar]):
+    """Rewrites grammars as the backend of this package does, and compiles them as vLLM does.
+
+    grammars: vLLM's. vocabulary: of the texts. markers: for specs that bind behind one.
+    """
+
+    def __init__(self, grammars: VllmGrammars, vocabulary: Vocabulary, markers: Markers) -> None:
+        self.vocabulary = vocabulary
+        self._grammars = grammars
+        self._markers = markers
+
+    def compile_document(self, document: SpecDocument) -> HandedGrammar:
+        """As ``compile``; a spec may have a start."""
+        start = document.spec.start
+        if start is None:
+            return super().compile_document(document)
+        marker = self._spell(start)
+        whole = super().compile_document(SpecDocument(replace(document.spec, start=None)))
+        text = behind(marker, whole.text)
+        return HandedGrammar(self._compile(text), text)
+
+    def enforce(self, document: SpecDocument) -> HandedGrammar:
+        """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
+        text = written(document)
+        compiled = self._compile(text)
+        if not document.spec.is_json:
+            return HandedGrammar(compiled, text)
+        prepared = require_enforced(document.examined)
+        return HandedGrammar(with_unique_keys(compiled, prepared, self.vocabulary), text)
+
+    def _compile(self, text: GrammarText) -> XGrammarGrammar:
+        try:
+            return self._grammars.compile(text.spec)
+        except Exception as error:  # vLLM's backend raises xgrammar's own and others
+            raise GrammarCompileError(f"vLLM does not compile the grammar: {error}") from error
+
+    def _spell(self, start: Start) -> str:
+        """The marker as a text: vLLM knows its tokens without bytes by their names."""
+        names = {token: name.encode() for name, token in self.vocabulary.added_tokens}
+        symbols: Sequence[int] = self._markers.find(start).symbols
+        parts = [bytes([one]) if one < BYTES else names.get(one - BYTES, b"") for one in symbols]
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+
+def grammars_for_vllm(
+    config: EngineConfig, vocabulary: Vocabulary, tokenizer: Any, grammars: VllmGrammars
+) -> RequestGrammars:
+    """What every request's grammar meets before vLLM gets it: rewriting, limits, a cache.
+
+    A large grammar is first compiled under its limits by a process of its own: vLLM has none.
+    """
+    markers = Markers.from_tokenizer(vocabulary, tokenizer)
+    backend = HandingBackend(grammars, vocabulary, markers)
+    limits = config.grammar_limits or GrammarLimits()
+    pipeline = GrammarPipeline(backend, limits, make=XGrammarBackend)
+    queue = GrammarCompileQueue(
+        pipeline,
+        max_workers=config.compile_threads,
+        cache_bytes=config.grammar_cache_bytes,
+        close_backend=pipeline.close,
+    )
+    return RequestGrammars(markers, queue, None)

@@ -1,0 +1,174 @@
+"""Arguments of ``LLM(engine="vllm")`` as vLLM's: what is renamed, passed on, and refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from guided_spec.engine.runner import Wanted
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ConfigError
+from guided_spec.integrations.vllm.arguments import (
+    RENAMED,
+    Arguments,
+    read_arguments,
+    require_own_start,
+)
+from guided_spec.integrations.vllm.plugin import VARIABLE, installed_version
+
+KNOWN = {*RENAMED.values(), "model", "quantization", "speculative_config"}
+KNOWN |= {"structured_outputs_config", "logprobs_mode", "reasoning_parser"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+
+
+def read(
+    proposer: str | None = None,
+    draft: Any = None,
+    engine_options: dict[str, Any] | None = None,
+    model: Any = "a/b",
+    **options: Any,
+) -> Arguments:
+    options = {"num_draft_tokens": 5, **options}
+    return read_arguments(Wanted(model, proposer, draft, options, engine_options or {}), KNOWN)
+
+
+def test_names_of_vllm() -> None:
+    found = read(
+        "chain:grammar_forced+eagle3",
+        "a/head",
+        {"quantization": "fp8"},
+        num_draft_tokens=3,
+        max_batch_size=7,
+        max_model_len=512,
+        prefill_tokens=128,
+        prefix_cache=False,
+        kv_memory_bytes=2**30,
+        tensor_parallel_size=4,
+        dtype=torch.bfloat16,
+        revision=None,
+        compile_threads=3,
+    )
+    speculative = {"method": "eagle3", "model": "a/head", "num_speculative_tokens": 3}
+    assert found.engine == {
+        "model": "a/b",
+        "max_num_seqs": 7,
+        "max_model_len": 512,
+        "max_num_batched_tokens": 128,
+        "enable_prefix_caching": False,
+        "kv_cache_memory_bytes": 2**30,
+        "tensor_parallel_size": 4,
+        "dtype": "bfloat16",
+        "quantization": "fp8",
+        "speculative_config": speculative,
+        "structured_outputs_config": {"backend": "xgrammar"},
+    }
+    assert read(engine_options={"dtype": "half"}).engine["dtype"] == "half"
+    assert found.features == ("counts", "drafts")
+    assert found.proposer == "chain:grammar_forced+eagle3"
+    assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
+
+
+def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read().engine["speculative_config"] is None
+    assert read("none").features == ("counts",)
+    assert read(None, "a/head").proposer == "chain:grammar_forced+auto"
+    drafts = read(None, "a/head").engine["speculative_config"]
+    assert drafts == {"model": "a/head", "num_speculative_tokens": 5}
+    assert read("eagle3", "a/head", num_draft_tokens=0).engine["speculative_config"] is None
+    lookup = read("chain:grammar_forced+ngram")
+    assert lookup.engine["speculative_config"]["method"] == "custom_class"
+    assert lookup.features == ("counts",)
+    assert read("mtp").engine["speculative_config"] == {
+        "method": "mtp",
+        "num_speculative_tokens": 5,
+    }
+    sampled = {"speculative_config": {"draft_sample_method": "probabilistic"}}
+    assert read("eagle3", "a/head", sampled).features == ("counts", "drafts", "exact")
+    monkeypatch.setenv(VARIABLE, "guard")
+    assert read("mtp").features == ("counts", "drafts", "guard")
+    assert read(model=None).engine["model"] == bundled_asset("target")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"model": object()}, "model='object': vLLM loads it itself"),
+        ({"draft": object(), "proposer": "eagle3"}, "draft='object': vLLM loads it itself"),
+        ({"tokenizer": object()}, "tokenizer='object'"),
+        ({"verifier": "coupled"}, "verifier='coupled': not under engine='vllm'"),
+        ({"grammar_backend": "llguidance"}, "needs vLLM's xgrammar"),
+        ({"kernels": "stock"}, "kernels='stock'"),
+        ({"capture": False}, "enforce_eager"),
+        ({"device": "cpu"}, "CUDA_VISIBLE_DEVICES"),
+        ({"max_batch_size": 0}, "max_batch_size=0: must be at least 1"),
+        ({"max_forced_tokens": 3}, "max_forced_tokens=3"),
+        ({"lora": 1}, "lora=1: unknown; the options are"),
+        ({"proposer": "suffix"}, "proposer='suffix': engine='vllm' has none, ngram"),
+        ({"proposer": "eagle3"}, "draft=None: proposer='eagle3' needs one"),
+        ({"proposer": "ngram", "draft": "a"}, "draft='a': proposer='ngram' drafts without it"),
+        ({"engine_options": {"max_num_seqs": 3}}, "pass max_batch_size, outside of it"),
+        ({"engine_options": {"model": "a"}}, "pass model, outside of it"),
+        ({"engine_options": {"dtype": "a"}, "dtype": "b"}, "pass dtype, outside of it"),
+        ({"engine_options": {"spec_model": "a"}}, "pass draft, outside of it"),
+        ({"engine_options": {"quantisation": 3}}, "did you mean 'quantization'"),
+        ({"engine_options": {"zzz": 3}}, "no such argument; see its AsyncEngineArgs"),
+        ({"engine_options": {"structured_outputs_config": {"backend": "guidance"}}}, "xgrammar"),
+        ({"engine_options": {"structured_outputs_config": 3}}, "must be a dict"),
+        ({"engine_options": {"speculative_config": {"model": "a"}}}, "pass draft, outside of it"),
+        ({"engine_options": {"speculative_config": {"revision": "a"}}}, "nothing is drafted"),
+    ],
+)
+def test_what_is_refused(given: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(**given)
+    assert reason in str(raised.value)
+
+
+def test_grammars_say_themselves_where_they_begin() -> None:
+    require_own_start(read())
+    inner = {"structured_outputs_config": {"reasoning_parser": "qwen3"}}
+    for given in ({"reasoning_parser": "qwen3"}, inner):
+        with pytest.raises(ConfigError, match="write GrammarSpec.after"):
+            require_own_start(read(engine_options=given))
+
+
+def test_verification_that_changes_texts_is_refused() -> None:
+    more = {"speculative_config": {"rejection_sample_method": "synthetic"}}
+    with pytest.raises(ConfigError, match="changes what texts are likely"):
+        read("eagle3", "a/head", more)
+    more = {"speculative_config": {"rejection_sample_method": "standard"}}
+    assert read("eagle3", "a/head", more).engine["speculative_config"]["model"] == "a/head"
+
+
+@pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed")
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_vllm_takes_them() -> None:
+    """Every name that is passed on is one of vLLM's own class, and it takes their values."""
+    utils: Any = importlib.import_module("vllm.engine.arg_utils")
+    config: Any = importlib.import_module("vllm.config")
+    known = {field.name for field in dataclasses.fields(utils.AsyncEngineArgs)}
+    assert known >= {*RENAMED.values(), "speculative_config", "structured_outputs_config"}
+    options: dict[str, Any] = {"num_draft_tokens": 4, "max_batch_size": 8, "max_model_len": 256}
+    options |= {"prefill_tokens": 512, "prefix_cache": False, "dtype": "float32"}
+    options |= {"tensor_parallel_size": 1, "trust_remote_code": False, "kv_memory_bytes": 2**28}
+    head = bundled_asset("eagle3")
+    wanted = Wanted(None, "eagle3", head, options, {"enforce_eager": True, "seed": 3})
+    given = dict(read_arguments(wanted, known).engine)
+    outputs = config.StructuredOutputsConfig(**given.pop("structured_outputs_config"))
+    args = utils.AsyncEngineArgs(**given, structured_outputs_config=outputs)
+    assert (args.max_num_seqs, args.max_model_len, args.enforce_eager) == (8, 256, True)
+    assert args.max_num_batched_tokens == 512
+    assert args.kv_cache_memory_bytes == 2**28
+    assert args.structured_outputs_config.backend == "xgrammar"
+    model = args.create_model_config()
+    assert (model.max_model_len, str(model.dtype)) == (256, "torch.float32")
+    with pytest.raises(ConfigError, match="no such argument"):
+        read_arguments(Wanted(None, None, None, options, {"maximum": 3}), known)
