@@ -1,0 +1,297 @@
+"""``python -m benchmarks.vllm_engine``: ``LLM(engine="vllm")`` beside vLLM used directly.
+
+Three runs of the same requests, documents and free text mixed, with the same EAGLE-3 head and the
+same settings: vLLM without the plugin, with its ``drafts``, and ``LLM(engine="vllm")``, which has
+them on. The last one ends with a soak, some of whose requests are cancelled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import typer
+from rich.table import Table
+
+from benchmarks.gpu.peers import VllmEnvironment, end_group, vllm_environment
+from benchmarks.gpu.plugins import install_beside, load_outline
+from benchmarks.gpu.run import GpuPlan, folders
+from benchmarks.gpu.subject import Subject, json_documents
+from guided_spec.cli.console import failures_as_messages, stdout
+from guided_spec.errors import ConfigError
+from guided_spec.evaluate.measurement import is_valid
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.integrations.vllm.plugin import VARIABLE
+
+__all__ = ["Row", "Soak", "app", "judge_soak", "make_requests", "rows"]
+
+FREE_EVERY = 3  # of the requests one is free text
+FREE_TOKENS = 64
+NUM_DRAFT = 5
+TAIL = 800
+
+
+class Way(NamedTuple):
+    """name: in the table. way, features: of the child's plan."""
+
+    name: str
+    way: str
+    features: str
+
+
+WAYS = (
+    Way("vLLM", "direct", ""),
+    Way("vLLM, drafts", "direct", "drafts"),
+    Way("LLM(engine='vllm')", "llm", ""),
+)
+
+
+class Row(NamedTuple):
+    """One way at one batch size: the best of its runs.
+
+    against: tokens per second, over those of vLLM with the same features. valid: share of the
+    documents that were not cut off. same_free: share of the free texts with the tokens of vLLM's.
+    """
+
+    name: str
+    batch: int
+    tokens_per_second: float
+    against: float | None
+    valid: float
+    same_free: float
+    failed: int
+
+
+class Soak(NamedTuple):
+    """What came of requests of which some were cancelled. same_free: as of a row."""
+
+    requests: int
+    cancelled: int
+    failed: int
+    valid: float
+    same_free: float
+    seconds: float
+
+
+def make_requests(
+    encode: Callable[[str], list[int]], count: int, max_tokens: int
+) -> list[dict[str, Any]]:
+    """Held-out documents, every third one's prompt with free text behind it."""
+    found = []
+    for at, item in enumerate(json_documents(count)):
+        is_free = at % FREE_EVERY == FREE_EVERY - 1
+        assert item.grammar is not None
+        schema = None if is_free else json.loads(item.grammar.source)
+        tokens = FREE_TOKENS if is_free else max_tokens
+        found.append({"prompt_ids": encode(item.prompt), "schema": schema, "max_tokens": tokens})
+    return found
+
+
+def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> list[Row]:
+    """What the children wrote, by the names of the ways."""
+    found: list[Row] = []
+    first = _by_batch(results.get(WAYS[0].name, {}))
+    same = _by_batch(results.get(WAYS[1].name, {}))
+    for name, result in results.items():
+        for batch, cells in _by_batch(result).items():
+            speed = _speed(cells)
+            base = _speed(same[batch]) if name == WAYS[2].name and batch in same else None
+            answers = cells[0]["answers"]
+            free = first[batch][-1]["answers"] if batch in first else answers
+            found.append(
+                Row(
+                    name,
+                    batch,
+                    round(speed, 1),
+                    None if base is None else round(speed / base, 3),
+                    _valid(answers, requests),
+                    _same_free(answers, free, requests),
+                    sum(one["error"] is not None for one in answers),
+                )
+            )
+    return found
+
+
+def judge_soak(
+    soak: Mapping[str, Any], free: Sequence[Any], requests: Sequence[Mapping[str, Any]]
+) -> Soak:
+    """free: answers of vLLM without the plugin, to the first of the requests."""
+    answers = soak["answers"]
+    places = [at % len(requests) for at in range(len(answers))]
+    kept = [(one, at) for one, at in zip(answers, places, strict=True) if not one["cancelled"]]
+    known = [(one, at) for one, at in kept if at < len(free)]
+    return Soak(
+        requests=len(answers),
+        cancelled=len(answers) - len(kept),
+        failed=sum(one["error"] is not None for one, _ in kept),
+        valid=_valid([one for one, _ in kept], [requests[at] for _, at in kept]),
+        same_free=_same_free(
+            [one for one, _ in known],
+            [free[at] for _, at in known],
+            [requests[at] for _, at in known],
+        ),
+        seconds=round(soak["seconds"], 1),
+    )
+
+
+def _by_batch(result: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
+    found: dict[int, list[Mapping[str, Any]]] = {}
+    for cell in result.get("cells", ()):
+        found.setdefault(cell["batch"], []).append(cell)
+    return found
+
+
+def _speed(cells: Sequence[Mapping[str, Any]]) -> float:
+    return max(float(cell["tokens"] / cell["seconds"]) for cell in cells)
+
+
+def _valid(answers: Sequence[Mapping[str, Any]], requests: Sequence[Mapping[str, Any]]) -> float:
+    """A document that was cut off by its budget is none."""
+    judged = [
+        is_valid(answer["text"], GrammarSpec.json_schema(request["schema"]))
+        for answer, request in zip(answers, requests, strict=False)
+        if request["schema"] is not None and len(answer["token_ids"]) < request["max_tokens"]
+    ]
+    return round(sum(judged) / len(judged), 4) if judged else 0.0
+
+
+def _same_free(
+    answers: Sequence[Mapping[str, Any]],
+    others: Sequence[Mapping[str, Any]],
+    requests: Sequence[Mapping[str, Any]],
+) -> float:
+    same = [
+        list(one["token_ids"]) == list(other["token_ids"])
+        for one, other, request in zip(answers, others, requests, strict=False)
+        if request["schema"] is None
+    ]
+    return round(sum(same) / len(same), 4) if same else 0.0
+
+
+def _run(
+    plan: Mapping[str, Any], way: Way, where: VllmEnvironment, front: Sequence[str], logs: Path
+) -> dict[str, Any]:
+    """One child; its result, with the ``problem`` where it failed.
+
+    front: folders before ``where``'s site.
+    """
+    label = "".join(letter if letter.isalnum() else "-" for letter in way.name)
+    with tempfile.TemporaryDirectory() as folder:
+        install_beside(Path(folder))
+        asked, answer = Path(folder) / "plan.json", Path(folder) / "result.json"
+        asked.write_text(json.dumps({**plan, "way": way.way}), encoding="utf-8")
+        environment = vllm_environment(where, [folder, *front]) | {VARIABLE: way.features}
+        command = [where.python or sys.executable, "-P", "-m", "benchmarks.vllm_engine_child"]
+        log = logs / f"vllm_engine_{label}.log"
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                [*command, str(asked), str(answer)],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(where.limit)
+            except subprocess.TimeoutExpired:
+                code = end_group(process)
+        found: dict[str, Any] = json.loads(answer.read_text()) if answer.is_file() else {}
+        if code != 0:
+            found["problem"] = log.read_text(encoding="utf-8", errors="replace")[-TAIL:]
+    return found
+
+
+app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+@app.command()
+def main(  # noqa: PLR0913 - the options of a command
+    model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
+    eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
+    work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
+    vllm_site: Annotated[str | None, typer.Option(help="Folder that vLLM is in.")] = None,
+    packages: Annotated[
+        str | None, typer.Option(help="Folders in front of the site; default: this interpreter's.")
+    ] = None,
+    vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
+    batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
+    repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
+    soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
+    max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
+    memory_share: Annotated[float, typer.Option(help="Of the device, for vLLM.")] = 0.75,
+    limit: Annotated[float, typer.Option(help="Seconds for each of the three.")] = 170.0,
+    logs: Annotated[Path, typer.Option(help="Folder for vLLM's output.")] = Path(),
+    output: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
+) -> None:
+    """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
+    where = VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit)
+    if not where.is_there:
+        raise ConfigError("vllm_site", None, "vllm cannot be imported: pass it, or --vllm-python")
+    results: dict[str, dict[str, Any]] = {}
+    # This interpreter's own packages come before the site's: xgrammar among them.
+    own = sysconfig.get_path("purelib") if vllm_python is None else ""
+    front = (packages or own).split(os.pathsep) if packages or own else []
+    sizes = [int(batch) for batch in batches.split(",")]
+    with (
+        failures_as_messages(),
+        folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
+    ):
+        subject = load_outline(*paths)
+        requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
+        plan = _plan(subject, sizes, memory_share) | {"repeats": repeats, "requests": requests}
+        for way in WAYS:
+            stdout().print(way.name)
+            asked = {**plan, "soak": soak if way.way == "llm" else 0}
+            results[way.name] = _run(asked, way, where, front, logs)
+            if problem := results[way.name].get("problem"):
+                stdout().print(problem, markup=False)
+            _report(results, requests, output)
+
+
+def _encoder(subject: Subject) -> Callable[[str], list[int]]:
+    return lambda text: list(subject.tokenizer(text)["input_ids"])
+
+
+def _plan(subject: Subject, batches: Sequence[int], memory_share: float) -> dict[str, Any]:
+    """Of a child, but for its way and what it is to write."""
+    config: Any = subject.model.config.get_text_config(decoder=True)
+    return {
+        "model": subject.folder,
+        "eagle3": subject.eagle3,
+        "num_draft_tokens": NUM_DRAFT,
+        "max_model_len": min(2048, config.max_position_embeddings),
+        "memory_share": memory_share,
+        "batches": batches,
+    }
+
+
+def _report(
+    results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any], output: Path | None
+) -> None:
+    found = rows(results, requests)
+    table = Table(*Row._fields)
+    for row in found:
+        table.add_row(*("" if value is None else str(value) for value in row))
+    stdout().print(table)
+    record: dict[str, Any] = {"rows": [row._asdict() for row in found]}
+    last = results.get(WAYS[2].name, {})
+    cells = results.get(WAYS[0].name, {}).get("cells", ())
+    if last.get("soak") is not None and cells:
+        judged = judge_soak(last["soak"], cells[-1]["answers"], requests)
+        record["soak"] = judged._asdict()
+        stdout().print(judged)
+    record |= {name: {k: v for k, v in one.items() if k not in ("cells", "soak")}
+               for name, one in results.items()}  # fmt: skip
+    if output is not None:
+        output.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app()

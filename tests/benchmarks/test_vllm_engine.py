@@ -1,0 +1,166 @@
+"""The script that compares ``LLM(engine="vllm")`` with vLLM: its loops and its judgement."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks import vllm_engine
+from benchmarks.vllm_engine import WAYS, Soak, app, judge_soak, make_requests, rows
+from benchmarks.vllm_engine_child import DirectWriter, LlmWriter, make_llm, run_all, run_soak
+from guided_spec import LLM
+from guided_spec.engine.setup import bundled_asset
+from tests.integrations.vllm.fake import install
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM() as made:
+        yield made
+
+
+def test_requests_and_runs(llm: LLM) -> None:
+    requests = make_requests(llm.encode, 6, 40)
+    assert [one["schema"] is None for one in requests] == [False, False, True] * 2
+    run = asyncio.run(run_all(LlmWriter(llm), requests, 2))
+    assert run["tokens"] == sum(len(one["token_ids"]) for one in run["answers"])
+    assert all(one["error"] is None for one in run["answers"])
+    refused = {**requests[0], "schema": {"type": "array", "uniqueItems": True}}
+    (answer,) = asyncio.run(run_all(LlmWriter(llm), [refused], 1))["answers"]
+    assert "uniqueItems" in answer["error"]
+
+
+class Hanging:
+    """Writes nothing, ever."""
+
+    cancelled = 0
+
+    async def write(self, request: Any) -> Any:
+        del request
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+
+
+def test_some_of_a_soak_are_cancelled(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests(llm.encode, 3, 8) * 20
+    monkeypatch.setattr("benchmarks.vllm_engine_child.LONGEST_WAIT", 0.01)
+    soak = asyncio.run(run_soak(LlmWriter(llm), requests, 8))
+    cancelled = sum(one["cancelled"] for one in soak["answers"])
+    assert 0 < cancelled < 30
+    monkeypatch.setattr("benchmarks.vllm_engine_child.CANCELLED_SHARE", 1.0)
+    writer = Hanging()
+    asyncio.run(run_soak(writer, requests[:3], 8))
+    assert writer.cancelled == 3
+
+
+class Engine:
+    """vLLM's, with one answer."""
+
+    async def generate(self, prompt: Any, params: Any, name: str) -> AsyncGenerator[Any, None]:
+        if params.structured_outputs is not None and params.structured_outputs.json == {}:
+            raise ValueError("no such schema")
+        answer = SimpleNamespace(text=f"{name}{prompt['prompt_token_ids']}", token_ids=[1, 2])
+        yield SimpleNamespace(outputs=[answer])
+
+
+def test_vllm_directly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    install(monkeypatch, tmp_path)
+    requests: list[dict[str, Any]] = [
+        {"prompt_ids": [5], "schema": None, "max_tokens": 4},
+        {"prompt_ids": [6], "schema": {}, "max_tokens": 4},
+    ]
+    good, bad = asyncio.run(run_all(DirectWriter(Engine()), requests, 2))["answers"]
+    assert good == {"text": "0[5]", "token_ids": [1, 2], "error": None, "cancelled": False}
+    assert bad["error"] == "no such schema"
+
+
+def test_both_ways_have_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    world = install(monkeypatch, tmp_path, "compilation_config", "gpu_memory_utilization", "seed")
+    plan = {
+        "model": bundled_asset("target"), "eagle3": bundled_asset("eagle3"), "batches": [1, 8],
+        "num_draft_tokens": 3, "max_model_len": 256, "memory_share": 0.5,
+    }  # fmt: skip
+    with make_llm(plan) as llm:
+        args = world.engine.args
+        assert llm.proposer == "chain:grammar_forced+eagle3"
+    assert (args.max_num_seqs, args.max_model_len, args.dtype) == (8, 256, "bfloat16")
+    assert args.speculative_config["num_speculative_tokens"] == 3
+    assert args.structured_outputs_config.disable_any_whitespace is True
+    assert args.gpu_memory_utilization == 0.5
+    assert 32 in args.compilation_config["cudagraph_capture_sizes"]
+
+
+def answer(text: str, token_ids: list[int], **more: Any) -> dict[str, Any]:
+    return {"text": text, "token_ids": token_ids, "error": None, "cancelled": False, **more}
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"prompt_ids": [1], "schema": SCHEMA, "max_tokens": 4},
+    {"prompt_ids": [1], "schema": None, "max_tokens": 4},
+]
+GOOD, CUT = answer('{"a": 1}', [1, 2]), answer('{"a": ', [1, 2, 3, 4])
+FREE, OTHER = answer("free", [7]), answer("other", [8])
+
+
+def cell(seconds: float, *answers: dict[str, Any]) -> dict[str, Any]:
+    tokens = sum(len(one["token_ids"]) for one in answers)
+    return {"batch": 8, "seconds": seconds, "tokens": tokens, "answers": list(answers)}
+
+
+def test_rows() -> None:
+    results = {
+        WAYS[0].name: {"cells": [cell(1.0, GOOD, FREE)]},
+        WAYS[1].name: {"cells": [cell(2.0, GOOD, FREE), cell(1.0, GOOD, FREE)]},
+        WAYS[2].name: {"cells": [cell(1.25, GOOD, OTHER)]},
+    }
+    off, on, own = rows(results, REQUESTS)
+    assert (off.tokens_per_second, on.tokens_per_second, own.against) == (3.0, 3.0, 0.8)
+    assert (on.against, own.valid, on.same_free, own.same_free) == (None, 1.0, 1.0, 0.0)
+    results[WAYS[2].name] = {"cells": [cell(1.0, answer("no", [1], error="why"), FREE)]}
+    assert rows(results, REQUESTS)[-1][4:] == (0.0, 1.0, 1)
+    assert rows({WAYS[2].name: results[WAYS[2].name]}, REQUESTS)[0].against is None
+
+
+def test_the_soak_is_judged() -> None:
+    given_up = answer("", [], cancelled=True)
+    soak = {"seconds": 2.0, "answers": [GOOD, FREE, CUT, OTHER, given_up, FREE]}
+    found = judge_soak(soak, [GOOD, FREE], REQUESTS)
+    assert found == Soak(6, 1, 0, 1.0, round(2 / 3, 4), 2.0)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every way runs once, the last one with the soak; what fails is shown."""
+    asked: list[Any] = []
+
+    def run(plan: Any, way: Any, *_: Any) -> dict[str, Any]:
+        asked.append((way.name, plan["soak"]))
+        if way is WAYS[1]:
+            return {"problem": "out of memory"}
+        answers = [GOOD if one["schema"] else FREE for one in plan["requests"]]
+        soak = {"seconds": 1.0, "answers": answers} if plan["soak"] else None
+        return {"cells": [{**cell(1.0, *answers), "batch": 1}], "soak": soak, "version": "1"}
+
+    monkeypatch.setattr(vllm_engine, "_run", run)
+    output = tmp_path / "found.json"
+    given = ["--model", bundled_asset("target"), "--eagle3", bundled_asset("eagle3")]
+    given += ["--vllm-site", "/x", "--batches", "1", "--soak", "9", "--output", str(output)]
+    result = CliRunner().invoke(app, given)
+    assert result.exit_code == 0, result.output
+    assert asked == [(way.name, 9 if way.way == "llm" else 0) for way in WAYS]
+    assert "out of memory" in result.output
+    found = json.loads(output.read_text())
+    assert [row["name"] for row in found["rows"]] == [WAYS[0].name, WAYS[2].name]
+    assert found["soak"]["requests"] == 12
+    assert found[WAYS[1].name] == {"problem": "out of memory"}
