@@ -18,19 +18,23 @@ from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, find, unescape
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = [
     "ENDLESS",
     "LARGE_SOURCE",
     "DocumentBackend",
+    "DocumentCompiler",
     "Extent",
     "GrammarSize",
     "SpecDocument",
+    "as_document_compiler",
     "is_large",
     "loosen",
     "measure_json",
@@ -325,8 +329,10 @@ _SCHEMAS_OF_A_TAG = ("json_schema", "schema")
 Compiled = TypeVar("Compiled", covariant=True)
 
 
-class DocumentBackend(ABC, Generic[Compiled]):
-    """A backend of this package: it goes on with what has been read already."""
+class DocumentCompiler(ABC, Generic[Compiled]):
+    """A backend, or a choice of several, that goes on with what has been read already."""
+
+    vocabulary: Vocabulary
 
     def compile(self, spec: GrammarSpec) -> Compiled:
         """Compile ``spec``; may take seconds and cannot be interrupted.
@@ -335,6 +341,30 @@ class DocumentBackend(ABC, Generic[Compiled]):
         (valid, but not enforceable in full) or UnsatisfiableGrammarError (nothing matches).
         """
         return self.compile_document(SpecDocument(spec))
+
+    @abstractmethod
+    def compile_document(self, document: SpecDocument) -> Compiled:
+        """As ``compile``."""
+
+
+class _SpecBackend(DocumentCompiler[CompiledGrammar]):
+    """One that takes specs alone, and reads them itself."""
+
+    def __init__(self, backend: GrammarBackend) -> None:
+        self.vocabulary = backend.vocabulary
+        self._backend = backend
+
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        return self._backend.compile(document.spec)
+
+
+def as_document_compiler(backend: GrammarBackend) -> DocumentCompiler[CompiledGrammar]:
+    """The backend itself where it takes documents, else one around it."""
+    return backend if isinstance(backend, DocumentCompiler) else _SpecBackend(backend)
+
+
+class DocumentBackend(DocumentCompiler[Compiled]):
+    """A backend of this package: ``unsupported`` decides about what it cannot enforce."""
 
     def compile_document(self, document: SpecDocument) -> Compiled:
         """As ``compile``."""

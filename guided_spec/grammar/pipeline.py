@@ -14,7 +14,7 @@ from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import DocumentBackend, SpecDocument
+from guided_spec.grammar.document import SpecDocument, as_document_compiler
 from guided_spec.grammar.isolation import Workers
 from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
 from guided_spec.grammar.markers import AfterGrammar, Markers
@@ -63,7 +63,7 @@ class GrammarPipeline:
         self.vocabulary: Vocabulary = backend.vocabulary
         self.limits = limits
         self.markers = markers
-        self._backend = backend
+        self._backend = as_document_compiler(backend)
         self._endings = endings
         self._name = name
         self._workers = Workers(type(backend) if make is None else make, self.vocabulary)
@@ -83,10 +83,7 @@ class GrammarPipeline:
         try:
             self._keep_limits(document)
             marker = None if self.markers is None or start is None else self.markers.find(start)
-            if isinstance(self._backend, DocumentBackend | BackendChoice):
-                compiled = self._backend.compile_document(document)
-            else:
-                compiled = self._backend.compile(document.spec)
+            compiled = self._backend.compile_document(document)
         except GrammarError as error:
             _shorten(error)
             raise

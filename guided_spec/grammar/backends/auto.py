@@ -17,11 +17,15 @@ from guided_spec.grammar.backends.registry import (
     find_grammar_backend,
 )
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.document import LARGE_SOURCE, DocumentBackend, SpecDocument
+from guided_spec.grammar.document import (
+    LARGE_SOURCE,
+    DocumentBackend,
+    DocumentCompiler,
+    SpecDocument,
+)
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.schema.report import is_narrowed
-from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.unique_keys import MaybeUnique, NotedGrammar
+from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
 __all__ = ["AutoBackend", "BackendChoice"]
@@ -105,7 +109,7 @@ def _is_xgrammars_alone(document: SpecDocument) -> bool:
     return all(entry.by_backend for entry in document.examined.errors)
 
 
-class BackendChoice:
+class BackendChoice(DocumentCompiler[CompiledGrammar]):
     """The backend that a spec names, and for specs that name none the one called ``name``.
 
     name: "auto", "xgrammar", "llguidance" or a registered one, made with its default settings.
@@ -120,15 +124,11 @@ class BackendChoice:
         self._name = name
         self._made = {name: self._make("grammar_backend", name)}
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``; raises as ``GrammarBackend.compile`` does.
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        """As ``compile``.
 
         Raises ConfigError for a backend that is not registered, not installed, or cannot be made.
         """
-        return self.compile_document(SpecDocument(spec))
-
-    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
-        """As ``compile``."""
         name = document.spec.backend or self._name
         made = self._made.get(name)
         if made is None or made.entry != GRAMMAR_BACKENDS.get(name, made.entry):
@@ -139,8 +139,6 @@ class BackendChoice:
                     raise
                 raise ConfigError("backend", name, error.fix) from error.__cause__
             self._made[name] = made  # two threads may both make one; either will do
-        if isinstance(made.backend, GuardedBackend):
-            return made.backend.compile(document.spec)
         return made.backend.compile_document(document)
 
     def _make(self, argument: str, name: str) -> _Made:
@@ -155,4 +153,4 @@ class _Made(NamedTuple):
     """A backend, and what the registry held when it was made: None for an entry point's."""
 
     entry: str | BackendFactory | None
-    backend: DocumentBackend[NotedGrammar] | GuardedBackend
+    backend: DocumentCompiler[CompiledGrammar]

@@ -16,6 +16,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.llguidance import LLGuidanceGrammar
 from guided_spec.grammar.backends.registry import BackendFactory
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
+from guided_spec.grammar.document import DocumentCompiler, SpecDocument
 from guided_spec.grammar.protocol import CompiledGrammar, Matcher
 from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
@@ -30,7 +31,7 @@ _GRAMMAR = ("excluded", "new_matcher", "new_style_matcher")
 _MATCHER = ("accept_token", "fill_next_token_bitmask", "fork", "rollback", "is_terminated")
 
 
-class GuardedBackend:
+class GuardedBackend(DocumentCompiler[CompiledGrammar]):
     """The backend that ``factory`` makes; it gets specs whose ``backend`` is None.
 
     What it raises that is no error of this package becomes one, and what it returns is tried out
@@ -53,13 +54,14 @@ class GuardedBackend:
             fix = f"its factory returned a {type(self._backend).__name__} without {lacks}"
             raise ConfigError("grammar_backend", name, fix)
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``.
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        """Compile its spec.
 
         Raises what the backend raises; GrammarCompileError where that is no error of this package,
         or where a grammar or matcher is not what the protocol asks for; UnsatisfiableGrammarError
         where the first mask is empty.
         """
+        spec = document.spec
         if spec.start is not None:
             raise GrammarCompileError(
                 "the spec has a start: compile it with a GrammarPipeline that has markers"
