@@ -284,15 +284,13 @@ class _Verdicts(NamedTuple):
     @classmethod
     @torch.no_grad()
     def reach(
-        cls, logits: Tensor, goal: TargetScores, at: Tensor, target_ids: Tensor | None
+        cls, rows: LossRows, goal: TargetScores, at: Tensor, target_ids: Tensor | None
     ) -> _Verdicts:
-        """logits: float32 [m, D]. at: int64 [m], the row of ``goal`` that each is held against."""
-        legal = None if goal.legal is None else goal.legal[at]
-        logits = forbid(logits, legal)
-        best = logits.argmax(-1)
+        """rows: of the drafts, under their masks. at: int64 [m], the row of ``goal`` of each."""
+        best = rows.draft.argmax(-1)
         best = best if target_ids is None else target_ids[best]
-        wanted = (forbid(goal.logits[at], legal) - goal.total[at, None]).exp()
-        overlap = wanted.minimum(logits.softmax(-1)).sum(-1)
+        wanted = (rows.target - goal.total[at, None]).exp()
+        overlap = wanted.minimum(rows.draft.softmax(-1)).sum(-1)
         return cls(best, best == goal.top[at], overlap)
 
 
@@ -337,12 +335,11 @@ class _FusedLoss:
         goal = targets.score(start, end)
         hidden = rows.hidden[first:last].detach().requires_grad_(self._needs_gradient)
         logits = self._scorer.logits(hidden).float()
-        self._verdicts.append(_Verdicts.reach(logits, goal, at, targets.target_ids))
-        legal = None
-        if goal.legal is not None and self._objective.masked:
-            legal = goal.legal[at]
-        tokens = targets.token[start:end][at]
-        compared = LossRows(forbid(logits, legal), forbid(goal.logits[at], legal), tokens)
+        plain = LossRows(logits, goal.logits[at], targets.token[start:end][at])
+        legal = None if goal.legal is None else goal.legal[at]
+        bound = plain._replace(draft=forbid(logits, legal), target=forbid(plain.target, legal))
+        self._verdicts.append(_Verdicts.reach(bound, goal, at, targets.target_ids))
+        compared = bound if self._objective.masked else plain
         losses = self._objective.loss(compared)
         self.totals.index_add_(0, depth, losses.detach() * self._keep[first:last])
         losses = losses + self._doubt(hidden, compared, self._keep[first:last])
