@@ -130,13 +130,15 @@ def assert_same(found: TargetStates, wanted: TargetStates, batch: TrainingBatch)
 def test_states_are_those_of_the_target(tmp_path: Path, wrong: str) -> None:
     """Asked for ahead, and kept nowhere: the server's files are gone once they are read."""
     target, batch, later = build("llama"), make_batch(), make_batch(7)
+    # One at a time: the server runs the same model, in threads of its own.
+    wanted = [OnlineFeatures(target, LAYERS)(each) for each in (batch, later)]
     fake = FakeExtractor(target, LAYERS, tmp_path, wrong)
     with fake.running() as url:
         features = ServedFeatures(url, LAYERS)
         features.begin(batch)
         features.begin(later)
-        for each in (batch, later):
-            assert_same(features(each), OnlineFeatures(target, LAYERS)(each), each)
+        for each, states in zip((batch, later), wanted, strict=True):
+            assert_same(features(each), states, each)
         assert len(fake.prompts) == 6
         features(batch)  # of the next epoch: asked again
         assert len(fake.prompts) == 9
