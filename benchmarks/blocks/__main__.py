@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
@@ -64,30 +64,34 @@ def blocks(
     What there is no time for is left to another run with the same WORK and OUTPUT.
     docs/benchmarks.md has more.
     """
+    asked = dict(locals())
     with failures_as_messages():
-        heads = HEADS._replace(
-            methods=_split("methods", methods, str),
-            tokens=tokens,
-            batch_tokens=batch_tokens,
-            data=data,
-            workers=workers,
-            device=torch.device(device).type,
-        )
-        plan = DocumentPlan(
-            engines=_split("engines", engines, str),
-            documents=_counts(documents),
-            workloads=_split("workloads", workloads, str),
-            temperatures=_split("temperatures", temperatures, float),
-            num_draft_tokens=num_draft_tokens,
-            max_tokens=max_tokens,
-            options=_options(engine_option),
-        )
-        sizes = _split("batches", batches, int)
-        lattice = LatticePlan(sizes, num_draft_tokens, repeats, vocab_size)
-        seconds = {"train": train_seconds, "lattice": lattice_seconds}
-        chosen, where = _split("parts", parts, str), {"device": device, "dtype": dtype}
-        whole = BlocksPlan(work, chosen, heads, lattice, plan, seconds, model, **where)
-        _run(whole, output, limit_seconds)
+        _run(_plan(asked), output, limit_seconds)
+
+
+def _plan(asked: Mapping[str, Any]) -> BlocksPlan:
+    """asked: the options of the command, by name."""
+
+    def split(name: str, kind: Callable[[str], Any] = str) -> tuple[Any, ...]:
+        return _split(name, asked[name], kind)
+
+    kept = {name: asked[name] for name in ("tokens", "batch_tokens", "data", "workers")}
+    device = torch.device(asked["device"]).type
+    heads = HEADS._replace(methods=split("methods"), device=device, **kept)
+    documents = DocumentPlan(
+        engines=split("engines"),
+        documents=_counts(asked["documents"]),
+        workloads=split("workloads"),
+        temperatures=split("temperatures", float),
+        num_draft_tokens=asked["num_draft_tokens"],
+        max_tokens=asked["max_tokens"],
+        options=_options(asked["engine_option"]),
+    )
+    sizes = (asked[name] for name in ("num_draft_tokens", "repeats", "vocab_size"))
+    lattice = LatticePlan(split("batches", int), *sizes)
+    seconds = {"train": asked["train_seconds"], "lattice": asked["lattice_seconds"]}
+    plans, where = (heads, lattice, documents), (asked[n] for n in ("model", "device", "dtype"))
+    return BlocksPlan(asked["work"], split("parts"), *plans, seconds, *where)
 
 
 def _run(plan: BlocksPlan, output: Path | None, limit_seconds: float) -> None:

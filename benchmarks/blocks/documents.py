@@ -185,34 +185,27 @@ def _run(
     params = SamplingParams(max_tokens=max_tokens, temperature=key.temperature)
     _write(setup, items[: max(2, key.batch)], prompts, params, key.batch)
     completions, seconds, steps = _write(setup, items, prompts, params, key.batch)
-    valid = valid_share(completions, items)
-    name = key.engine
-    found = measure_completions(name, completions, seconds, valid=valid, same_text=0.0)
     texts = [completion.text for completion in completions]
     place = (key.batch, key.workload, key.temperature)
-    if name == "none":
+    if key.engine == "none":
         plain[place] = texts
     same = None
     with suppress(KeyError):
         same = sum(a == b for a, b in zip(texts, plain[place], strict=True)) / len(texts)
+    valid = valid_share(completions, items)
+    found = measure_completions(key.engine, completions, seconds, valid=valid, same_text=same or 0)
     errors = [str(completion.error) for completion in completions if completion.error]
     return BlockRun(
         key,
-        found.tokens,
-        seconds,
-        steps,
-        seconds / steps * 1e3,
-        found.tokens_per_second,
-        found.acceptance_length,
-        found.drafted,
-        found.accepted,
-        found.accepted_at,
-        sum(completion.stats.starved for completion in completions),
-        sum(completion.stats.device_steps for completion in completions),
-        valid,
-        same,
-        found.failed,
-        errors[0] if errors else None,
+        *(found.tokens, seconds, steps, seconds / steps * 1e3),
+        *(found.tokens_per_second, found.acceptance_length, found.drafted, found.accepted),
+        accepted_at=found.accepted_at,
+        starved=sum(completion.stats.starved for completion in completions),
+        device_steps=sum(completion.stats.device_steps for completion in completions),
+        valid=valid,
+        same_text=same,
+        failed=found.failed,
+        problem=errors[0] if errors else None,
     )
 
 

@@ -51,15 +51,21 @@ class Widening(NamedTuple):
     carrier: Carrier
 
     @property
-    def head_scale(self) -> float:
-        """What queries and keys that are normed are multiplied with before.
+    def plain_scales(self) -> tuple[float, float]:
+        """What queries and keys are multiplied with, so that scores are divided by sqrt(d)."""
+        return math.sqrt(self.wide.head_dim / self.small.head_dim), 1.0
+
+    @property
+    def normed_scales(self) -> tuple[float, float]:
+        """The same where they are normed behind that.
 
         A norm over a head of D dimensions divides by sqrt(sum(x^2) / D + eps'), with the eps' of
         the layers' norms. So scaled, that is the small one's up to a factor in the norm's weight.
         """
         small, wide, carrier = self.small, self.wide, self.carrier
         eps = (wide.hidden_size * carrier.eps + carrier.value**2) / small.hidden_size
-        return math.sqrt(carrier.eps * wide.head_dim / (small.head_dim * eps))
+        scale = math.sqrt(carrier.eps * wide.head_dim / (small.head_dim * eps))
+        return scale, scale
 
 
 def wide_rows(name: str, rows: Tensor, size: int, how: Widening, *, is_output: bool) -> WideTensor:
@@ -163,9 +169,7 @@ def _matrices(how: Widening, num_inputs: int, *, is_normed: bool) -> tuple[_Matr
     """
     big_in, small_in = ((num_inputs, s.hidden_size) for s in (how.wide, how.small))
     big, small = (_Heads.of(s) for s in (how.wide, how.small))
-    query_scale, key_scale = math.sqrt(how.wide.head_dim / how.small.head_dim), 1.0
-    if is_normed:
-        query_scale = key_scale = how.head_scale
+    query_scale, key_scale = how.normed_scales if is_normed else how.plain_scales
     width = how.wide.hidden_size
     columns, queries, keys = num_inputs * width, math.prod(big), big.pairs * big.dim
     up, small_up = ((s.intermediate_size, s.hidden_size) for s in (how.wide, how.small))
