@@ -4,6 +4,9 @@ One forward gives the scores of all places of a block. The likeliest tokens of e
 the host in one download, and the draft is a path that the grammar takes. Its tokens are certain: it
 is verified as such (``Draft.probs`` is None), which is exact under either verifier whatever the
 draft is. So nothing has to be known of the head's own distribution.
+
+Where every text of the step has a table on the device, the path is found there, and the host
+follows it while the target verifies it.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
+from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.heads.block.candidates import (
     Block,
     Candidates,
@@ -26,7 +30,10 @@ from guided_spec.models.heads.block.candidates import (
     choose_candidates,
 )
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.host import Download
+from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.lattice_paths import first_legal_paths
+from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.table_rows import CURSOR
 from guided_spec.proposers.draft_loop import DraftAdjustments, DraftLoop
 from guided_spec.proposers.drafting import (
     concatenate,
@@ -35,7 +42,7 @@ from guided_spec.proposers.drafting import (
     read_policy,
     used_policies,
 )
-from guided_spec.types import Draft, DraftPolicy
+from guided_spec.types import Accepted, Draft, DraftPolicy
 
 __all__ = ["BlockDrafter", "Compute", "Lattice"]
 
@@ -109,6 +116,44 @@ class _Known(NamedTuple):
     lattice: Lattice
 
 
+class _Path(NamedTuple):
+    """A draft that the device found; see ``DraftInFlight``.
+
+    told: int64 [B, 2 W] on its way to the host: at each place the token, or -1, and whether the
+    text is starved there.
+    """
+
+    draft: Draft
+    most: tuple[int, ...]
+    lookahead: Lookahead
+    told: Download
+
+    @property
+    def is_walked(self) -> bool:
+        return False
+
+    @property
+    def is_underway(self) -> bool:
+        return True
+
+    @property
+    def answer(self) -> None:
+        return None
+
+    def finish(self) -> Draft:
+        """Nothing was drafted before, so that ``most`` are the drafts' ends too."""
+        columns = self.told.wait().T.tolist()
+        with self.lookahead.until(self.most):
+            for place, (tokens, starved) in enumerate(zip(*[iter(columns)] * 2, strict=True)):
+                self.lookahead.accept_ids(tokens, starved, place)
+        lengths = host_integers([len(drafted) for drafted in self.lookahead.drafted])
+        token_ids = self.draft.token_ids
+        return Draft(token_ids, lengths.to(token_ids.device, non_blocking=True))
+
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
+        del accepted, output, packed
+
+
 class BlockDrafter:
     """Drafts the requests that ask for no other policy, and leaves the rest to a ``DraftLoop``.
 
@@ -145,15 +190,29 @@ class BlockDrafter:
         if not own:
             return loop(others).in_flight()
         starts = lookahead.lengths
-        if not others and not any(starts) and not any(batch.constraints[row] for row in own):
-            free = DraftLoop(batch, lookahead, "validate", self._vocabulary, rows=own)
-            free.take(self._best(batch, own, compute))
-            return free.in_flight()
+        if not others and not any(starts):
+            if not any(batch.constraints[row] for row in own):
+                free = DraftLoop(batch, lookahead, "validate", self._vocabulary, rows=own)
+                free.take(self._best(batch, own, compute))
+                return free.in_flight()
+            # Where nobody waits for the host, a chain's turns end as they should: one by one.
+            texts = None if lookahead.turns else lookahead.tabled(own, batch.num_draft_tokens)
+            if texts is not None and texts.is_alone:
+                return self._draft_on_device(batch, lookahead, own, compute, texts)
         draft = self._draft(batch, lookahead, own, compute)
         if others:
             draft = concatenate(draft, loop(others).finish())
         ends = zip(lookahead.lengths, starts, strict=True)
         return FinishedDraft(draft, tuple(end - start for end, start in ends))
+
+    def compile(self, width: int, device: torch.device) -> None:
+        """Have the kernel of paths ready, if the device has one."""
+        if device.type == "cuda":
+            size = self._num_candidates
+            scores = torch.zeros(1, width, size, device=device)
+            gains = None if self._transition is None else scores.new_zeros(1, width, size, size)
+            cursors = torch.zeros(1, CURSOR, dtype=torch.int64, device=device)
+            first_legal_paths(scores.long(), scores, gains, cursors, 1)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the slots' lattices."""
@@ -163,14 +222,45 @@ class BlockDrafter:
     def _best(self, batch: DecodeBatch, rows: Sequence[int], compute: Compute) -> Tensor:
         """int64 [B, W] on the device: the likeliest tokens whatever the grammars say; 0 for others
         than ``rows``. Nothing waits for the host, and no draft holds anything yet."""
+        block = self._first_places(batch, rows, compute)
+        found = choose_candidates(block, 1, self._vocabulary, self._transition).token_ids[:, :, 0]
+        return _spread(found, rows, found.new_zeros(len(batch), found.shape[1]))
+
+    def _draft_on_device(
+        self,
+        batch: DecodeBatch,
+        lookahead: Lookahead,
+        rows: Sequence[int],
+        compute: Compute,
+        texts: TabledTexts,
+    ) -> DraftInFlight:
+        """The paths of ``rows`` along their tables; nothing waits for the host, and no draft holds
+        anything yet. They are those that ``_draft`` finds."""
+        block = self._first_places(batch, rows, compute)
+        found = choose_candidates(block, self._num_candidates, self._vocabulary, self._transition)
+        cursors = texts.cursors[list(rows)].to(batch.device, non_blocking=True)
+        paths = first_legal_paths(*found, cursors, num_mask_words(batch.vocab_size))
+        width = paths.tokens.shape[1]
+        told = torch.stack([paths.tokens, paths.starved], 2).flatten(1)
+        told = _spread(told, rows, told.new_full((len(batch), told.shape[1]), -1))
+        sources = paths.sources.T.contiguous()
+        sources = _spread(sources, rows, sources.new_zeros(len(batch), width + 1))
+        lookahead.leave(texts, sources.T.contiguous())
+        ends = draft_ends(batch, lookahead, rows)
+        most = tuple(min(end, width) for end in ends)
+        token_ids = told[:, ::2].clamp_min(0)
+        lengths = host_integers(most).to(batch.device, non_blocking=True)
+        return _Path(Draft(token_ids, lengths), most, lookahead, Download(told))
+
+    def _first_places(self, batch: DecodeBatch, rows: Sequence[int], compute: Compute) -> Block:
+        """Of the blocks of ``rows`` what a draft may hold."""
         block = self._adjusted(batch, [()] * len(batch), rows, compute(rows))
         count = batch.num_draft_tokens
-        block = Block(block.logits[:, :count], block.hidden[:, :count], block.last)
-        found = choose_candidates(block, 1, self._vocabulary, self._transition).token_ids[:, :, 0]
-        if len(rows) == len(batch):
-            return found
-        index = torch.tensor(rows).to(batch.device, non_blocking=True)
-        return found.new_zeros(len(batch), found.shape[1]).index_copy_(0, index, found)
+        return Block(block.logits[:, :count], block.hidden[:, :count], block.last)
+
+    @property
+    def _num_candidates(self) -> int:
+        return CANDIDATES if self._transition is None else FOLLOWING
 
     def _draft(
         self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int], compute: Compute
@@ -198,8 +288,9 @@ class BlockDrafter:
         if not missing:
             return
         block = self._adjusted(batch, drafted, missing, compute(missing))
-        count = CANDIDATES if self._transition is None else FOLLOWING
-        candidates = choose_candidates(block, count, self._vocabulary, self._transition)
+        candidates = choose_candidates(
+            block, self._num_candidates, self._vocabulary, self._transition
+        )
         lattices = zip(missing, _download(candidates), strict=True)
         for row, lattice in lattices:
             self._known[batch.slots[row]] = _Known(len(batch.contexts[row]), lattice)
@@ -224,6 +315,14 @@ class BlockDrafter:
         full = full.index_copy(0, index, block.logits)
         places = [adjust.apply(place)[index] for place in full.unbind(1)]
         return block._replace(logits=torch.stack(places, 1))
+
+
+def _spread(found: Tensor, rows: Sequence[int], blank: Tensor) -> Tensor:
+    """``found`` [R, ...] as the ``rows`` of a batch; others are those of ``blank`` [B, ...]."""
+    if len(rows) == len(blank):
+        return found
+    index = torch.tensor(rows).to(found.device, non_blocking=True)
+    return blank.index_copy_(0, index, found)
 
 
 def _download(candidates: Candidates) -> list[Lattice]:

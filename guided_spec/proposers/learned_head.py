@@ -110,7 +110,7 @@ class LearnedHead(Proposer):
         self, context: ProposerContext, head: DraftHead | BlockHead, run: Run | None = None
     ) -> None:
         self.aux_hidden_layers = head.aux_hidden_layers
-        self._longest = context.config.num_draft_tokens
+        self._longest, self._device = context.config.num_draft_tokens, context.device
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         limits = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
@@ -170,6 +170,9 @@ class LearnedHead(Proposer):
             yield from self._packed.capture(self._longest)
         if self._masked is not None and self._can_wait and self._longest:
             yield from self._masked.capture()
+        if self._paths is not None and self._longest:
+            self._paths.compile(self._longest, self._device)
+            yield
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""

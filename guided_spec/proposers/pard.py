@@ -69,6 +69,7 @@ class Pard(Proposer):
     def capture(self) -> Iterator[None]:
         """Those of the model."""
         yield from self._cache.model.capture(())
+        self._paths.compile(self._width, self._cache.model.device)
 
     def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Block:
         """The places behind the texts of ``rows``, by one forward; the masks are forgotten."""

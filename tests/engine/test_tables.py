@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -91,11 +92,22 @@ def test_a_device_that_walks_along_tables_writes_the_same(
         SamplingParams(max_tokens=120, grammar=grammar, temperature=heat, seed=5)
         for grammar in DEVICE_GRAMMARS
     ]
+    assert_same_on_device(headed, "eagle3:mask", params, verifier, at_a_time)
+
+
+def assert_same_on_device(
+    headed: HeadedTarget,
+    proposer: str,
+    params: list[SamplingParams],
+    verifier: str,
+    at_a_time: int,
+) -> None:
+    """Texts and counts, with tables on the host and with them on the device."""
     options: dict[str, Any] = {"max_batch_size": at_a_time, "verifier": verifier}
     found = []
     for size in (0, 2**24):
         options |= {"grammar_tables": "always", "device_table_bytes": size}
-        with make_llm(headed.target, "eagle3:mask", headed.draft, **options) as llm:
+        with make_llm(headed.target, proposer, headed.draft, **options) as llm:
             outputs = llm.generate(["The name"] * len(params), params)
         found.append([output.completions[0] for output in outputs])
     for host, device in zip(*found, strict=True):
@@ -109,6 +121,22 @@ def test_a_device_that_walks_along_tables_writes_the_same(
     assert steps[4] == 0  # a free text
     if at_a_time == 1:  # a CPU cannot wait for the host, so all who draft together need tables
         assert all(count > 0 for count in steps[:4]), steps
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+@pytest.mark.parametrize(
+    ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]
+)
+def test_a_device_that_finds_paths_along_tables_writes_the_same(
+    tmp_path: Path, method: str, heat: float, verifier: str, at_a_time: int
+) -> None:
+    headed = write_head(tmp_path, method, VOCAB_SIZE)
+    biases: tuple[dict[int, float], ...] = ({}, {}, {40: 2.0}, {}, {})
+    params = [
+        SamplingParams(max_tokens=120, grammar=grammar, temperature=heat, seed=5, logit_bias=bias)
+        for grammar, bias in zip(DEVICE_GRAMMARS, biases, strict=True)
+    ]
+    assert_same_on_device(headed, method, params, verifier, at_a_time)
 
 
 def test_a_log_says_why_there_is_no_table(caplog: pytest.LogCaptureFixture) -> None:

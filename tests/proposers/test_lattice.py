@@ -57,9 +57,7 @@ def cases(draw: st.DrawFn) -> Case:
     scores[:, draw(st.sampled_from([COUNT, COUNT - 1])) :] = -np.inf
     token_ids = np.where(np.isneginf(scores), -1, ids).astype(np.int32)
     # One is at hand, the others are read when they are asked for.
-    lattice = Lattice(token_ids, token_ids[:, :1].tolist())
-    if gains is not None:
-        lattice = lattice._replace(scores=scores, gains=gains)
+    lattice = Lattice(token_ids, token_ids[:, :1].tolist(), scores, gains)
     return Case(lattice, scores, rule, before)
 
 
