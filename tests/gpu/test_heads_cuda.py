@@ -123,6 +123,25 @@ def test_a_graph_that_walks_along_tables_drafts_the_same(
     assert not any(output.stats.device_steps for output in expected)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+def test_paths_along_tables_are_those_of_the_host(
+    tmp_path: Path, method: str, temperature: float
+) -> None:
+    headed = on_cuda(tmp_path / "head", method, torch.float32)
+    options: dict[str, Any] = {"max_batch_size": 3, "grammar_tables": "always"}
+    options["grammars"] = [GRAMMARS[0], GRAMMARS[1], GRAMMARS[3]]
+    found = generate(headed, method, temperature, **options)
+    expected = generate(headed, method, temperature, **options, device_table_bytes=0)
+    assert [output.error for output in found] == [None] * len(found)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    for name in ("drafted", "accepted", "tabled", "starved"):
+        counts, own = ([getattr(o.stats, name) for o in one] for one in (expected, found))
+        assert own == counts, name
+    assert all(output.stats.device_steps > 0 for output in found)
+    assert not any(output.stats.device_steps for output in expected)
+
+
 @pytest.mark.parametrize(("vocab_size", "draft_size"), [(12, 5), (4097, 1000), (151_669, 32_000)])
 def test_masks_are_translated_alike(vocab_size: int, draft_size: int) -> None:
     generator = torch.Generator().manual_seed(0)
