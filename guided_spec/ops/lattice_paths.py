@@ -13,7 +13,9 @@ import ctypes
 from functools import cache
 from types import ModuleType
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.ops.bitmask import only_legal_token
@@ -41,46 +43,60 @@ def first_legal_paths(
 def first_legal_paths_reference(
     token_ids: Tensor, scores: Tensor, gains: Tensor | None, cursors: Tensor, words: int
 ) -> TablePaths:
-    """The definition in torch, where tables lie in memory of the host."""
+    """The definition, where tables lie in memory of the host: text by text, place by place."""
     count, width, _ = token_ids.shape
-    tokens = token_ids.new_full((count, width), -1)
+    tokens = torch.full((count, width), -1)
     starved = torch.zeros_like(tokens)
     sources = tokens.new_zeros(width + 1, count)
     sources[0] = cursors[:, SOURCE]
-    is_tabled, goes_on = cursors[:, CLASSES] != 0, torch.ones(count, dtype=torch.bool)
-    before = torch.zeros(count, dtype=torch.int64)  # the candidate that was taken; -1: another
-    for place in range(width):
-        total = scores[:, place].clone()
+    for text in range(count):
+        cursor, behind = cursors[text : text + 1], None
+        is_tabled = bool(cursor[0, CLASSES])
+        candidates, own = token_ids[text].numpy(), scores[text].numpy()
         if gains is not None:
-            behind = gains[torch.arange(count), place, before.clamp_min(0)]
-            total = torch.where((before >= 0).unsqueeze(1), total + behind, total)
-        rows = _rows(sources[place], words)
-        own = token_ids[:, place]
-        legal = (rows.gather(1, own >> 5) >> (own & 31)) & 1
-        total = total.masked_fill(legal == 0, -torch.inf)
-        best = total.amax(1, keepdim=True)
-        is_best = (total == best) & ~best.isneginf()
-        before = torch.where(is_best.any(1), is_best.int().argmax(1), -1)
-        only = torch.where(sources[place] != 0, only_legal_token(rows), -1)
-        token = torch.where(
-            before >= 0, own.gather(1, before.clamp_min(0).unsqueeze(1))[:, 0], only
-        )
-        starved[:, place] = goes_on & (token < 0)
-        goes_on = goes_on & (token >= 0)
-        tokens[:, place] = torch.where(goes_on, token, -1)
-        advance(tokens[:, place], cursors, sources[place + 1])
-        goes_on = goes_on & (~is_tabled | (cursors[:, CLASSES] != 0))
+            behind = gains[text].numpy()
+        before = 0  # the candidate that was taken; -1: another token
+        for place in range(width):
+            total = own[place]
+            if behind is not None and before >= 0:
+                total = total + behind[place, before]
+            row = _row(int(sources[place, text]), words)
+            before = _first_legal(candidates[place], total, row)
+            token = int(candidates[place, before]) if before >= 0 else _only(row)
+            if token < 0:
+                starved[text, place] = 1
+                break
+            tokens[text, place] = token
+            advance(tokens[text, place : place + 1], cursor, sources[place + 1, text : text + 1])
+            if is_tabled and not cursor[0, CLASSES]:
+                break
     return TablePaths(tokens, starved, sources)
 
 
-def _rows(sources: Tensor, words: int) -> Tensor:
-    """int32 [R, words]: the mask row at each address; all ones where it is 0."""
-    rows = torch.full((len(sources), words), -1, dtype=torch.int32)
-    for row, address in zip(rows, sources.tolist(), strict=True):
-        if address:
-            held = (ctypes.c_int32 * words).from_address(address)
-            row.copy_(torch.frombuffer(held, dtype=torch.int32))
-    return rows
+Row = NDArray[np.int32]
+
+
+def _row(address: int, words: int) -> Row | None:
+    """The mask row there, read in its place; None where there is none."""
+    if not address:
+        return None
+    return np.ctypeslib.as_array((ctypes.c_int32 * words).from_address(address))
+
+
+def _first_legal(
+    candidates: NDArray[np.int64], scores: NDArray[np.float32], row: Row | None
+) -> int:
+    """Which candidate of a place has the highest score of those that are legal; -1: none is."""
+    if row is not None:
+        is_legal = row[candidates >> 5] >> (candidates & 31) & 1
+        scores = np.where(is_legal, scores, -np.inf)
+    best = int(scores.argmax())
+    return best if scores[best] > -np.inf else -1
+
+
+def _only(row: Row | None) -> int:
+    """The only legal token of a row; -1 where there is another."""
+    return -1 if row is None else int(only_legal_token(torch.from_numpy(row)))
 
 
 @cache
