@@ -118,8 +118,9 @@ def head_folders(work: Path, methods: Sequence[str]) -> dict[str, Path]:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether a model was written: its weights come after its configuration."""
-    return (folder / "config.json").is_file() and any(folder.glob("model*.safetensors"))
+    """Whether a model was written: its only file, or the index, which comes after all others."""
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any((folder / name).is_file() for name in names)
 
 
 def _folder(work: Path, name: str) -> Path:
