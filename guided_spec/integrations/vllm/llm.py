@@ -124,13 +124,12 @@ class VllmRunner:
 
     def __init__(self, arguments: Arguments) -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(
-            target=self._loop.run_forever, name="guided-spec-vllm", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run_loop, name="guided-spec-vllm", daemon=True)
         self._tasks = dict[Request, asyncio.Task[None]]()
         self._names = (f"guided-spec-{number}" for number in itertools.count())
         self._lock = threading.Lock()
         self._is_closed = False
+        self._ending: asyncio.Task[None] | None = None  # held: a loop forgets its tasks
         self._thread.start()
         try:
             self.setup = self._run(_build(arguments))
@@ -164,9 +163,20 @@ class VllmRunner:
         """Cancel what runs and end vLLM's processes."""
         with self._lock:
             was_closed, self._is_closed = self._is_closed, True
-        if not was_closed:
-            self._run(self._end())
-            self._stop()
+        if was_closed:
+            return
+        if threading.current_thread() is self._thread:  # a callback, or the garbage collector
+            self._ending = self._loop.create_task(self._end())
+            self._ending.add_done_callback(lambda _: self._stop())
+            return
+        self._run(self._end())
+        self._stop()
+
+    def _run_loop(self) -> None:
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """In the event loop, from another thread."""
@@ -180,7 +190,6 @@ class VllmRunner:
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join()
-            self._loop.close()
 
     def _begin(self, requests: Sequence[Request]) -> None:
         for request in requests:

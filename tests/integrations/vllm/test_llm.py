@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from guided_spec import LLM, GrammarSpec, SamplingParams
+from guided_spec.engine.streams import Manner
 from guided_spec.errors import (
     ConfigError,
     GrammarCompileError,
@@ -206,6 +208,26 @@ def test_closing_ends_what_runs(world: World) -> None:
         list(stream)
     with pytest.raises(GuidedSpecError, match="closed"):
         llm.generate("one two")
+
+
+def test_closing_in_the_thread_that_reports(world: World) -> None:
+    llm = LLM(engine="vllm")
+    teach(llm, world, "one two", " three four five", ends=False)
+    runner: Any = llm._runner
+    manner = Manner(is_streamed=True, is_traced=False)
+    llm.submit(["one two"], SamplingParams(), lambda _: llm.close(), manner)
+    runner._thread.join(60)
+    assert not runner._thread.is_alive()
+    assert world.engine.is_shut_down
+
+
+def test_a_forgotten_llm_ends_its_thread(world: World) -> None:
+    llm = LLM(engine="vllm")
+    runner: Any = llm._runner
+    del llm
+    gc.collect()
+    runner._thread.join(60)
+    assert world.engine.is_shut_down
 
 
 def test_drafts_are_counted_where_vllm_tells(
