@@ -55,6 +55,7 @@ from guided_spec.step import Committed
 __all__ = ["PARTS", "VllmModel", "VllmRunner", "start"]
 
 METRICS = "per_request_spec_decode_metrics"  # an argument of newer releases
+PROCESSES = "VLLM_WORKER_MULTIPROCESSING_METHOD"  # how vLLM starts its engine and its workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +307,10 @@ async def _build(arguments: Arguments) -> VllmSetup:
     engines: Any = importlib.import_module("vllm.v1.engine.async_llm")
     given = dict(arguments.engine)
     outputs = given.pop("structured_outputs_config")
-    with _environment({VARIABLE: ",".join(arguments.features)}), _loading():
+    # A process that has imported xgrammar has asked for a CUDA device, and its forks have none.
+    method = os.environ.get(PROCESSES, "spawn")
+    variables = {VARIABLE: ",".join(arguments.features), PROCESSES: method}
+    with _environment(variables), _loading():
         outputs = configs.StructuredOutputsConfig(**outputs)
         args = utils.AsyncEngineArgs(**given, structured_outputs_config=outputs)
         engine = engines.AsyncLLM.from_engine_args(args)
