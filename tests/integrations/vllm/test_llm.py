@@ -257,10 +257,15 @@ def test_the_variable_is_set_for_vllms_processes(
     monkeypatch.setenv("GUIDED_SPEC_VLLM", "guard")
     with LLM(None, "eagle3", draft="a/head", engine="vllm") as llm:
         assert world.engine.environment == "counts,drafts,guard"
+        assert world.engine.start_method == "spawn"
         assert (llm.engine, llm.proposer) == ("vllm", "eagle3")
         assert llm.model.engine is world.engine
         assert llm.default_params == SamplingParams.from_model(llm)
     assert os.environ["GUIDED_SPEC_VLLM"] == "guard"
+    assert "VLLM_WORKER_MULTIPROCESSING_METHOD" not in os.environ
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")
+    with LLM(None, "none", engine="vllm"):
+        assert world.engine.start_method == "fork"
 
 
 def test_starts_that_fail(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
