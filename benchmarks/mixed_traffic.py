@@ -1,8 +1,8 @@
 """Steps under traffic of all kinds, from the first one on: ``python -m benchmarks.mixed_traffic``.
 
 Requests come by chance, with prompts of any length, schemas or none, and any temperature. What is
-reported: how long the engine's steps take, and how many graphs they capture and kernels they
-compile, which should be none: all of that is done when the engine is made.
+reported: how long it takes to make the engine, how long its steps take, and how many graphs they
+capture and kernels they compile, which should be none: all of that is done when it is made.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Milliseconds of a step, and what steps capture and compile, under mixed traffic."""
     table = Table(
-        *("proposer", "steps", "median ms", "p90", "p99", "max"),
+        *("proposer", "ready s", "steps", "median ms", "p90", "p99", "max"),
         *("p99 / median", "graphs captured", "kernels compiled", "tokens"),
     )
     traffic = Traffic(steps, load, (50, longest))
@@ -77,7 +77,9 @@ def measure(subject: Subject, proposer: str, traffic: Traffic, batch: int) -> li
     """The cells of a row: see ``main``."""
     options = Options(tokenizer=subject.tokenizer, config=EngineConfig(max_batch_size=batch))
     draft = subject.eagle3 if "eagle3" in proposer else None
+    began = time.perf_counter()
     setup = Setup.build(subject.model, proposer, draft, options)
+    ready = f"{time.perf_counter() - began:.1f}"
     source = random.Random(0)
     requests = _requests(setup, subject, traffic, source)
     try:
@@ -90,7 +92,7 @@ def measure(subject: Subject, proposer: str, traffic: Traffic, batch: int) -> li
     median, p90, p99 = cuts[49], cuts[89], cuts[98]
     times = [f"{span * 1e3:.2f}" for span in (median, p90, p99, max(spans))]
     counts = [str(made[name]) for name in ("captured", "compiled")]
-    return [str(len(spans)), *times, f"{p99 / median:.2f}", *counts, str(written)]
+    return [ready, str(len(spans)), *times, f"{p99 / median:.2f}", *counts, str(written)]
 
 
 def _run(

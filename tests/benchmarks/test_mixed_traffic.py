@@ -13,11 +13,11 @@ def test_requests_come_and_go() -> None:
     subject = load_subject(bundled_asset("target"), None, device="cpu", dtype="float32")
     traffic = mixed_traffic.Traffic(steps=80, load=30, prompts=(5, 40))
     cells = mixed_traffic.measure(subject, "none", traffic, 4)
-    steps, *times = cells[:6]
+    ready, steps, *times = cells[:7]
     assert steps == "80"
-    assert all(float(time) > 0 for time in times)
-    assert cells[6:8] == ["0", "0"]  # there are no graphs here, nor kernels
-    assert int(cells[8]) > 0
+    assert all(float(time) > 0 for time in (ready, *times))
+    assert cells[7:9] == ["0", "0"]  # there are no graphs here, nor kernels
+    assert int(cells[9]) > 0
 
 
 def test_captures_are_counted() -> None:
