@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
+from guided_spec.engine.heap import frozen_heap
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk, Completion, RequestStats
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
@@ -363,7 +364,7 @@ def _send_all(connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
 def _work(start: _Start, connection: Connection, outgoing: queue.SimpleQueue[Any]) -> None:
     """Load the model and answer."""
     try:
-        with LLM(**start.arguments) as llm:
+        with LLM(**start.arguments) as llm, frozen_heap():
             known = (llm.vocabulary, llm.max_model_len, llm.default_params, llm.load)
             outgoing.put(_Ready(*known))
             with contextlib.suppress(EOFError, OSError):

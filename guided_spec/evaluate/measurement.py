@@ -7,13 +7,11 @@ xgrammar's logits processor, with the same weights.
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from typing import Any, NamedTuple
@@ -23,6 +21,7 @@ import torch
 import xgrammar
 from jsonschema.validators import validator_for
 
+from guided_spec.engine.heap import frozen_heap
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.evaluate.workload import WorkItem
@@ -38,7 +37,6 @@ __all__ = [
     "Measurement",
     "Plan",
     "Timed",
-    "frozen_heap",
     "is_valid",
     "measure_completions",
     "run_items",
@@ -124,22 +122,6 @@ def measure_completions(
 
 def _by_position(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
     return tuple(sum(places) for places in zip_longest(*counts, fillvalue=0))
-
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Inside, the garbage collector looks at new objects only.
-
-    A full run over all that torch and transformers have loaded takes a tenth of a second or more,
-    which is a part of what is timed, or all of it, and comes when it likes. docs/gpu.md tells users
-    how to be rid of it.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
 
 
 def valid_share(completions: Sequence[Completion], items: Sequence[WorkItem]) -> float:

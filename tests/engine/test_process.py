@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
+import queue
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.engine import process as processes
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.process import EngineProcess
@@ -132,3 +135,20 @@ def _child_of_this_process() -> int:
     """The last one that runs an engine."""
     command = ["pgrep", "-n", "-f", "-P", str(os.getpid()), "guided_spec.engine.process"]
     return int(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+
+
+class OneQuestion:
+    """A parent that asks nothing, and sees how many objects are frozen when it could."""
+
+    num_frozen = 0
+
+    def recv(self) -> None:
+        self.num_frozen = gc.get_freeze_count()
+
+
+def test_no_pause_comes_of_what_is_loaded() -> None:
+    parent: Any = OneQuestion()
+    outgoing: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    processes._work(processes._Start(OPTIONS, logging.INFO), parent, outgoing)
+    assert parent.num_frozen > 100_000  # all that torch and transformers have
+    assert gc.get_freeze_count() == 0
