@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -103,8 +104,12 @@ LAST = 0x10FFFF
 """The largest code point. Surrogates count as characters, as the backend has it."""
 
 
-def byte_sequences(ranges: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Inclusive ranges of code points to sequences of inclusive byte ranges, one for each byte."""
+@lru_cache(1024)
+def byte_sequences(ranges: tuple[tuple[int, int], ...]) -> list[list[tuple[int, int]]]:
+    """Inclusive ranges of code points to sequences of inclusive byte ranges, one for each byte.
+
+    The list is remembered, and not to be changed.
+    """
     found: list[list[tuple[int, int]]] = []
     for low, high in ranges:
         for first, last in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST)):
@@ -194,9 +199,9 @@ class Rules:
             state = self.step(state, byte, byte)
         return state
 
-    def set(self, state: int, ranges: list[tuple[int, int]], then: int) -> None:
+    def set(self, state: int, ranges: Iterable[tuple[int, int]], then: int) -> None:
         """From a state by one character of these ranges to another state."""
-        for sequence in byte_sequences(ranges):
+        for sequence in byte_sequences(tuple(ranges)):
             at = state
             for low, high in sequence[:-1]:
                 at = self.step(at, low, high)

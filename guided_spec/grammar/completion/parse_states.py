@@ -45,7 +45,7 @@ _MOST_READINGS = 4096
 _MOST_STATES = 1 << 16
 _OBJECT_BYTES = 500  # of a state, an open call or a rule's state, with what it holds
 _FEWEST = 8  # of ASCII, that are worth a run
-_WIDE = byte_sequences([(0x80, 0xD7FF), (0xE000, LAST)])  # no token holds a surrogate
+_WIDE = byte_sequences(((0x80, 0xD7FF), (0xE000, LAST)))  # no token holds a surrogate
 
 
 class _Frame:
@@ -182,7 +182,7 @@ class ParseStates:
     @property
     def shortest_bytes(self) -> frozenset[int]:
         """The bytes that any shortest way is made of."""
-        return frozenset(byte for text in self._texts if text is not None for byte in text)
+        return frozenset(b"".join(text for text in self._texts if text is not None))
 
     def __getitem__(self, number: int) -> ParseState:
         return self._states[number]

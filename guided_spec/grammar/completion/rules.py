@@ -17,6 +17,7 @@ import heapq
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -265,6 +266,7 @@ _ITEM = re.compile(
 )
 _REGEX = re.compile(r'^Regex\("((?:[^"\\]|\\.)*)"(, json_string=true)?\)')
 _ESCAPE = re.compile(r"\\(?:x([0-9a-fA-F]{1,2})|u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|(.))|([^\\])")
+_MOST_SETS = 4096  # that are remembered
 _NAMED = dict(zip("nrt0abfve", "\n\r\t\0\a\b\f\v\x1b", strict=True))
 
 
@@ -364,6 +366,8 @@ class _Body:
 
 
 def _unescape(text: str) -> str:
+    if "\\" not in text:
+        return text
     found = []
     for match in _ESCAPE.finditer(text):
         *codes, named, plain = match.groups()
@@ -375,8 +379,9 @@ def _unescape(text: str) -> str:
     return "".join(found)
 
 
-def _ranges(text: str) -> list[tuple[int, int]]:
-    """Of ``a-z_`` or ``^a-z_``: inclusive ranges of code points."""
+@lru_cache(_MOST_SETS)
+def _ranges(text: str) -> tuple[tuple[int, int], ...]:
+    """Of ``a-z_`` or ``^a-z_``: inclusive ranges of code points. Grammars repeat them often."""
     is_negated = text.startswith("^")
     parts = [match.group(0) for match in _ESCAPE.finditer(text[is_negated:])]
     found: list[tuple[int, int]] = []
@@ -389,7 +394,7 @@ def _ranges(text: str) -> list[tuple[int, int]]:
         else:
             found.append((low, low))
             at += 1
-    return [*complement(normalize(found))] if is_negated else found
+    return tuple(complement(normalize(found)) if is_negated else found)
 
 
 _MOST_BYTES = 64 * 2**20
