@@ -282,10 +282,11 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
         fix = "does not go with sharding='fsdp', with which nobody has tried it: leave one out"
         raise ConfigError("gradient_checkpointing", "True", fix)
     _check_places(options)
+    repository = HubRepository.of(options)
     accelerator = make_accelerator(options)
     stopped: TrainingStoppedError | None = None
     try:
-        report = _run(options, algorithm_options, algorithm, accelerator, forward)
+        report = _run(options, algorithm_options, algorithm, accelerator, forward, repository)
     except TrainingStoppedError as error:
         stopped = error.with_traceback(None)  # its frames hold the model
     close_accelerator(accelerator)
@@ -300,7 +301,6 @@ def _check_places(options: TrainOptions) -> None:
     check_sources(options.data)
     if options.features is not None:
         check_folder("features", Path(options.features))
-    HubRepository.of(options)
 
 
 def _run(
@@ -309,10 +309,10 @@ def _run(
     algorithm: Any,
     accelerator: Any,
     forward: TrainerKwargs,
+    repository: HubRepository | None,
 ) -> TrainingReport:
     target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
-    repository = HubRepository.of(options)
     rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
     corpus, decoding = _rehearse(rehearsal, accelerator)
     if accelerator.is_main_process and repository is not None:
