@@ -11,7 +11,7 @@ from typing import NamedTuple
 from guided_spec.engine.outputs import Chunk, Completion, FinishReason, RequestStats
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
-from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
+from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -261,7 +261,7 @@ class Request:
         self.text.bind(grammar, self.job.endings)
         constraint, complete = self.text.constraint, self.job.params.complete
         if constraint is not None and self.job.endings is not None and complete is not False:
-            self.stats.ends_lost = int(not isinstance(constraint.compiled, CompletingGrammar))
+            self.stats.ends_lost = int(not constraint.has_budget)
 
     def cancel(self) -> None:
         """Have the engine end it in its next step. Does nothing where it has ended."""

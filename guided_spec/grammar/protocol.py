@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, num_mask_words
 
 __all__ = [
+    "Budget",
     "CompiledGrammar",
     "GrammarBackend",
     "GrammarMatcher",
@@ -57,6 +58,17 @@ class GrammarMatcher(Protocol):
         ...
 
 
+class Budget(NamedTuple):
+    """That a matcher ends its text within a number of tokens, while it knows a way to an end.
+
+    grammar: the one of the text without it. is_required: whether a text whose way is lost is at
+        fault; else it goes on without a budget.
+    """
+
+    grammar: CompiledGrammar
+    is_required: bool
+
+
 class Matcher(GrammarMatcher):
     """A ``GrammarMatcher`` that can be asked more. ``as_matcher`` makes one of any other."""
 
@@ -92,6 +104,11 @@ class Matcher(GrammarMatcher):
     def may_repeat(self) -> bool:
         """Whether tokens that are alike may differ: one may begin a key that is there already."""
         return False
+
+    @property
+    def budget(self) -> Budget | None:
+        """What it ends its text within; None where the text may be of any length."""
+        return None
 
     @property
     def steered(self) -> Set[int]:

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterable, Sequence
 
 from guided_spec.errors import GrammarStateError
-from guided_spec.grammar.completion.completion import CompletingGrammar
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
 from guided_spec.grammar.tables.token_table import TableState
 
@@ -97,6 +96,11 @@ class Constraint:
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
         return not self._unread and self._original.is_terminated()
+
+    @property
+    def has_budget(self) -> bool:
+        """Whether its grammar makes the text end in time, as long as a way to an end is known."""
+        return self._original.budget is not None
 
     @property
     def num_tabled(self) -> int:
@@ -215,7 +219,7 @@ class Constraint:
     def _lose_end(self, reason: str) -> None:
         self.has_lost_end = True
         reason = f"{reason}, behind output token {len(self.committed)}"
-        if isinstance(self.compiled, CompletingGrammar) and self.compiled.is_required:
+        if (budget := self._original.budget) is not None and budget.is_required:
             fix = "complete=True asks for whole texts: allow more tokens, or pass complete=None"
             raise GrammarStateError(f"{reason}; {fix}")
         _LOG.warning("%s; it may be cut off", reason)
@@ -233,12 +237,12 @@ class Constraint:
         text = [*self.committed, *token_ids]
         matcher = as_matcher(self.compiled.new_matcher())
         end = self._read(matcher, text)
-        if end < len(text) and isinstance(self.compiled, CompletingGrammar):
+        if end < len(text) and (budget := matcher.budget) is not None:
             # The budget is what refuses it, perhaps: the text goes on without one.
-            own, refused = as_matcher(self.compiled.compiled.new_matcher()), text[end]
+            own, refused = as_matcher(budget.grammar.new_matcher()), text[end]
             if self._read(own, text) == len(text):
                 self._lose_end(f"the budget refuses token {refused}, which its row allowed")
-                self.compiled, matcher, end = self.compiled.compiled, own, len(text)
+                self.compiled, matcher, end = budget.grammar, own, len(text)
         if end < len(text):
             reason = f"the grammar refuses token {text[end]} at output position {end}"
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")

@@ -42,6 +42,7 @@ from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import (
+    Budget,
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
@@ -311,6 +312,11 @@ class CompletingMatcher(WrappedMatcher):
         self._token_ids: list[int] = []
         self._known = [self._at(grammar.endings.start, 0)]
         self._steered: set[int] = set()
+
+    @property
+    def budget(self) -> Budget:
+        """As the grammar was made with it."""
+        return Budget(self._grammar.compiled, self._grammar.is_required)
 
     @property
     def steered(self) -> Set[int]:

@@ -92,11 +92,13 @@ def test_a_token_that_the_budget_refuses_against_its_row_costs_a_resync(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     constraint = Constraint(CompletingGrammar(LETTERS, Forgetful(refused=ord("d")), 50))
+    assert constraint.has_budget
     for token in TEXT:
         assert token in legal(constraint.fork().matcher, SIZE)
         assert constraint.commit([token]) == [token]
     assert (constraint.resyncs, constraint.has_lost_end) == (1, True)
     assert constraint.compiled is LETTERS
+    assert not constraint.has_budget
     assert "the budget refuses token 100, which its row allowed" in caplog.text
     with pytest.raises(GrammarStateError, match="refuses token 48 at output position 6"):
         constraint.commit([ord("0")])
