@@ -168,6 +168,7 @@ class ParseStates:
         self._states: list[ParseState] = []
         self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
         self._is_made: list[bool] = []
+        self._thens: dict[int, int] = {}  # behind single bytes, of states without a row
         self._steps: dict[int, _Step] = {}
         bottom = _Frame(Call(-1, -1), 0, None, 0)
         start = self._state_of([(self._rules.root, bottom)])
@@ -241,7 +242,7 @@ class ParseStates:
     @property
     def memory_size_bytes(self) -> int:
         """Of the states that are known, roughly."""
-        objects = len(self._states) + len(self._frames) + len(self._rules.ends)
+        objects = len(self._states) + len(self._frames) + len(self._rules.ends) + len(self._thens)
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
 
     def longest(self, size: Callable[[bytes], int]) -> Callable[[ParseState], int]:
@@ -253,12 +254,26 @@ class ParseStates:
         """The state behind some bytes; None where they are illegal."""
         number = state.number
         for byte in data:
-            if not self._is_made[number]:
-                self.rows((number,))
-            number = int(self._rows[number, byte])
+            is_made = self._is_made[number]
+            number = int(self._rows[number, byte]) if is_made else self._behind(number, byte)
             if number == NOWHERE:
                 return None
         return self._states[number]
+
+    def _behind(self, number: int, byte: int) -> int:
+        """As the state's row has it. A text goes one way: the other bytes need not be known."""
+        key = number << 8 | byte
+        with self._lock:
+            then = self._thens.get(key)
+            if then is None:
+                items = [
+                    (then, frame)
+                    for state, frame in self._states[number].items
+                    for low, high, then in self._rules.chars[state]
+                    if low <= byte <= high
+                ]
+                then = self._thens[key] = self._state_of(items) if items else NOWHERE
+            return then
 
     def _make_row(self, number: int) -> None:
         edges = [

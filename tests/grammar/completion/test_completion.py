@@ -20,7 +20,8 @@ from guided_spec.grammar.completion.completion import (
     EndingsCache,
 )
 from guided_spec.grammar.completion.endings import Endings
-from guided_spec.grammar.completion.parse_states import RuleEndings
+from guided_spec.grammar.completion.parse_states import NOWHERE, ParseStates, RuleEndings
+from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import (
@@ -221,6 +222,27 @@ def test_the_rules_allow_what_the_matcher_allows(
             assert then is not None
             place = then
     assert is_tighter or name in OF_EITHER | {"ebnf"}, "no token writes two of their bytes"
+
+
+@pytest.mark.parametrize("name", ["tree", "deep", "short", "regex", "ebnf"])
+def test_single_bytes_lead_where_rows_lead(name: str) -> None:
+    rules = rules_of(compiled_of(name))
+    by_bytes, by_rows = ParseStates(rules, 4), ParseStates(rules, 4)
+    chosen = random.Random(0)
+    for _ in range(20):
+        state, other = by_bytes.start, by_rows.start
+        for _ in range(60):
+            row = by_rows.rows((other.number,))[other.number]
+            legal, illegal = (np.flatnonzero(kind).tolist() for kind in (row >= 0, row == NOWHERE))
+            assert by_bytes.after(state, bytes([chosen.choice(illegal)])) is None
+            if not legal:
+                break
+            byte = chosen.choice(legal)
+            then, other = by_bytes.after(state, bytes([byte])), by_rows[row[byte]]
+            assert then is not None
+            assert (then.text, then.can_end) == (other.text, other.can_end)
+            assert then.most_missing == other.most_missing
+            state = then
 
 
 def test_free_rows_are_the_grammar_s_own() -> None:
