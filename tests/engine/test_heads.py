@@ -101,7 +101,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     )
     assert tokens(found) == tokens(known.guided if is_guided else known.free)
     accepted = [sum(c.stats.accepted) for c in found]
-    assert sum(accepted) > 20
+    assert sum(accepted) > 10  # these heads are taught for seconds
     assert len(set(accepted)) > 2  # ragged: rows move on at their own pace
 
 
