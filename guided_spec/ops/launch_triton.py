@@ -56,12 +56,13 @@ def compiling_ahead() -> Iterator[None]:
     """Inside, a launch only has its kernel compiled, by one of many threads; all are ready behind.
 
     Nothing is run: what a kernel would write holds anything. So nothing may be done inside that
-    reads numbers where kernels would have left them, and goes by them.
+    reads numbers where kernels would have left them, and goes by them. A kernel that cannot be
+    compiled fails where it is launched, which may be never.
     """
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     with (
         ThreadPoolExecutor(workers, thread_name_prefix="guided-spec-compile") as threads,
-        triton.AsyncCompileMode(threads),
+        triton.AsyncCompileMode(threads, ignore_errors=True),
     ):
         token = _AHEAD.set(set())
         try:

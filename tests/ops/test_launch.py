@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
+import pytest
+
 import guided_spec
+
+ROOT = Path(__file__).parents[2]
 
 LAUNCH = re.compile(r"\b_\w+\[.+\]\($", re.MULTILINE)  # kernel[grid](
 
@@ -16,3 +24,24 @@ def test_no_kernel_is_launched_by_itself() -> None:
     assert LAUNCH.search("    _store[(1, 2)](\n")
     found = [(file.name, line) for file in files for line in LAUNCH.findall(file.read_text())]
     assert found == []
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+    """Few of them: neither filters nor masks, and neither batches nor drafts, have their own."""
+    pytest.importorskip("triton")
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-m", "tests.ops.ahead"]
+    found = subprocess.run(
+        command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert json.loads(found.stdout.splitlines()[-1]) == {
+        "_stats_kernel": 1,
+        "_decide_kernel": 2,  # with filters, and without
+        "_assemble_kernel": 2,  # sampled, and greedy
+        "_race_kernel": 2,
+        "_bracket_kernel": 1,
+        "_collect_kernel": 1,
+        "_threshold_kernel": 1,
+        "_walk": 2,  # with what a candidate gains behind another, and without
+    }

@@ -1,0 +1,103 @@
+"""``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
+
+Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
+masks of all kinds, and those of paths through lattices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections import Counter
+from itertools import product
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from guided_spec.ops import launch_triton
+from guided_spec.ops.lattice_paths_triton import first_legal_paths
+from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.sampling.noise import NoiseKeys
+from guided_spec.ops.sampling.verify_triton import verify
+from guided_spec.ops.sampling.warp import Sampling, VerifyRows
+from guided_spec.ops.table_rows import CURSOR
+from guided_spec.types import Draft, SamplingParams
+
+CANDIDATES = 64
+CPU = torch.device("cpu")
+VOCAB_SIZE = 128_256
+SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_p=0.9),
+    SamplingParams(temperature=0.7, top_k=20, min_p=0.1),
+)
+
+
+class Hopper:
+    """A driver that knows what to compile for, and can run nothing."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return device
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+@triton.jit
+def _broken(x):  # type: ignore[no-untyped-def]
+    tl.store(x, no_such_thing)  # type: ignore[name-defined]  # noqa: F821
+
+
+def decide(batch: int, width: int, params: SamplingParams, *, is_masked: bool) -> None:
+    """Over anything: nothing is run."""
+    token_ids = torch.zeros(batch, width, dtype=torch.int64)
+    draft = Draft(token_ids, torch.zeros(batch, dtype=torch.int64))
+    logits = torch.empty(batch, width + 1, VOCAB_SIZE, dtype=torch.bfloat16)
+    words = num_mask_words(VOCAB_SIZE)
+    mask = torch.empty(batch, width + 1, words, dtype=torch.int32) if is_masked else None
+    sampling = Sampling.stack([params] * batch, [0] * batch, CPU)
+    noise = NoiseKeys(sampling.seeds, sampling.seeds)
+    verify(logits, mask, draft, VerifyRows(sampling, noise))
+
+
+def find_paths(batch: int, *, has_gains: bool) -> None:
+    """Likewise, of seven places."""
+    candidates = torch.zeros(batch, 7, CANDIDATES, dtype=torch.int64)
+    gains = torch.empty(batch, 7, CANDIDATES, CANDIDATES) if has_gains else None
+    cursors = torch.zeros(batch, CURSOR, dtype=torch.int64)
+    words = num_mask_words(VOCAB_SIZE)
+    first_legal_paths(candidates, candidates.float(), gains, cursors, words)
+
+
+def main() -> None:
+    made: Counter[str] = Counter()
+
+    def compiled(*, fn: Any, **_: Any) -> None:
+        made[fn.name] += 1
+
+    driver.set_active(Hopper())
+    knobs.runtime.jit_post_compile_hook = compiled
+    launch_triton._is_served = lambda _: True  # type: ignore[assignment]
+    there: Any = torch.cuda
+    there.device_of = lambda _: contextlib.nullcontext()
+    with launch_triton.compiling_ahead():
+        launch_triton.launch(_broken, (1,))(torch.zeros(1))
+        for batch, width, params, is_masked in product((1, 3), (0, 1, 5), SAMPLINGS, (True, False)):
+            decide(batch, width, params, is_masked=is_masked)
+        for batch, has_gains in product((1, 3), (True, False)):
+            find_paths(batch, has_gains=has_gains)
+    sys.stdout.write(json.dumps(made) + "\n")
+
+
+if __name__ == "__main__":
+    main()
