@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,8 +15,8 @@ from benchmarks.blocks.documents import ENGINES, DocumentPlan
 from benchmarks.blocks.heads import HeadPlan
 from benchmarks.blocks.lattice import LatticePlan
 from benchmarks.blocks.run import PARTS, BlocksPlan, Records, merge, run_blocks, table_of
+from benchmarks.gpu.run import read_engine_options
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
-from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
 
 __all__ = ["app"]
@@ -85,7 +84,7 @@ def _plan(asked: Mapping[str, Any]) -> BlocksPlan:
         temperatures=split("temperatures", float),
         num_draft_tokens=asked["num_draft_tokens"],
         max_tokens=asked["max_tokens"],
-        options=_options(asked["engine_option"]),
+        options=read_engine_options(asked["engine_option"]),
     )
     sizes = (asked[name] for name in ("num_draft_tokens", "repeats", "vocab_size"))
     lattice = LatticePlan(split("batches", int), *sizes)
@@ -119,16 +118,6 @@ def _counts(text: str) -> dict[int, int]:
         return {int(batch): int(count) for batch, _, count in pairs}
     except ValueError as error:
         raise ConfigError("documents", text, "must be such as 1=16,8=32") from error
-
-
-def _options(pairs: list[str] | None) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for pair in pairs or ():
-        name, separator, value = pair.partition("=")
-        if name not in {field.name for field in fields(EngineConfig)} or not separator:
-            raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
-        found[name] = int(value) if value.isdigit() else value
-    return found
 
 
 def _split(argument: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:

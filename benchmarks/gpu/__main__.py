@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from benchmarks.gpu.documents import DocumentPlan
 from benchmarks.gpu.peers import VllmEnvironment
-from benchmarks.gpu.run import SECTIONS, GpuPlan, run_gpu
+from benchmarks.gpu.run import SECTIONS, GpuPlan, read_engine_options, run_gpu
 from benchmarks.gpu.steps import TABLES, StepPlan
 from guided_spec.cli.console import (
     Json,
@@ -23,7 +22,6 @@ from guided_spec.cli.console import (
     stderr,
     stdout,
 )
-from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
 
 __all__ = ["app"]
@@ -106,13 +104,7 @@ def _run_gpu(plan: GpuPlan, output: Path | None, *, as_json: bool) -> None:
 
 def _own(pairs: list[str] | None, num_draft_tokens: int) -> dict[str, Any]:
     """What steps and documents are told besides. pairs: NAME=VALUE."""
-    found: dict[str, Any] = {}
-    for pair in pairs or ():
-        name, separator, value = pair.partition("=")
-        if name not in {field.name for field in fields(EngineConfig)} or not separator:
-            raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
-        found[name] = int(value) if value.isdigit() else value
-    return {"num_draft_tokens": num_draft_tokens, "options": found}
+    return {"num_draft_tokens": num_draft_tokens, "options": read_engine_options(pairs)}
 
 
 def _tables(text: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import platform
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from benchmarks.gpu.plugins import PluginRun, load_outline, measure_plugins
 from benchmarks.gpu.steps import StepPlan, StepTime, measure_steps
 from benchmarks.gpu.subject import Subject, free_memory, load_subject, without_weights
 from benchmarks.widening.models import write_wide
+from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "document_table",
     "folders",
     "plugin_table",
+    "read_engine_options",
     "run_gpu",
     "step_table",
 ]
@@ -248,6 +251,17 @@ def folders(plan: GpuPlan, report: Callable[[str], None]) -> Iterator[tuple[str,
             write_wide(folder)
         target, head = found
         yield str(target), plan.eagle3 or str(head)
+
+
+def read_engine_options(pairs: Sequence[str] | None) -> dict[str, Any]:
+    """Settings of an engine from NAME=VALUE. Raises ConfigError for what is none."""
+    found: dict[str, Any] = {}
+    for pair in pairs or ():
+        name, separator, value = pair.partition("=")
+        if name not in {field.name for field in fields(EngineConfig)} or not separator:
+            raise ConfigError("engine_option", pair, "must be NAME=VALUE of an engine's setting")
+        found[name] = int(value) if value.isdigit() else value
+    return found
 
 
 def _machine(plan: GpuPlan) -> dict[str, Any]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.answering import Answering, running
 
 __all__ = ["FakeVllm"]
 
@@ -53,12 +53,11 @@ class FakeVllm:
         usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": TOKENS}
         return {"choices": [{"text": "yes", "finish_reason": "stop"}], "usage": usage}
 
-    @contextmanager
-    def running(self) -> Iterator[str]:
+    def running(self) -> AbstractContextManager[str]:
         """Its address, up to ``/v1``."""
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Answering):
             def do_GET(self) -> None:
                 if self.path == "/metrics":
                     self.reply(fake.metrics())
@@ -66,23 +65,6 @@ class FakeVllm:
                     self.reply(json.dumps({"data": [{"id": "served"}]}))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                self.reply(json.dumps(fake.complete(body)))
+                self.reply(json.dumps(fake.complete(self.read())))
 
-            def reply(self, text: str) -> None:
-                self.send_response(200)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text.encode())
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-            finally:
-                server.shutdown()
-                thread.join()
+        return running(Handler)

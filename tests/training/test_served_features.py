@@ -5,10 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +28,7 @@ from guided_spec.training.features import (
 from guided_spec.training.run import train
 from guided_spec.training.served_features import ServedFeatures
 from guided_spec.training.trainer import _looked_ahead
+from tests.answering import Answering, running
 from tests.models.tiny import build
 from tests.training.test_features import LAYERS, make_batch
 from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target
@@ -84,40 +83,22 @@ class FakeExtractor:
         lengths = torch.tensor([len(prompt)])
         return self._features(TrainingBatch(ids, ones.bool(), lengths, ones[:, :1], ones, index))
 
-    @contextmanager
-    def running(self) -> Iterator[str]:
+    def running(self) -> AbstractContextManager[str]:
         """Its address, up to ``/v1``."""
         fake = self
 
-        class Handler(BaseHTTPRequestHandler):
+        class Handler(Answering):
             def do_GET(self) -> None:
-                self.reply(200, {"data": [{"id": "served"}]})
+                self.reply(json.dumps({"data": [{"id": "served"}]}))
 
             def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                body = self.read()
                 if fake._wrong == "refuses":
-                    self.reply(400, {"error": "the prompt is too long"})
+                    self.reply(json.dumps({"error": "the prompt is too long"}), 400)
                 else:
-                    self.reply(200, fake.answer(body))
+                    self.reply(json.dumps(fake.answer(body)))
 
-            def reply(self, status: int, answer: dict[str, Any]) -> None:
-                text = json.dumps(answer).encode()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(text)))
-                self.end_headers()
-                self.wfile.write(text)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-            thread.start()
-            try:
-                yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-            finally:
-                server.shutdown()
-                thread.join()
+        return running(Handler)
 
 
 def assert_same(found: TargetStates, wanted: TargetStates, batch: TrainingBatch) -> None:
