@@ -55,7 +55,7 @@ from guided_spec.step import Committed
 __all__ = ["PARTS", "VllmModel", "VllmRunner", "start"]
 
 METRICS = "per_request_spec_decode_metrics"  # an argument of newer releases
-PROCESSES = "VLLM_WORKER_MULTIPROCESSING_METHOD"  # how vLLM starts its engine and its workers
+PROCESSES = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine and its workers
 
 
 @dataclass(frozen=True, slots=True)

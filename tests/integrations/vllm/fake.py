@@ -75,7 +75,7 @@ class FakeEngine:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.environment = os.environ.get("GUIDED_SPEC_VLLM")
-        self.start_method = os.environ.get("VLLM_WORKER_MULTIPROCESSING_METHOD")
+        self.start_method = os.environ.get("VLLM_WORKER_MULTIPROC_METHOD")
         self.answers: dict[str, list[int] | Exception] = {}
         self.hang: set[str] = set()
         self.seen: list[tuple[Mapping[str, Any], Any]] = []

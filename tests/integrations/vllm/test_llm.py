@@ -262,8 +262,8 @@ def test_the_variable_is_set_for_vllms_processes(
         assert llm.model.engine is world.engine
         assert llm.default_params == SamplingParams.from_model(llm)
     assert os.environ["GUIDED_SPEC_VLLM"] == "guard"
-    assert "VLLM_WORKER_MULTIPROCESSING_METHOD" not in os.environ
-    monkeypatch.setenv("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")
+    assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
     with LLM(None, "none", engine="vllm"):
         assert world.engine.start_method == "fork"
 
