@@ -146,13 +146,24 @@ class _Layer(nn.Module):
             torch.cat([before, block.transpose(1, 2)], 2)
             for before, block in zip(context, own, strict=True)
         )
-        found = functional.scaled_dot_product_attention(
-            *(query.transpose(1, 2), keys, values, visible),
-            scale=attention.scaling,
-            enable_gqa=True,
-        )
+        found = _grouped_attention(query.transpose(1, 2), keys, values, visible, attention.scaling)
         output: Tensor = attention.o_proj(found.transpose(1, 2).flatten(2))
         return output
+
+
+def _grouped_attention(
+    query: Tensor, keys: Tensor, values: Tensor, visible: Tensor, scale: float
+) -> Tensor:
+    """[R, Hq, T, D], over [R, Hkv, S, D]; visible: bool [R, 1, T, S].
+
+    Heads that share keys are more queries of one head: so the kernels that need no memory for the
+    scores take it, which under a mask take no groups of heads.
+    """
+    count, (heads, length) = keys.shape[1], query.shape[1:3]
+    folded = query.unflatten(1, (count, -1)).flatten(2, 3)
+    mask = visible.repeat(1, 1, heads // count, 1)
+    found = functional.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
+    return found.unflatten(2, (-1, length)).flatten(1, 2)
 
 
 # The keys and values of the text before, as of ``BlockContext``. A layer asks for its own, because
