@@ -22,7 +22,9 @@ from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import PackedForm
+from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.ops.fp8_weight import FP8
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["main", "verify_seconds"]
@@ -57,6 +59,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+# The same with the linear layers of their decoders in fp8; behind it the block of a scale, None for
+# one output.
+FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
+    "qwen3-8b-fp8": ("qwen3-8b", (128, 128)),
+    "llama-3.1-8b-fp8": ("llama-3.1-8b", None),
+}
+NAMES = (*MODELS, *FP8_MODELS)
 EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
 
 
@@ -69,7 +78,7 @@ class Subject(NamedTuple):
 
 @torch.inference_mode()
 def main(
-    names: Annotated[str, typer.Option(help=f"Some of {', '.join(MODELS)}.")] = ",".join(MODELS),
+    names: Annotated[str, typer.Option(help=f"Some of {', '.join(NAMES)}.")] = ",".join(NAMES),
     batch_sizes: Annotated[str, typer.Option(help="Separated by commas.")] = "1,8,64",
     tokens: Annotated[str, typer.Option(help="A row, separated by commas.")] = "1,6",
     context: Annotated[int, typer.Option(help="Tokens that each row holds.")] = 1000,
@@ -100,14 +109,17 @@ def _subject(
     name: str, layers: int, max_length: int, device: torch.device, kernels: Kernels = "auto"
 ) -> Subject:
     """Raises ConfigError for a name that is not there, ModelError for a model of no packed form."""
-    if name not in MODELS:
-        raise ConfigError("names", name, f"must be some of {', '.join(MODELS)}")
-    kind, sizes = MODELS[name]
+    if name not in NAMES:
+        raise ConfigError("names", name, f"must be some of {', '.join(NAMES)}")
+    plain = FP8_MODELS[name][0] if name in FP8_MODELS else name
+    kind, sizes = MODELS[plain]
     config = getattr(transformers, kind)(**{**sizes, "num_hidden_layers": layers})
     config.max_position_embeddings = max(config.max_position_embeddings, max_length)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     _calm(model)
+    if name in FP8_MODELS:
+        _quantize(model, FP8_MODELS[name][1])
     form = PackedForm.of(model.eval(), kernels, max_length)
     if form is None:
         raise ConfigError("names", name, "runs by its stock modules, which is not timed here")
@@ -122,6 +134,23 @@ def _calm(model: PreTrainedModel) -> None:
     for name, weight in model.named_parameters():
         if weight.dim() == 3 and "down_proj" in name:
             weight.mul_(0.05)
+
+
+def _quantize(model: Any, block: tuple[int, int] | None) -> None:
+    """Put the linear layers of the decoder into fp8."""
+    layers = model.get_decoder().layers
+    for name, module in list(layers.named_modules()):
+        if type(module) is not torch.nn.Linear:
+            continue
+        parent, _, last = name.rpartition(".")
+        rows, columns = block or (1, module.in_features)
+        tiles = module.weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
+        scales = tiles.abs().amax((1, 3)).float() / torch.finfo(FP8).max
+        quantized = Fp8Linear(module)
+        values = tiles / scales[:, None, :, None]
+        quantized.weight.data.copy_(values.view(module.weight.shape))
+        quantized.scale(scales, block)
+        setattr(layers.get_submodule(parent), last, quantized)
 
 
 def _bytes_read(model: Any, count: int) -> float:

@@ -27,6 +27,8 @@ __all__ = ["Checkpoint", "stitch"]
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 LAYOUTS = tuple(name for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
+SAFETENSORS = ".safetensors"
+FP8_KIND = "F8_E4M3"  # what safetensors calls it
 MOST_NAMES = 8
 
 # What layouts call the number of modules in config.json, and how their tensors' names begin;
@@ -109,6 +111,22 @@ class Checkpoint:
                 raise _error(self.source, problem, "download the whole checkpoint")
             tensors.update(_read_tensors(self.source, path, group))
         return {name: tensors[name] for name in wanted}
+
+    def fp8_names(self) -> frozenset[str]:
+        """The tensors in float8_e4m3fn, found without reading one; of safetensors only.
+
+        Raises ModelError as ``read`` does.
+        """
+        found: set[str] = set()
+        for file in sorted(set(self.files.values())):
+            path = self._fetch(file) if file.endswith(SAFETENSORS) else None
+            if path is None:
+                problem = f"expected safetensors for weights in fp8, found {file!r} or no such file"
+                raise _error(self.source, problem, "download the whole checkpoint")
+            with _safe_open(self.source, path) as opened:
+                names: list[str] = opened.keys()
+                found |= {n for n in names if opened.get_slice(n).get_dtype() == FP8_KIND}
+        return frozenset(found)
 
 
 def _from_folder(source: str | Path) -> Fetch:

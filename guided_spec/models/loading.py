@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ModelError
+from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 
 __all__ = ["end_of_text_ids", "load_model", "load_tokenizer", "resolve_dtype"]
 
@@ -87,6 +88,15 @@ def load_model(
 def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.device | None) -> Any:
     """target: where to put all of the model; None leaves that to ``arguments``."""
     if target is not None and _is_quantized(path, arguments):
+        config = _config_of(path, arguments)
+        recipe = _fp8_recipe(config, arguments)
+        loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
+        if loaded is not None:
+            return loaded.to(target)
+        if recipe is not None and config.quantization_config["quant_method"] == "fp8":
+            _LOG.warning("%s: its experts are in fp8, and loaded as %s", path, arguments["dtype"])
+            config.quantization_config["dequantize"] = True
+            arguments = {**arguments, "config": config}
         # Its weights may exist on one kind of device only: they are made there, and not moved.
         _require("accelerate", "parallel", "a quantized model")
         arguments, target = {**arguments, "device_map": {"": target}}, None
@@ -94,14 +104,25 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
     return model if target is None else model.to(target)
 
 
+def _fp8_recipe(config: Any, arguments: dict[str, Any]) -> Fp8Recipe | None:
+    """None for a checkpoint of other weights, and where a user says how they are quantized."""
+    stored = getattr(config, "quantization_config", None)
+    if arguments.get("quantization_config") is not None or not isinstance(stored, dict):
+        return None
+    return Fp8Recipe.of(stored)
+
+
 def _is_quantized(path: str | Path, arguments: dict[str, Any]) -> bool:
     if arguments.get("quantization_config") is not None:
         return True
+    return getattr(_config_of(path, arguments), "quantization_config", None) is not None
+
+
+def _config_of(path: str | Path, arguments: dict[str, Any]) -> Any:
     known = {
         name: arguments[name] for name in ("revision", "trust_remote_code") if name in arguments
     }
-    config = AutoConfig.from_pretrained(str(path), **known)
-    return getattr(config, "quantization_config", None) is not None
+    return AutoConfig.from_pretrained(str(path), **known)
 
 
 def _load_merged(

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
+from guided_spec.ops.fp8_linear import fp8_linear
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import Draft, Noise, SamplingParams
+from tests.ops.test_fp8_linear import weight_of
 
 pytestmark = pytest.mark.gpu
 
@@ -59,6 +61,23 @@ def test_warp(vocab_size: int, dtype: torch.dtype) -> None:
     found = warp(logits.cuda(), Sampling.stack(params, [1, 2, 3, 4], CUDA))
     torch.testing.assert_close(found.cpu(), expected, atol=1e-5, rtol=1e-3)
     assert bool((found[:, 2] == 0).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [(128, 128), (1, 2080), (1, 32)])
+@pytest.mark.parametrize("count", [1, 6, 33, 200, 300])
+def test_products_with_fp8_weights(count: int, block: tuple[int, int], dtype: torch.dtype) -> None:
+    torch.manual_seed(count)
+    weight = weight_of((1100, 2080), block)
+    x, bias = torch.randn(count, 2080).to(dtype), torch.randn(1100).to(dtype)
+    expected = fp8_linear(x.float(), weight, bias.float()).cuda()
+    on_device = weight._replace(
+        values=weight.values.cuda(), scales=weight.scales.cuda(), arrived=weight.arrived.cuda()
+    )
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
+    for _ in range(3):  # programs count each other, and leave no count behind
+        found = fp8_linear(x.cuda(), on_device, bias.cuda())
+        torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

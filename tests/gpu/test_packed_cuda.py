@@ -16,10 +16,12 @@ from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
+from guided_spec.models.loading import load_model
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
@@ -46,6 +48,22 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     source = random.Random(0)
     while open_rows := [row for row in rows if not row.is_done]:
         speculate(lm, source.sample(open_rows, source.randint(1, len(open_rows))), source)
+    assert [row.tokens[: len(row.expected)] for row in rows] == expected
+
+
+@pytest.mark.parametrize("form", ["qwen", "compressed channels", "compressed tensors"])
+def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(form: str, tmp_path: Path) -> None:
+    model = build("qwen3", vocab_size=VOCAB, hidden_size=160, head_dim=16)
+    whole = write_fp8(tmp_path, model, FORMS[form])
+    prompts = prompts_of([5, 17, 90], VOCAB, 0)
+    expected = [generate_alone(whole, prompt, 20) for prompt in prompts]
+    lm = CausalLM(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)
+    assert lm.is_packed
+    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while open_rows := [row for row in rows if not row.is_done]:
+        speculate(lm, open_rows, source)
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
 
 

@@ -1,7 +1,7 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, and those of paths through lattices.
+masks of all kinds, those of paths through lattices, and products with fp8 weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from guided_spec.ops import launch_triton
+from guided_spec.ops import fp8_linear_triton, launch_triton
+from guided_spec.ops.fp8_weight import FP8, Fp8Weight
 from guided_spec.ops.lattice_paths_triton import first_legal_paths
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
@@ -79,6 +80,16 @@ def find_paths(batch: int, *, has_gains: bool) -> None:
     first_legal_paths(candidates, candidates.float(), gains, cursors, words)
 
 
+def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> None:
+    """Likewise, of so many tokens."""
+    scales = torch.empty(-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    weight = Fp8Weight.of(torch.empty(shape, dtype=FP8), scales, block)
+    bias = torch.empty(shape[0], dtype=torch.bfloat16)
+    x = torch.empty(count, shape[1], dtype=torch.bfloat16)
+    for given in (None, bias):
+        fp8_linear_triton.fp8_linear(x, weight, given)
+
+
 def main() -> None:
     made: Counter[str] = Counter()
 
@@ -96,6 +107,9 @@ def main() -> None:
             decide(batch, width, params, is_masked=is_masked)
         for batch, has_gains in product((1, 3), (True, False)):
             find_paths(batch, has_gains=has_gains)
+        for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
+            multiply_fp8(count, (4096, 4096), block)
+            multiply_fp8(count, (24576, 4096), block)
     sys.stdout.write(json.dumps(made) + "\n")
 
 

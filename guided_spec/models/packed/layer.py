@@ -17,6 +17,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
+from guided_spec.models.fp8 import Fp8Linear
+from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.fp8_weight import Fp8Weight
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 from guided_spec.ops.slot_attention import (
     HeadNorms,
@@ -78,7 +81,7 @@ class PackedLayer:
         """Whether the attention is of the kind described above, with plain weights."""
         linears = [getattr(attention, name, None) for name in PROJECTIONS]
         has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
-        return has_size and all(map(_is_plain, linears))
+        return has_size and all(map(_is_plain, linears)) and _can_be_joined(linears[:3])
 
     def attend(
         self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
@@ -88,7 +91,7 @@ class PackedLayer:
         rotation: of all positions. memory: the layer's blocks, where the tokens' keys and values
             are kept.
         """
-        packed = functional.linear(states, *self._qkv)
+        packed = self._qkv.product(states)
         query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
         mixed = slot_attention(
             *(query, None, memory, places),
@@ -117,7 +120,7 @@ def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
 
     def feed(states: Tensor) -> Tensor:
         """Normed states [N, H] to the MLP's output [N, H]."""
-        both = functional.linear(states, *gate_up)
+        both = gate_up.product(states)
         if is_silu:
             opened = silu_mul_packed(both)
         else:
@@ -144,38 +147,55 @@ def _whole(norm: Norm) -> Tensor:
 
 
 class PackedWeights(NamedTuple):
-    """Of several linear maps of one input: [sum of outputs, inputs], and [sum of outputs]."""
+    """Of several linear maps of one input: weight [sum of outputs, inputs], and their biases."""
 
-    weight: Tensor
+    weight: Tensor | Fp8Weight
     bias: Tensor | None
+
+    def product(self, states: Tensor) -> Tensor:
+        """[N, I] to [N, sum of outputs]."""
+        if isinstance(self.weight, Fp8Weight):
+            return fp8_linear(states, self.weight, self.bias)
+        return functional.linear(states, self.weight, self.bias)
 
 
 def _has_plain_projections(mlp: Any) -> bool:
     linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
-    return hasattr(mlp, "act_fn") and all(map(_is_plain, linears))
+    return hasattr(mlp, "act_fn") and all(map(_is_plain, linears)) and _can_be_joined(linears[:2])
 
 
 def _is_plain(linear: Any) -> bool:
     """A quantized weight may stand in a plain linear layer, as a tensor of its own kind."""
+    if type(linear) is Fp8Linear:
+        return True
     return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
 
 
-def _pack(linears: Sequence[nn.Linear]) -> PackedWeights:
+def _can_be_joined(linears: Sequence[Any]) -> bool:
+    """Whether plain layers are all in one form: a few of them may not be in fp8."""
+    return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
+
+
+def _pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
     parts = [linear.weight.data for linear in linears]
     weight = _joined(parts)
     if weight is None:
-        weight = torch.cat(parts)
+        kind = parts[0].dtype  # not every torch joins fp8
+        weight = torch.cat([part.view(torch.uint8) for part in parts]).view(kind)
         split = weight.split([len(part) for part in parts])
         for linear, view in zip(linears, split, strict=True):
             linear.weight.data = view
+    scaled = [linear.numbers for linear in linears if isinstance(linear, Fp8Linear)]
+    joined = Fp8Weight.joined(scaled, weight) if scaled else weight
     biases = [linear.bias for linear in linears]
-    if all(bias is None for bias in biases):
-        return PackedWeights(weight, None)
+    given = [bias for bias in biases if bias is not None]
+    if not given:
+        return PackedWeights(joined, None)
     filled = [
-        weight.new_zeros(len(part)) if bias is None else bias.data
+        given[0].new_zeros(len(part)) if bias is None else bias.data
         for part, bias in zip(parts, biases, strict=True)
     ]
-    return PackedWeights(weight, torch.cat(filled))
+    return PackedWeights(joined, torch.cat(filled))
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor | None:

@@ -1,0 +1,53 @@
+"""Matrix products with weights in fp8.
+
+The weights alone are rounded, as the checkpoint has them; the states they are multiplied with keep
+their precision. So a text depends on the checkpoint, and neither on the device nor on its company
+in the batch, up to the usual rounding. The torch code here is the definition; on CUDA devices that
+can read fp8, kernels of ``guided_spec.ops.fp8_linear_triton`` run.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from guided_spec.errors import ConfigError
+from guided_spec.ops.fp8_weight import Fp8Weight, multiply_out
+
+__all__ = ["fp8_linear"]
+
+FIRST_CAPABILITY = (8, 9)  # that converts fp8
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tensor:
+    """[..., O]: x [..., I] times the weight, plus the bias [O].
+
+    x, bias: of one floating dtype, that of the result. Sums in float32. Never waits for the device.
+
+    Raises ConfigError for an x of another width.
+    """
+    if x.shape[-1] != weight.values.shape[1]:
+        raise ConfigError("x", tuple(x.shape), f"must be [..., {weight.values.shape[1]}]")
+    if _has_kernels(x, weight):
+        from guided_spec.ops import fp8_linear_triton
+
+        return fp8_linear_triton.fp8_linear(x, weight, bias)
+    return functional.linear(x, multiply_out(weight, x.dtype), bias)
+
+
+def _has_kernels(x: Tensor, weight: Fp8Weight) -> bool:
+    if not x.is_cuda or not _can_read_fp8(x.get_device()):
+        return False
+    from guided_spec.ops import fp8_linear_triton
+
+    return fp8_linear_triton.serves(weight)
+
+
+@cache
+def _can_read_fp8(device: int) -> bool:
+    is_nvidia = torch.version.cuda is not None and find_spec("triton") is not None
+    return is_nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

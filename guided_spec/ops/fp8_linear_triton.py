@@ -1,0 +1,194 @@
+"""Products with fp8 weights as one kernel for few tokens; for many, the weight is multiplied out.
+
+Few tokens wait for the weights to be read, so the kernel is laid out for reading them: many
+programs, each with a slice of inputs of some outputs. Where there are more slices than one, the
+program that comes last adds them up, in the order of the slices, so that a sum never depends on who
+came when.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.nn import functional
+
+from guided_spec.ops.fp8_weight import COUNTED, Fp8Weight
+from guided_spec.ops.launch_triton import await_previous, launch
+
+__all__ = ["fp8_linear", "multiply_out", "serves"]
+
+MOST_TOKENS = 256  # behind which a product takes longer than multiplying its weight out
+PROGRAMS = 264  # two for each of an H100's multiprocessors
+FEWEST_STEPS = 4  # of a slice
+WIDEST_STEP = 128
+
+
+class Tiling(NamedTuple):
+    """outputs, tokens: of a program. step: inputs that it takes at once."""
+
+    outputs: int
+    tokens: int
+    step: int
+    num_warps: int
+    num_stages: int
+
+    @classmethod
+    def of(cls, count: int, weight: Fp8Weight) -> Tiling:
+        """For ``count`` tokens."""
+        width, inputs = weight.block[1], weight.values.shape[1]
+        step = WIDEST_STEP if width >= inputs else min(WIDEST_STEP, width)
+        if count <= 16:
+            return cls(COUNTED, 16, step, 4, 5)
+        if count <= 64:
+            return cls(COUNTED, 32 if count <= 32 else 64, step, 4, 4)
+        return cls(2 * COUNTED, 128, step, 8, 3)
+
+
+def serves(weight: Fp8Weight) -> bool:
+    """Whether the kernels can take blocks of this width: whole steps fit into one."""
+    width, inputs = weight.block[1], weight.values.shape[1]
+    return width >= inputs or width % WIDEST_STEP == 0 or width in (16, 32, 64)
+
+
+def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """See ``guided_spec.ops.fp8_linear``; the arguments on one CUDA device."""
+    outputs, inputs = weight.values.shape
+    rows = x.reshape(-1, inputs)
+    if len(rows) > MOST_TOKENS:
+        return functional.linear(x, multiply_out(weight, x.dtype), bias)
+    product = rows.new_empty(len(rows), outputs)
+    if len(rows) > 0:
+        _multiply(rows.contiguous(), weight, bias, product)
+    return product.view(*x.shape[:-1], outputs)
+
+
+def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """See ``guided_spec.ops.fp8_weight.multiply_out``."""
+    outputs, inputs = weight.values.shape
+    whole = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
+    tile = (16, 256)
+    with torch.cuda.device_of(whole):  # Triton launches on the current device
+        launch(_multiply_out, (triton.cdiv(outputs, tile[0]), triton.cdiv(inputs, tile[1])), whole)(
+            *(weight.values, weight.scales, whole, outputs, inputs),
+            *(*weight.block, weight.scales.shape[1], *tile),
+        )
+    return whole
+
+
+def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, product: Tensor) -> None:
+    (outputs, inputs), count = weight.values.shape, len(x)
+    tiling = Tiling.of(count, weight)
+    tiles = triton.cdiv(count, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
+    steps = triton.cdiv(inputs, tiling.step)
+    wanted = min(triton.cdiv(PROGRAMS, tiles[0] * tiles[1]), steps // FEWEST_STEPS)
+    taken = triton.cdiv(steps, max(wanted, 1))
+    slices = triton.cdiv(steps, taken)
+    parts = x.new_empty(slices if slices > 1 else 0, count, outputs, dtype=torch.float32)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        launch(_fp8_linear, (*tiles, slices), x)(
+            *(x, weight.values, weight.scales, product if bias is None else bias.contiguous()),
+            *(product, parts, weight.arrived, count, outputs, inputs, taken * tiling.step),
+            *(*weight.block, weight.scales.shape[1]),
+            *(bias is not None, slices > 1, inputs % tiling.step == 0, *tiling[:3]),
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
+        )
+
+
+# Triton reads annotations as its own, so the arguments have none.
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x,
+    values,
+    scales,
+    bias,
+    product,
+    parts,
+    arrived,
+    count,
+    outputs,
+    inputs,
+    span,
+    block_rows,
+    block_columns,
+    scale_columns,
+    HAS_BIAS: tl.constexpr,
+    IS_SLICED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    OUTPUTS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    STEP: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """One slice of inputs of some outputs, for some tokens."""
+    await_previous(IS_DEPENDENT)
+    number = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    output = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
+    is_token, is_written = token < count, (output < outputs)[:, None] & (token < count)[None, :]
+    # What is behind the last output reads the last one's, and is not written.
+    there = tl.minimum(output, outputs - 1)
+    row = values + there.to(tl.int64)[:, None] * inputs
+    state = x + token.to(tl.int64)[None, :] * inputs
+    scale_row = scales + (there // block_rows).to(tl.int64) * scale_columns
+    first = tl.program_id(2) * span
+    total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+    for begin in range(first, tl.minimum(first + span, inputs), STEP):
+        at = begin + tl.arange(0, STEP)
+        if IS_EVEN:
+            weight = tl.load(row + at[None, :])
+            states = tl.load(state + at[:, None], mask=is_token[None, :], other=0.0)
+        else:
+            inside = at < inputs
+            weight = tl.load(row + tl.where(inside, at, 0)[None, :])
+            states = tl.load(
+                state + at[:, None], mask=inside[:, None] & is_token[None, :], other=0.0
+            )
+        found = tl.dot(weight.to(states.dtype), states, input_precision="ieee")
+        total += found * tl.load(scale_row + begin // block_columns)[:, None]
+    place = token.to(tl.int64)[None, :] * outputs + output[:, None]
+    if IS_SLICED:
+        whole = count.to(tl.int64) * outputs
+        tl.store(parts + tl.program_id(2) * whole + place, total, mask=is_written)
+        tl.debug_barrier()  # all threads have stored before one of them says so
+        if tl.atomic_add(arrived + number, 1, sem="acq_rel") < tl.num_programs(2) - 1:
+            return
+        tl.debug_barrier()
+        tl.store(arrived + number, 0)
+        total = tl.zeros([OUTPUTS, TOKENS], tl.float32)
+        for part in range(tl.num_programs(2)):
+            total += tl.load(
+                parts + part * whole + place, mask=is_written, other=0.0, cache_modifier=".cg"
+            )
+    if HAS_BIAS:
+        total += tl.load(bias + there).to(tl.float32)[:, None]
+    tl.store(product + place, total.to(product.dtype.element_ty), mask=is_written)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _multiply_out(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    values,
+    scales,
+    whole,
+    outputs,
+    inputs,
+    block_rows,
+    block_columns,
+    scale_columns,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    await_previous(IS_DEPENDENT)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    is_there = (row < outputs)[:, None] & (column < inputs)[None, :]
+    row, column = tl.minimum(row, outputs - 1), tl.minimum(column, inputs - 1)
+    place = row.to(tl.int64)[:, None] * inputs + column[None, :]
+    scale = (row // block_rows)[:, None] * scale_columns + (column // block_columns)[None, :]
+    found = tl.load(values + place).to(tl.float32) * tl.load(scales + scale)
+    tl.store(whole + place, found.to(whole.dtype.element_ty), mask=is_there)

@@ -1,0 +1,127 @@
+"""Checkpoints with linear layers in fp8, as they are published, and the same models in float32."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+__all__ = ["FORMS", "Form", "write_fp8"]
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+class Form(NamedTuple):
+    """One way to publish: what config.json says, what scales are called, and how large blocks are.
+
+    block: of a scale, for a matrix of this shape. scale_shape: as stored. dtype: of scales.
+    """
+
+    config: dict[str, Any]
+    scale: str
+    block: Callable[[torch.Size], tuple[int, int]]
+    scale_shape: Callable[[Tensor], Tensor] = lambda scales: scales
+    dtype: torch.dtype = torch.float32
+    input_scale: str | None = None
+
+
+def _compressed(strategy: str, **weights: Any) -> dict[str, Any]:
+    group = {
+        "weights": {"num_bits": 8, "type": "float", "strategy": strategy, **weights},
+        "input_activations": {"num_bits": 8, "type": "float", "dynamic": True},
+        "targets": ["Linear"],
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+FORMS = {
+    "qwen": Form(
+        {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+        },
+        "weight_scale_inv",
+        lambda _: (128, 128),
+    ),
+    "small blocks": Form(
+        {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]},
+        "weight_scale_inv",
+        lambda _: (16, 24),
+    ),
+    "static": Form(
+        {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]},
+        "weight_scale",
+        lambda shape: (shape[0], shape[1]),
+        lambda scales: scales.reshape(()),
+        input_scale="input_scale",
+    ),
+    "compressed channels": Form(
+        _compressed("channel"), "weight_scale", lambda shape: (1, shape[1]), dtype=torch.bfloat16
+    ),
+    "compressed tensors": Form(
+        _compressed("tensor"),
+        "weight_scale",
+        lambda shape: (shape[0], shape[1]),
+        lambda scales: scales.reshape(1),
+    ),
+    "compressed blocks": Form(
+        _compressed("block", block_structure=[16, 16]), "weight_scale", lambda _: (16, 16)
+    ),
+}
+
+
+@torch.no_grad()
+def write_fp8(folder: Path, model: PreTrainedModel, form: Form, spare: str = "") -> PreTrainedModel:
+    """Write the model with the linear layers of its decoder in fp8; returns what it then computes.
+
+    spare: linear layers whose names end so keep their weights.
+    """
+    whole: Any = copy.deepcopy(model)
+    model.save_pretrained(folder)
+    stored = load_file(folder / "model.safetensors")
+    for name, module in whole.named_modules():
+        if type(module) is not nn.Linear or name == "lm_head" or (spare and name.endswith(spare)):
+            continue
+        block = form.block(module.weight.shape)
+        values, scales = _quantize(module.weight, block, form.dtype)
+        stored[f"{name}.weight"] = values
+        stored[f"{name}.{form.scale}"] = form.scale_shape(scales)
+        if form.input_scale is not None:
+            stored[f"{name}.{form.input_scale}"] = torch.tensor(0.5)
+        module.weight.copy_(values.float() * _spread(scales, values.shape, block))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = form.config
+    (folder / "config.json").write_text(json.dumps(config))
+    assert isinstance(whole, PreTrainedModel)
+    return whole
+
+
+def _quantize(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    rows = [part.abs() for part in weight.split(block[0])]
+    largest = [[tile.max() for tile in row.split(block[1], 1)] for row in rows]
+    scales = (torch.tensor(largest) / LARGEST).to(dtype)
+    shape = weight.shape
+    values = weight / _spread(scales, shape, block)
+    return values.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn), scales
+
+
+def _spread(scales: Tensor, shape: torch.Size, block: tuple[int, int]) -> Tensor:
+    """One for each number, [O, I]."""
+    spread = scales.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return spread[: shape[0], : shape[1]]

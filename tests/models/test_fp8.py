@@ -1,0 +1,188 @@
+"""Checkpoints in fp8 keep their bytes and write the texts of the same numbers in float32."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+
+from guided_spec.engine.llm import LLM
+from guided_spec.engine.setup import bundled_asset
+from guided_spec.errors import ModelError
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.fp8 import Fp8Linear, Fp8Recipe
+from guided_spec.models.loading import load_model
+from guided_spec.ops.fp8_weight import FP8, scales_shape
+from guided_spec.types import SamplingParams
+from tests.models.fp8_checkpoints import FORMS, write_fp8
+from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
+from tests.models.tiny import build
+
+VOCAB = 64
+WIDE: dict[str, Any] = {"hidden_size": 160, "intermediate_size": 200, "num_hidden_layers": 2}
+IDS = torch.tensor([[3, 1, 4, 1, 5, 9]])
+
+
+def make(name: str, **fields: Any) -> PreTrainedModel:
+    return build(name, vocab_size=VOCAB, **fields)
+
+
+def greedy_texts(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
+    """In packed form, by drafts that are right some of the time."""
+    expected = [generate_alone(model, prompt, 16) for prompt in prompts]
+    lm = CausalLM(model, num_slots=3, max_length=60, kernels="packed")
+    assert lm.is_packed
+    rows = [Row(s, p, e) for s, p, e in zip([2, 0, 1], prompts, expected, strict=True)]
+    prefill(lm, rows)
+    source = random.Random(0)
+    while open_rows := [row for row in rows if not row.is_done]:
+        speculate(lm, open_rows, source)
+    return [row.tokens[:16] for row in rows]
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_texts_are_those_of_the_same_numbers_in_float32(
+    form: str, name: str, tmp_path: Path
+) -> None:
+    fields = WIDE if name in ("llama", "qwen3") else {}
+    whole = write_fp8(tmp_path, make(name, **fields), FORMS[form])
+    model: Any = load_model(tmp_path, device="cpu")
+    linears = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    assert len(linears) == 7 * model.config.num_hidden_layers
+    assert all(linear.weight.dtype == FP8 for linear in linears)
+    assert model.dtype == torch.float32
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
+    prompts = prompts_of([5, 11, 1], VOCAB, 0)
+    assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
+@torch.inference_mode()
+def test_packing_stores_nothing_twice(tmp_path: Path) -> None:
+    write_fp8(tmp_path, make("llama", **WIDE), FORMS["qwen"])
+    model: Any = load_model(tmp_path, device="cpu")
+    expected = model(IDS).logits
+    for _ in range(2):  # the second one finds the weights packed
+        assert CausalLM(model, num_slots=1, max_length=20, kernels="packed").is_packed
+        assert torch.equal(model(IDS).logits, expected)
+    attention = model.get_decoder().layers[1].self_attn
+    storage = attention.q_proj.weight.untyped_storage()
+    assert attention.v_proj.weight.untyped_storage().data_ptr() == storage.data_ptr()
+    assert storage.nbytes() == sum(
+        part.weight.numel() for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+    )
+
+
+@pytest.mark.parametrize("spare", ["v_proj", "gate_proj", "layers.1.mlp.down_proj", "o_proj"])
+@torch.inference_mode()
+def test_some_layers_may_be_plain(spare: str, tmp_path: Path) -> None:
+    """Products of several layers are one only where all are in one form."""
+    whole = write_fp8(tmp_path, make("llama"), FORMS["small blocks"], spare)
+    model = load_model(tmp_path, device="cpu")
+    prompts = prompts_of([5, 11, 1], VOCAB, 0)
+    assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
+@torch.inference_mode()
+def test_half_precision_is_near(tmp_path: Path) -> None:
+    whole: Any = write_fp8(tmp_path, make("qwen3"), FORMS["small blocks"])
+    model: Any = load_model(tmp_path, device="cpu", dtype="bfloat16")
+    assert model.dtype == torch.bfloat16
+    assert model.lm_head.weight.dtype == torch.bfloat16
+    expected = whole.to(torch.bfloat16)(IDS).logits
+    torch.testing.assert_close(model(IDS).logits, expected, rtol=0.1, atol=0.1)
+    assert CausalLM(model, num_slots=1, max_length=20, kernels="packed").is_packed
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "mtp"])
+def test_heads_draft_for_a_target_in_fp8(proposer: str, tmp_path: Path) -> None:
+    target = load_model(bundled_asset("target"), device="cpu")
+    whole = write_fp8(tmp_path, target, FORMS["small blocks"])
+    params = SamplingParams(temperature=0.0, max_tokens=24, grammar=GrammarSpec.regex("[a-z ,]+"))
+    prompts, found = ["Name: Ada", "A list of fruits:"], []
+    shared: dict[str, Any] = {
+        "tokenizer": bundled_asset("target"),
+        "draft": bundled_asset(proposer),
+        "max_model_len": 128,
+    }
+    for model in (str(tmp_path), whole):
+        with LLM(model, proposer, **shared) as llm:
+            outputs = llm.generate(prompts, params)
+        found.append([output.token_ids for output in outputs])
+        assert sum(sum(output.stats.accepted) for output in outputs) > 0
+    assert found[0] == found[1]
+
+
+@torch.inference_mode()
+def test_experts_that_are_plain_stay_so(tmp_path: Path) -> None:
+    whole: Any = write_fp8(tmp_path, make("qwen3_moe"), FORMS["small blocks"])
+    model: Any = load_model(tmp_path, device="cpu")
+    assert sum(isinstance(m, Fp8Linear) for m in model.modules()) == 4 * 4
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
+    prompts = prompts_of([5, 11, 1], VOCAB, 0)
+    assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
+@torch.inference_mode()
+def test_experts_in_fp8_are_multiplied_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain: Any = make("qwen3_moe")
+    write_fp8(tmp_path, plain, FORMS["small blocks"])
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in stored if ".experts." in name]:
+        stored[name] = stored[name].to(FP8)
+        shape = scales_shape(stored[name].shape, (16, 24))
+        stored[f"{name}_scale_inv"] = torch.full(shape, 2.0)
+    rewrite(tmp_path, stored)
+    with caplog.at_level(logging.WARNING):
+        model: Any = load_model(tmp_path, device="cpu")
+    assert "its experts are in fp8, and loaded as torch.float32" in caplog.text
+    found = model.get_decoder().layers[1].mlp.experts.down_proj[3]
+    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    torch.testing.assert_close(found, stored[name].float() * 2)
+
+
+def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_is_broken_is_named(tmp_path: Path) -> None:
+    write_fp8(tmp_path, make("llama"), FORMS["small blocks"])
+    name = "model.layers.1.mlp.up_proj.weight_scale_inv"
+    stored = load_file(tmp_path / "model.safetensors")
+    rewrite(tmp_path, {key: tensor for key, tensor in stored.items() if key != name})
+    message = r"one without the other at 'model.layers.1.mlp.up_proj'; the checkpoint is broken"
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, device="cpu")
+    rewrite(tmp_path, {**stored, name: torch.ones(3, 2)})
+    message = rf"{name}: scales=\(3, 2\): must be \(4, 2\) for blocks \(16, 24\)"
+    with pytest.raises(ModelError, match=message):
+        load_model(tmp_path, device="cpu")
+
+
+def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
+    form = FORMS["qwen"]._replace(config={"quant_method": "fp8", "fmt": "e5m2"})
+    write_fp8(tmp_path, make("llama"), form)
+    with pytest.raises(ModelError, match="fmt='e5m2' is not supported; pass a checkpoint in e4m3"):
+        load_model(tmp_path, device="cpu")
+
+
+def test_other_methods_are_left_to_transformers() -> None:
+    weights = {"type": "int", "num_bits": 4}
+    int4 = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": {"weights": weights}},
+    }
+    for config in ({"quant_method": "awq"}, int4):
+        assert Fp8Recipe.of(config) is None
+    assert Fp8Recipe.of(FORMS["compressed blocks"].config) == Fp8Recipe((16, 16))
+    assert Fp8Recipe.of(FORMS["compressed tensors"].config) == Fp8Recipe(None)

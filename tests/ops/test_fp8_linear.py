@@ -1,0 +1,98 @@
+"""Products with fp8 weights, against the matrix multiplied out number by number; and the kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from guided_spec.errors import ConfigError
+from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.fp8_weight import FP8, Fp8Weight, multiply_out
+from tests.ops.interpreted import run_interpreted
+
+COMPARE = """
+import torch
+from guided_spec.ops import fp8_linear_triton
+from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.fp8_weight import multiply_out
+from tests.ops.test_fp8_linear import weight_of
+
+torch.manual_seed(0)
+sizes = (
+    (1, (70, 600), (128, 128)),
+    (3, (64, 2048), (1, 128)),
+    (17, (130, 320), (70, 64)),
+    (33, (40, 70), (40, 70)),
+    (70, (150, 256), (1, 256)),
+    (2, (65, 1100), (1, 1100)),
+)
+for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
+    for count, shape, block in sizes:
+        weight = weight_of(shape, block)
+        assert fp8_linear_triton.serves(weight)
+        x, bias = torch.randn(count, shape[1]).to(dtype), torch.randn(shape[0]).to(dtype)
+        for given in (None, bias):
+            found = fp8_linear_triton.fp8_linear(x, weight, given)
+            exact = None if given is None else given.float()
+            expected = fp8_linear(x.float(), weight, exact)
+            torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+            assert not weight.arrived.any()
+        whole = fp8_linear_triton.multiply_out(weight, dtype)
+        assert torch.equal(whole, multiply_out(weight, dtype))
+print("equal")
+"""
+
+
+def weight_of(shape: tuple[int, int], block: tuple[int, int]) -> Fp8Weight:
+    rows, columns = (-(-size // step) for size, step in zip(shape, block, strict=True))
+    values = (torch.randn(shape) * 8).to(FP8)
+    return Fp8Weight.of(values, torch.rand(rows, columns) * 0.01 + 0.001, block)
+
+
+@pytest.mark.parametrize("block", [(4, 4), (1, 10), (7, 10), (3, 20)])
+def test_each_number_has_the_factor_of_its_block(block: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    weight = weight_of((7, 10), block)
+    whole = multiply_out(weight, torch.float32)
+    for row in range(7):
+        for column in range(10):
+            factor = weight.scales[row // block[0], column // block[1]]
+            assert whole[row, column] == weight.values[row, column].float() * factor
+    x, bias = torch.randn(2, 3, 10), torch.randn(7)
+    torch.testing.assert_close(fp8_linear(x, weight, bias), x @ whole.T + bias)
+
+
+@pytest.mark.parametrize(("sizes", "rows"), [((8, 4, 4), 4), ((8, 3, 3), 1)])
+def test_joined_weights_keep_their_factors(sizes: tuple[int, ...], rows: int) -> None:
+    torch.manual_seed(0)
+    parts = [weight_of((size, 10), (4, 5)) for size in sizes]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    found = Fp8Weight.joined(parts, values)
+    assert found.block == (rows, 5)
+    expected = torch.cat([multiply_out(part, torch.float32) for part in parts])
+    assert torch.equal(multiply_out(found, torch.float32), expected)
+
+
+def test_a_factor_for_each_whole_matrix() -> None:
+    torch.manual_seed(0)
+    parts = [weight_of((size, 10), (size, 10)) for size in (6, 3)]
+    values = torch.cat([part.values.view(torch.uint8) for part in parts]).view(FP8)
+    found = Fp8Weight.joined(parts, values)
+    assert found.block == (1, 10)
+    expected = torch.cat([multiply_out(part, torch.float32) for part in parts])
+    assert torch.equal(multiply_out(found, torch.float32), expected)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    weight = weight_of((7, 10), (4, 4))
+    with pytest.raises(ConfigError, match=r"scales=\(2, 2\): must be \(2, 3\) for blocks \(4, 4\)"):
+        Fp8Weight.of(weight.values, weight.scales[:, :2], (4, 4))
+    with pytest.raises(ConfigError, match=r"must be torch.float8_e4m3fn of shape \[O, I\]"):
+        Fp8Weight.of(weight.values.float(), weight.scales, (4, 4))
+    with pytest.raises(ConfigError, match=r"x=\(2, 9\): must be \[..., 10\]"):
+        fp8_linear(torch.randn(2, 9), weight)
+
+
+def test_the_kernels_agree_with_the_reference() -> None:
+    pytest.importorskip("triton")
+    assert run_interpreted("-c", COMPARE) == "equal"
