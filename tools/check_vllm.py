@@ -16,7 +16,7 @@ from pathlib import Path
 
 from guided_spec.integrations.patches import OneOf, Patch, probe
 from guided_spec.integrations.vllm.llm import PARTS as ENGINE
-from guided_spec.integrations.vllm.plugin import FEATURES
+from guided_spec.integrations.vllm.plugin import FEATURES, label
 from guided_spec.integrations.vllm.proposer import PATCHES
 
 __all__ = ["lacks", "main", "table"]
@@ -30,9 +30,10 @@ def lacks(root: Path) -> dict[str, str]:
     if not (root / "vllm" / "__init__.py").is_file():
         raise FileNotFoundError(root / "vllm" / "__init__.py")
     parts: dict[str, Sequence[Patch | OneOf]] = {"drafter": PATCHES}
-    for module in FEATURES.values():
-        parts |= importlib.import_module(module).PARTS
-    parts |= ENGINE
+    for feature, module in FEATURES.items():
+        wanted = importlib.import_module(module).PARTS
+        parts |= {label(feature, part): patches for part, patches in wanted.items()}
+    parts |= {label("engine", part): patches for part, patches in ENGINE.items()}
     return {part: probe(root, wanted).lack for part, wanted in parts.items()}
 
 

@@ -97,13 +97,19 @@ class HostDrafter:
     The drafts are a function of texts and grammars alone, so that processes which see the same
     requests draft the same tokens.
 
-    num_draft: tokens of a draft, 1 to 64. num_requests: of one call, at most.
+    num_draft: tokens of a draft, 1 to 64. num_requests: of one call, at most. proposer: one that
+    needs no model.
 
     Raises ConfigError for a longer draft.
     """
 
     def __init__(
-        self, vocabulary: Vocabulary, tokenizer: Any, num_draft: int, num_requests: int
+        self,
+        vocabulary: Vocabulary,
+        tokenizer: Any,
+        num_draft: int,
+        num_requests: int,
+        proposer: str = PROPOSER,
     ) -> None:
         self._num_draft = num_draft
         self._vocab_size = vocabulary.vocab_size
@@ -119,7 +125,7 @@ class HostDrafter:
             device=_CPU,
             dtype=torch.float32,
         )
-        self._proposer = build_proposer(PROPOSER, context)
+        self._proposer = build_proposer(proposer, context)
 
     def draft(self, requests: Sequence[HostRequest]) -> list[list[int]]:
         """One draft for each request, in their order; empty where there is nothing to draft."""
@@ -131,6 +137,10 @@ class HostDrafter:
         for at, drafted in zip(order, lookahead.drafted, strict=True):
             drafts[at] = [*drafted]
         return drafts
+
+    def extend(self, requests: Sequence[HostRequest], lookahead: Lookahead) -> None:
+        """Draft behind what ``lookahead`` holds of each request, which are in its order."""
+        self._proposer.begin(self._batch(requests), lookahead).finish()
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget what is kept of requests that have ended."""

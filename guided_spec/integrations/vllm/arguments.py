@@ -128,14 +128,15 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None) -> Arguments:
     engine["speculative_config"] = None if drafts is None else {**drafts, **more}
     outputs = _mapping("structured_outputs_config", extra.pop("structured_outputs_config", {}))
     engine["structured_outputs_config"] = {"backend": "xgrammar", **_own_outputs(outputs)}
-    return Arguments({**engine, **extra}, tuple(_features(drafts, more)), proposer, config)
+    features = tuple(_features(proposer, drafts, more))
+    return Arguments({**engine, **extra}, features, proposer, config)
 
 
 def speculative(proposer: str, draft: Any, num_draft_tokens: int) -> dict[str, Any] | None:
     """vLLM's ``speculative_config``; None for a proposer that drafts nothing.
 
-    Under masks a head drafts what the grammar forces by itself, so that ``chain:grammar_forced+``
-    in front of it changes nothing. Raises ConfigError for a proposer that vLLM does not have.
+    In front of a head ``chain:grammar_forced+`` is a feature of the plugin. Raises ConfigError for
+    a proposer that vLLM does not have.
     """
     if proposer == NO_DRAFTS:
         _refuse_draft(proposer, draft)
@@ -167,11 +168,15 @@ def _refuse_draft(proposer: str, draft: Any) -> None:
         raise ConfigError("draft", draft, fix)
 
 
-def _features(drafts: Mapping[str, Any] | None, more: Mapping[str, Any]) -> Iterator[str]:
+def _features(
+    proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any]
+) -> Iterator[str]:
     """Of the plugin: those that the environment asks for, and those that the drafts need."""
     asked = {"counts", *requested()}
     if drafts is not None and drafts.get("method") not in ("custom_class", "ngram"):
         asked.add("drafts")
+        if proposer.startswith(FORCED):
+            asked.add("forced")
     if more.get("draft_sample_method") == "probabilistic":
         asked.add("exact")
     yield from (name for name in FEATURES if name in asked)

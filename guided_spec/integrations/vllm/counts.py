@@ -76,4 +76,4 @@ PATCHES = (
     ),
     Patch("vllm.v1.structured_output.backend_xgrammar", "XgrammarBackend", attributes="compiler"),
 )
-PARTS = {"counts": PATCHES}
+PARTS = {"": PATCHES}

@@ -28,12 +28,13 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
-from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, warn
+from guided_spec.integrations.vllm.draft_masks import DraftMasks
+from guided_spec.integrations.vllm.forced import FORCED, ForcedLead
+from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, requested, warn
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
+from guided_spec.ops.host import host_integers
 from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
@@ -63,12 +64,20 @@ class Drafting:
     drafter: vLLM's proposer or speculator, with its model loaded.
     num_draft: K, its draft tokens.
     drafted: gives the tokens [B] drafted last, for the number of those before them and B.
+    draft: int64 [>= B, K], what the drafter returns; None where tokens that the host knows cannot
+        be put there instead of being drawn.
 
     Raises ModelError for a tokenizer that cannot be read, and ConfigError for a drafter with more
     tokens than the target has.
     """
 
-    def __init__(self, drafter: Any, num_draft: int, drafted: Callable[[int, int], Tensor]) -> None:
+    def __init__(
+        self,
+        drafter: Any,
+        num_draft: int,
+        drafted: Callable[[int, int], Tensor],
+        draft: Tensor | None = None,
+    ) -> None:
         config = drafter.vllm_config
         self.requests = follow_requests(drafter, config)
         self.num_draft = num_draft
@@ -82,7 +91,16 @@ class Drafting:
         # Normal tensors: vLLM writes to them inside and outside of its inference mode.
         with torch.inference_mode(mode=False):
             rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
-            self._masks = _Masks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
+            self._masks = DraftMasks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
+        self._draft = draft
+        self._lead: ForcedLead | None = None
+        if FORCED in requested():
+            if width < vocab_size:
+                warn(
+                    f"forced is off: {type(drafter).__name__} knows {width} of {vocab_size} tokens"
+                )
+            else:
+                self._lead = ForcedLead(self.requests, num_draft, size)
         self._is_running = False
         self._was_running = False
         self._watch(drafter.model)
@@ -102,7 +120,8 @@ class Drafting:
             self._masks.clear()
             yield
             return
-        self._masks.start(constraints, num_draft)
+        lead = None if self._lead is None else self._lead.of(names, constraints, num_draft)
+        self._masks.start(constraints, num_draft, lead)
         self._report(constraints, num_draft)
         self._is_running = True
         try:
@@ -125,9 +144,21 @@ class Drafting:
         if not self._is_running:
             return run(*args)
         self._masks.turn()
-        result = run(*args)
+        result = None if self._is_told() else run(*args)
         self._masks.drawn()
         return result
+
+    def _is_told(self) -> bool:
+        """Whether the host put the tokens of this position into the draft.
+
+        The graph behind it would be run for these tokens alone: in the next step vLLM's drafter
+        reads all that was committed anew.
+        """
+        at, known = self._masks.position, self._masks.known
+        if self._draft is None or known is None or at == 0:  # the first graph reads what is new
+            return False
+        self._draft[: len(known), at] = host_integers(known).to(self._draft.device)
+        return True
 
     def _watch(self, model: Any) -> None:
         original = model.compute_logits
@@ -181,96 +212,6 @@ def is_covered(drafter: Any) -> bool:
         warn(f"{type(drafter).__name__} drafts as without this package: {why}")
         setattr(drafter, _PLACE, None)
     return False
-
-
-class _Masks:
-    """The masks of one drafter.
-
-    rows: [most requests of a batch, K + 1] of the target's vocabulary, on the drafter's device.
-    drafted: gives the tokens [B] drafted last, on the device, for the number of those before them
-        and B.
-    target_ids: int64 [D], the target's token for each token of a smaller draft vocabulary, on the
-        device; the drafter's logits are over the target's vocabulary all the same, as vLLM has
-        them. None where the drafter knows every token.
-    """
-
-    def __init__(
-        self,
-        rows: MaskRows,
-        vocab_size: int,
-        drafted: Callable[[int, int], Tensor],
-        target_ids: Tensor | None = None,
-    ) -> None:
-        self._rows = rows
-        self._drafted = drafted
-        self._target_ids = target_ids
-        size = (rows.requests, num_mask_words(vocab_size))
-        self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
-        self._forced = torch.full(size[:1], -1, dtype=torch.int64, device=rows.device)
-        self._lookahead: Lookahead | None = None
-        self._num_requests = 0
-        self._position = 0
-        self._is_ready = False
-        self._is_clear = True
-
-    def start(self, constraints: Sequence[Constraint | None], num_draft: int) -> None:
-        """Begin the drafts of a batch [B] in which at least one request is constrained."""
-        limits = [num_draft] * len(constraints)
-        self._lookahead = Lookahead.fork(constraints, self._rows, limits)
-        self._num_requests = len(constraints)
-        self._position, self._is_ready, self._is_clear = 0, False, False
-
-    def turn(self) -> None:
-        """Make the masks of the next position, if they are not there; waits for its last token."""
-        if self._lookahead is None or self._is_ready:
-            return
-        count = self._num_requests
-        if self._position > 0:
-            self._lookahead.accept(self._drafted(self._position - 1, count))
-        mask = self._lookahead.next_mask()
-        assert mask is not None  # some request is constrained
-        if self._target_ids is None:
-            self._words[:count] = mask
-        else:
-            # The drafter may know none of the legal tokens. If there is one alone, that is the
-            # draft; else it draws what it likes, which is refused, and the draft is over.
-            is_starved = (translate_bitmask(mask, self._target_ids) == 0).all(-1)
-            forced = torch.where(is_starved, only_legal_token(mask), -1)
-            is_lost = is_starved & (forced < 0)
-            self._words[:count] = torch.where(is_lost.unsqueeze(1), -1, mask)
-            self._forced[:count] = forced
-        self._is_ready = True
-
-    def see(self, logits: Tensor) -> Tensor:
-        """The logits [>= B, V] of a position, masked; the rows of free requests are as they were.
-
-        Reads what is on the device and nothing else, so that it may be captured in a CUDA graph.
-        """
-        count = len(logits)
-        masked = apply_token_bitmask(logits, self._words[:count])
-        if self._target_ids is None:
-            return masked
-        forced = self._forced[:count].unsqueeze(1)
-        column = forced.clamp(min=0)
-        value = torch.where(forced < 0, masked.gather(1, column), 0.0)
-        return masked.scatter_(1, column, value)
-
-    def drawn(self) -> None:
-        """A token was drawn from the logits of this position."""
-        self._position += 1
-        self._is_ready = False
-
-    def finish(self) -> None:
-        """The draft is there."""
-        self._lookahead = None
-
-    def clear(self) -> None:
-        """Forbid nothing from here on: a graph applies the masks to free requests as well."""
-        self._lookahead = None
-        if not self._is_clear:
-            self._words.fill_(-1)
-            self._forced.fill_(-1)
-            self._is_clear = True
 
 
 def _target_ids_of(model: Any) -> Tensor | None:
@@ -328,10 +269,13 @@ def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(self: Any, target_model: Any) -> Any:
         result = original(self, target_model)
         if is_covered(self):
+            # Drawn tokens have probabilities, and ranks that share a model run it together.
+            is_alone = self.draft_logits is None and self.dp_size == 1
             Drafting(
                 self,
                 self.num_speculative_steps,
                 lambda before, count: self.draft_tokens[:count, before],
+                self.draft_tokens if is_alone else None,
             )
         return result
 
@@ -421,7 +365,8 @@ _V2_PATCHES = (
     *NOTES_V2,
     Patch(_SPECULATOR, "DraftModelSpeculator.load_model", "self target_model", guide_speculator),
     Patch(_SPECULATOR, "DraftModelSpeculator",
-          attributes="num_speculative_steps draft_tokens device draft_model_config sample_draft"),
+          attributes="num_speculative_steps draft_tokens draft_logits dp_size device"
+          " draft_model_config sample_draft"),
     # All positions in one graph: by no switch, by one, and by another.
     OneOf((
         _loop(*_OLD_LOOP, "!_generate_fused_drafts"),
@@ -434,6 +379,6 @@ _V2_PATCHES = (
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
 PATCHES = (in_workers("drafts", WORKER_PATCHES),)
 PARTS = {
-    "drafts (old runner)": (*PATCHES, *_V1_PATCHES),
-    "drafts (new runner)": (*PATCHES, *_V2_PATCHES),
+    "old runner": (*PATCHES, *_V1_PATCHES),
+    "new runner": (*PATCHES, *_V2_PATCHES),
 }

@@ -131,4 +131,4 @@ PATCHES = (
         ),
     )),
 )  # fmt: skip
-PARTS = {"exact": PATCHES}
+PARTS = {"": PATCHES}

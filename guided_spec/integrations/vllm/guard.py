@@ -360,6 +360,6 @@ _V2_PATCHES = (
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
 PATCHES = (in_workers("guard", WORKER_PATCHES),)
 PARTS = {
-    "guard (old runner)": (*PATCHES, *_V1_PATCHES),
-    "guard (new runner)": (*PATCHES, *_V2_PATCHES),
+    "old runner": (*PATCHES, *_V1_PATCHES),
+    "new runner": (*PATCHES, *_V2_PATCHES),
 }

@@ -417,4 +417,4 @@ PATCHES = (
     Patch("vllm.outputs", "CompletionOutput", attributes="token_ids logprobs finish_reason"),
     Patch("vllm.config.model", "ModelConfig", attributes="hf_config max_model_len logprobs_mode"),
 )  # fmt: skip
-PARTS = {"engine": PATCHES}
+PARTS = {"": PATCHES}

@@ -35,6 +35,7 @@ __all__ = [
     "install",
     "installed_root",
     "installed_version",
+    "label",
     "log",
     "register",
     "requested",
@@ -49,6 +50,7 @@ FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts",
     "exact": "guided_spec.integrations.vllm.exact",
+    "forced": "guided_spec.integrations.vllm.drafts",
     "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
 }
@@ -103,7 +105,7 @@ def register() -> None:
     parts = {}
     for name in names:
         wanted = importlib.import_module(FEATURES[name]).PARTS
-        parts[name] = {part: probe(root, patch).lack for part, patch in wanted.items()}
+        parts[name] = {label(name, part): probe(root, patch).lack for part, patch in wanted.items()}
         if name in PROMISES and "" not in parts[name].values():
             lack = "; ".join(parts[name].values())
             fix = f"{release} does not fit it: {lack}; install another release, or leave it out"
@@ -116,6 +118,11 @@ def register() -> None:
                 patches.warn(f"{part} is off, {release} does not fit it: {lack}")
     on = [part for lacks in parts.values() for part, lack in lacks.items() if not lack]
     patches.log(f"{', '.join(on) or 'nothing'} on for {release}")
+
+
+def label(feature: str, part: str) -> str:
+    """What logs call one of the ``PARTS`` of a feature's module."""
+    return f"{feature} ({part})" if part else feature
 
 
 def _carry_to_ray() -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import itertools
 import logging
 from collections.abc import Callable, Container, Hashable, Iterable, Sequence
 from concurrent.futures import Future
@@ -31,6 +32,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.host_drafter import HostRequest
 from guided_spec.integrations.patches import Patch
 from guided_spec.masks.constraint import Constraint
 
@@ -251,18 +253,35 @@ class GrammarRequests:
         self._shadows = ShadowConstraints(queue, waits=is_split)
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
+        self._new_slots = itertools.count()
+        self._release: Callable[[Sequence[int]], None] | None = None
+
+    @property
+    def grammars(self) -> VllmGrammars:
+        """What compiles them, with the vocabulary and the tokenizer."""
+        return self._grammars
 
     @property
     def vocab_size(self) -> int:
         """V, the number of tokens of the masks."""
         return self._grammars.vocabulary.vocab_size
 
-    def add(self, name: str, sampling_params: Any, output: Iterable[int]) -> None:
-        """A request begins, or goes on after it was preempted, behind its ``output`` tokens."""
+    def add(
+        self,
+        name: str,
+        sampling_params: Any,
+        output: Iterable[int],
+        prompt: Sequence[int] = (),
+    ) -> None:
+        """A request begins, or goes on after it was preempted, behind its ``output`` tokens.
+
+        prompt: its tokens; empty where nobody looks them up.
+        """
         self._forget(name)
         spec = self._grammars.spec_of(sampling_params)
         stops = frozenset() if spec is None else self._grammars.stops_of(sampling_params)
-        self._asked[name] = _Asked(sampling_params, spec, stops, output, list(output))
+        text, slot = [*prompt, *output], next(self._new_slots)
+        self._asked[name] = _Asked(sampling_params, spec, stops, output, text, len(prompt), slot)
         if spec is not None:
             self._shadows.prepare(name, spec, stops)
 
@@ -272,12 +291,13 @@ class GrammarRequests:
         Only what is new is read, where the output still ends as it did.
         """
         self._drop_noted(name)
-        self._asked[name] = self._asked[name]._replace(stated=output)
-        known = self._asked[name].output
-        if len(known) > len(output) or (known and known[-1] != output[len(known) - 1]):
+        asked = self._asked[name] = self._asked[name]._replace(stated=output)
+        text, start = asked.text, asked.prompt_length
+        known = len(text) - start
+        if known > len(output) or (known and text[-1] != output[known - 1]):
             self._shadows.forget(name)
-            known.clear()
-        known.extend(output[len(known) :])
+            del text[start:]
+        text.extend(output[len(text) - start :])
 
     def knows(self, name: str, sampling_params: Any) -> bool:
         """Whether this very request was added."""
@@ -328,10 +348,30 @@ class GrammarRequests:
         """As ``stand``; None also where that would wait for the device, or for a grammar."""
         return None if self._noted else self._follow(name)
 
+    def on_host(
+        self, names: Sequence[str], constraints: Sequence[Constraint | None], limit: int
+    ) -> list[HostRequest]:
+        """[B] as a drafter on the host sees them, behind what ``commit`` recorded.
+
+        constraints: [B] what ``commit`` returned; a request without one is not drafted for, and its
+        text is empty. limit: draft tokens of each other, at most.
+        """
+        found = []
+        for name, constraint in zip(names, constraints, strict=True):
+            one = self._asked.get(name)
+            if one is None or constraint is None:
+                found.append(HostRequest(-1, (), 0, 0, None))
+            else:
+                found.append(HostRequest(one.slot, one.text, one.prompt_length, limit, constraint))
+        return found
+
+    def at_end(self, release: Callable[[Sequence[int]], None]) -> None:
+        """Whom to tell the slot of a request that ends or begins anew."""
+        self._release = release
+
     def keep(self, names: Container[str]) -> None:
         """Forget every request that is not among ``names``."""
         for name in [name for name in self._asked if name not in names]:
-            del self._asked[name]
             self._forget(name)
 
     def _record(self) -> set[str]:
@@ -345,7 +385,7 @@ class GrammarRequests:
                     token for token in token_ids[: max(0, count)] if 0 <= token < self.vocab_size
                 ]
                 if name in self._asked and new:
-                    self._asked[name].output.extend(new)
+                    self._asked[name].text.extend(new)
                     written.add(name)
         return written
 
@@ -353,9 +393,14 @@ class GrammarRequests:
         asked = self._asked[name]
         if asked.spec is None:
             return None
-        return self._shadows.follow(name, asked.spec, asked.output, stops=asked.stops, waits=waits)
+        return self._shadows.follow(
+            name, asked.spec, asked.text, asked.prompt_length, stops=asked.stops, waits=waits
+        )
 
     def _forget(self, name: str) -> None:
+        asked = self._asked.pop(name, None)
+        if asked is not None and self._release is not None:
+            self._release([asked.slot])
         self._shadows.forget(name)
         self._drop_noted(name)
 
@@ -377,13 +422,18 @@ class _Noted(NamedTuple):
 
 class _Asked(NamedTuple):
     """sampling_params, stated: vLLM's own. The identity of the first tells a request from a later
-    one of its name, that of the second a text that goes on from one that was set anew."""
+    one of its name, that of the second a text that goes on from one that was set anew.
+
+    text: prompt and output, the first ``prompt_length`` tokens the prompt. slot: unlike any other.
+    """
 
     sampling_params: Any
     spec: GrammarSpec | None
     stops: frozenset[int]
     stated: Iterable[int]
-    output: list[int]
+    text: list[int]
+    prompt_length: int
+    slot: int
 
 
 _PLACE = "guided_spec_requests"  # on what they belong to, so that the two go together
@@ -456,8 +506,11 @@ def note_requests(original: Callable[..., Any]) -> Callable[..., Any]:
             requests.keep(states.req_id_to_index)
             for new in scheduler_output.scheduled_new_reqs:
                 prompt_len = int(states.prompt_len.np[states.req_id_to_index[new.req_id]])
-                output = new.prefill_token_ids[prompt_len:]
-                requests.add(new.req_id, new.sampling_params, output)
+                prompt, output = (
+                    new.prefill_token_ids[:prompt_len],
+                    new.prefill_token_ids[prompt_len:],
+                )
+                requests.add(new.req_id, new.sampling_params, output, prompt)
         return result
 
     return add_requests

@@ -75,4 +75,4 @@ PATCHES = (
     Patch("vllm.sampling_params", "StructuredOutputsParams", attributes="json structural_tag"),
     Patch("vllm.exceptions", "VLLMValidationError"),
 )
-PARTS = {"schemas": PATCHES}
+PARTS = {"": PATCHES}

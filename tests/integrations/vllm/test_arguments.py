@@ -71,7 +71,7 @@ def test_names_of_vllm() -> None:
         "structured_outputs_config": {"backend": "xgrammar"},
     }
     assert read(engine_options={"dtype": "half"}).engine["dtype"] == "half"
-    assert found.features == ("counts", "drafts")
+    assert found.features == ("counts", "drafts", "forced")
     assert found.proposer == "chain:grammar_forced+eagle3"
     assert (found.config.compile_threads, found.config.num_draft_tokens) == (3, 3)
 

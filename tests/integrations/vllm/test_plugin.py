@@ -157,8 +157,8 @@ def test_a_part_that_does_not_fit_is_off_and_warned_of(
     vllm.register()
     assert engine.half(4) == 3
     off = "vLLM 1.2.3 does not fit it: a_made_up_engine.Owner has no gone"
-    assert warned == [f"other is off, {off}"] * 2
-    assert said == ["nothing on for vLLM 1.2.3", "one on for vLLM 1.2.3"]
+    assert warned == [f"drafts (other) is off, {off}"] * 2
+    assert said == ["nothing on for vLLM 1.2.3", "drafts (one) on for vLLM 1.2.3"]
 
 
 @pytest.mark.parametrize("name", vllm.PROMISES)
@@ -181,8 +181,8 @@ def test_the_plugin_is_silent_unless_asked(monkeypatch: pytest.MonkeyPatch) -> N
             monkeypatch.setenv(vllm.VARIABLE, value)
         vllm.register()
     for value, message in (
-        ("schemas,exat", "exact,guard,schemas"),
-        ("drafts:topk_walk", "drafts,exact,guard"),
+        ("schemas,exat", "exact,forced,guard,schemas"),
+        ("drafts:topk_walk", "drafts,exact,forced"),
     ):
         monkeypatch.setenv(vllm.VARIABLE, value)
         with pytest.raises(ConfigError, match=message):
