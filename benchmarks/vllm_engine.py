@@ -1,8 +1,8 @@
 """``python -m benchmarks.vllm_engine``: ``LLM(engine="vllm")`` beside vLLM used directly.
 
-Three runs of the same requests, documents and free text mixed, with the same EAGLE-3 head and the
-same settings: vLLM without the plugin, with its ``drafts``, and ``LLM(engine="vllm")``, which has
-them on. The last one ends with a soak, some of whose requests are cancelled.
+The same requests, documents and free text mixed, with the same EAGLE-3 head and the same settings:
+vLLM without the plugin, with its ``drafts``, with ``forced`` besides, and ``LLM(engine="vllm")``,
+which has both on. The last one ends with a soak, some of whose requests are cancelled.
 """
 
 from __future__ import annotations
@@ -39,29 +39,33 @@ TAIL = 800
 
 
 class Way(NamedTuple):
-    """name: in the table. way, features: of the child's plan."""
+    """name: in the table. way: of the child's plan. features: of the plugin, where that is not the
+    child's own choice."""
 
     name: str
     way: str
     features: str
 
 
-WAYS = (
-    Way("vLLM", "direct", ""),
-    Way("vLLM, drafts", "direct", "drafts"),
-    Way("LLM(engine='vllm')", "llm", ""),
-)
+WAYS = {
+    "off": Way("vLLM", "direct", ""),
+    "drafts": Way("vLLM, drafts", "direct", "drafts"),
+    "forced": Way("vLLM, forced", "direct", "drafts,forced"),
+    "llm": Way("LLM(engine='vllm')", "llm", ""),
+}
 
 
 class Row(NamedTuple):
-    """One way at one batch size: the best of its runs.
+    """One way at one batch size and temperature: the best of its runs.
 
     against: tokens per second, over those of vLLM with the same features. valid: share of the
-    documents that were not cut off. same_free: share of the free texts with the tokens of vLLM's.
+    documents that were not cut off. same_free: share of the free texts with the tokens of vLLM's,
+    which they need not have where tokens are sampled.
     """
 
     name: str
     batch: int
+    temperature: float
     tokens_per_second: float
     against: float | None
     valid: float
@@ -97,18 +101,18 @@ def make_requests(
 def rows(results: Mapping[str, Mapping[str, Any]], requests: Sequence[Any]) -> list[Row]:
     """What the children wrote, by the names of the ways."""
     found: list[Row] = []
-    first = _by_batch(results.get(WAYS[0].name, {}))
-    same = _by_batch(results.get(WAYS[1].name, {}))
+    first = _by_size(results.get(WAYS["off"].name, {}))
+    same = _by_size(results.get(WAYS["forced"].name, {}))
     for name, result in results.items():
-        for batch, cells in _by_batch(result).items():
+        for size, cells in _by_size(result).items():
             speed = _speed(cells)
-            base = _speed(same[batch]) if name == WAYS[2].name and batch in same else None
+            base = _speed(same[size]) if name == WAYS["llm"].name and size in same else None
             answers = cells[0]["answers"]
-            free = first[batch][-1]["answers"] if batch in first else answers
+            free = first[size][-1]["answers"] if size in first else answers
             found.append(
                 Row(
                     name,
-                    batch,
+                    *size,
                     round(speed, 1),
                     None if base is None else round(speed / base, 3),
                     _valid(answers, requests),
@@ -141,10 +145,11 @@ def judge_soak(
     )
 
 
-def _by_batch(result: Mapping[str, Any]) -> dict[int, list[Mapping[str, Any]]]:
-    found: dict[int, list[Mapping[str, Any]]] = {}
+def _by_size(result: Mapping[str, Any]) -> dict[tuple[int, float], list[Mapping[str, Any]]]:
+    """The cells by batch size and temperature."""
+    found: dict[tuple[int, float], list[Mapping[str, Any]]] = {}
     for cell in result.get("cells", ()):
-        found.setdefault(cell["batch"], []).append(cell)
+        found.setdefault((cell["batch"], cell["temperature"]), []).append(cell)
     return found
 
 
@@ -221,16 +226,20 @@ def main(  # noqa: PLR0913 - the options of a command
         str | None, typer.Option(help="Folders in front of the site; default: this interpreter's.")
     ] = None,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
+    ways: Annotated[str, typer.Option(help=f"Of {','.join(WAYS)}.")] = "off,forced,llm",
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
+    temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
+    tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
     memory_share: Annotated[float, typer.Option(help="Of the device, for vLLM.")] = 0.75,
-    limit: Annotated[float, typer.Option(help="Seconds for each of the three.")] = 170.0,
+    limit: Annotated[float, typer.Option(help="Seconds for each way.")] = 170.0,
     logs: Annotated[Path, typer.Option(help="Folder for vLLM's output.")] = Path(),
     output: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
 ) -> None:
     """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
+    chosen = [_way(name) for name in ways.split(",")]
     where = VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit)
     if not where.is_there:
         raise ConfigError("vllm_site", None, "vllm cannot be imported: pass it, or --vllm-python")
@@ -239,20 +248,32 @@ def main(  # noqa: PLR0913 - the options of a command
     own = sysconfig.get_path("purelib") if vllm_python is None else ""
     front = (packages or own).split(os.pathsep) if packages or own else []
     sizes = [int(batch) for batch in batches.split(",")]
+    heats = [float(temperature) for temperature in temperatures.split(",")]
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
     ):
         subject = load_outline(*paths)
         requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
-        plan = _plan(subject, sizes, memory_share) | {"repeats": repeats, "requests": requests}
-        for way in WAYS:
+        plan = _plan(subject, sizes, memory_share) | {
+            "repeats": repeats,
+            "requests": requests,
+            "temperatures": heats,
+            "engine": {"tensor_parallel_size": tensor_parallel},
+        }
+        for way in chosen:
             stdout().print(way.name)
             asked = {**plan, "soak": soak if way.way == "llm" else 0}
             results[way.name] = _run(asked, way, where, front, logs)
             if problem := results[way.name].get("problem"):
                 stdout().print(problem, markup=False)
             _report(results, requests, output)
+
+
+def _way(name: str) -> Way:
+    if name not in WAYS:
+        raise ConfigError("ways", name, f"must be of {', '.join(WAYS)}")
+    return WAYS[name]
 
 
 def _encoder(subject: Subject) -> Callable[[str], list[int]]:
@@ -281,10 +302,11 @@ def _report(
         table.add_row(*("" if value is None else str(value) for value in row))
     stdout().print(table)
     record: dict[str, Any] = {"rows": [row._asdict() for row in found]}
-    last = results.get(WAYS[2].name, {})
-    cells = results.get(WAYS[0].name, {}).get("cells", ())
-    if last.get("soak") is not None and cells:
-        judged = judge_soak(last["soak"], cells[-1]["answers"], requests)
+    last = results.get(WAYS["llm"].name, {})
+    cells = results.get(WAYS["off"].name, {}).get("cells", ())
+    greedy = [cell["answers"] for cell in cells if cell["temperature"] == 0]
+    if last.get("soak") is not None:
+        judged = judge_soak(last["soak"], greedy[-1] if greedy else (), requests)
         record["soak"] = judged._asdict()
         stdout().print(judged)
     record |= {name: {k: v for k, v in one.items() if k not in ("cells", "soak")}

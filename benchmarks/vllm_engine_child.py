@@ -3,10 +3,11 @@
 ``python -m benchmarks.vllm_engine_child PLAN.json RESULT.json``:
 ``benchmarks.vllm_engine`` writes the plan, starts this and reads the result. A plan holds: way
 ("direct" is vLLM's AsyncLLM, "llm" this package's ``LLM(engine="vllm")``), model, eagle3, features,
-num_draft_tokens, max_model_len, memory_share, batches, repeats, requests (a list of {prompt_ids,
-schema or None, max_tokens}), soak (how many of them at the end, some cancelled). The result:
-{load_seconds, version, cells: [{batch, seconds, tokens, answers}], soak: {seconds, answers}}; an
-answer is {text, token_ids, error, cancelled}.
+num_draft_tokens, max_model_len, memory_share, batches, temperatures, repeats, requests (a list of
+{prompt_ids, schema or None, max_tokens}), soak (how many of them at the end, greedy, some
+cancelled), engine (further arguments of vLLM's). The result:
+{load_seconds, version, cells: [{batch, temperature, seconds, tokens, answers}],
+soak: {seconds, answers}}; an answer is {text, token_ids, error, cancelled}.
 """
 
 from __future__ import annotations
@@ -57,11 +58,11 @@ class DirectWriter:
         self._vllm: Any = importlib.import_module("vllm.sampling_params")
 
     async def write(self, request: Mapping[str, Any]) -> Answer:
-        """Greedy, in one piece."""
+        """In one piece."""
         schema = request["schema"]
         wanted = None if schema is None else self._vllm.StructuredOutputsParams(json=schema)
         params = self._vllm.SamplingParams(
-            temperature=0.0,
+            temperature=request.get("temperature", 0.0),
             max_tokens=request["max_tokens"],
             structured_outputs=wanted,
             output_kind=self._vllm.RequestOutputKind.FINAL_ONLY,
@@ -82,10 +83,13 @@ class LlmWriter:
         self._llm = llm
 
     async def write(self, request: Mapping[str, Any]) -> Answer:
-        """Greedy, in one piece."""
+        """In one piece."""
         schema = request["schema"]
         grammar = None if schema is None else GrammarSpec.json_schema(schema)
-        params = SamplingParams(max_tokens=request["max_tokens"], grammar=grammar)
+        temperature = request.get("temperature", 0.0)
+        params = SamplingParams(
+            temperature=temperature, max_tokens=request["max_tokens"], grammar=grammar
+        )
         try:
             (output,) = await self._llm.agenerate(request["prompt_ids"], params)
         except GuidedSpecError as error:
@@ -136,15 +140,17 @@ async def run_soak(
 
 
 async def measure(writer: Writer, plan: Mapping[str, Any], result: dict[str, Any]) -> None:
-    """Every batch, after a round that compiles grammars; then the soak."""
+    """Every batch at every temperature, after a round that compiles grammars; then the soak."""
     requests = plan["requests"]
     shorter = [{**request, "max_tokens": 8} for request in requests]
     for batch in plan["batches"]:
         few = requests[: max(12, 3 * batch)]
         await run_all(writer, shorter[: len(few)], batch)
-        for _ in range(plan["repeats"]):
-            cell = await run_all(writer, few, batch)
-            result["cells"].append({"batch": batch, **cell})
+        for temperature in plan["temperatures"]:
+            asked = [{**request, "temperature": temperature} for request in few]
+            for _ in range(plan["repeats"]):
+                cell = await run_all(writer, asked, batch)
+                result["cells"].append({"batch": batch, "temperature": temperature, **cell})
     if plan["soak"]:
         many = list(itertools.islice(itertools.cycle(requests), plan["soak"]))
         result["soak"] = await run_soak(writer, many, max(plan["batches"]))
@@ -165,6 +171,7 @@ def make_llm(plan: Mapping[str, Any]) -> LLM:
         max_model_len=theirs["max_model_len"],
         max_batch_size=theirs["max_num_seqs"],
         prefill_tokens=theirs["max_num_batched_tokens"],
+        **plan["engine"],
     )
 
 

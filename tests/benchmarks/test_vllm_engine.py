@@ -19,6 +19,7 @@ from guided_spec import LLM
 from guided_spec.engine.setup import bundled_asset
 from tests.integrations.vllm.fake import install
 
+OFF, ON, OWN = (WAYS[name] for name in ("off", "forced", "llm"))
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 
 
@@ -91,11 +92,13 @@ def test_both_ways_have_the_same_settings(monkeypatch: pytest.MonkeyPatch, tmp_p
     plan = {
         "model": bundled_asset("target"), "eagle3": bundled_asset("eagle3"), "batches": [1, 8],
         "num_draft_tokens": 3, "max_model_len": 256, "memory_share": 0.5,
+        "engine": {"tensor_parallel_size": 2},
     }  # fmt: skip
     with make_llm(plan) as llm:
         args = world.engine.args
         assert llm.proposer == "chain:grammar_forced+eagle3"
     assert (args.max_num_seqs, args.max_model_len, args.dtype) == (8, 256, "bfloat16")
+    assert args.tensor_parallel_size == 2
     assert args.speculative_config["num_speculative_tokens"] == 3
     assert args.structured_outputs_config.disable_any_whitespace is True
     assert args.gpu_memory_utilization == 0.5
@@ -116,21 +119,25 @@ FREE, OTHER = answer("free", [7]), answer("other", [8])
 
 def cell(seconds: float, *answers: dict[str, Any]) -> dict[str, Any]:
     tokens = sum(len(one["token_ids"]) for one in answers)
-    return {"batch": 8, "seconds": seconds, "tokens": tokens, "answers": list(answers)}
+    return {
+        "batch": 8, "temperature": 0.0, "seconds": seconds, "tokens": tokens,
+        "answers": list(answers),
+    }  # fmt: skip
 
 
 def test_rows() -> None:
     results = {
-        WAYS[0].name: {"cells": [cell(1.0, GOOD, FREE)]},
-        WAYS[1].name: {"cells": [cell(2.0, GOOD, FREE), cell(1.0, GOOD, FREE)]},
-        WAYS[2].name: {"cells": [cell(1.25, GOOD, OTHER)]},
+        OFF.name: {"cells": [cell(1.0, GOOD, FREE)]},
+        ON.name: {"cells": [cell(2.0, GOOD, FREE), cell(1.0, GOOD, FREE)]},
+        OWN.name: {"cells": [cell(1.25, GOOD, OTHER), cell(1.0, GOOD) | {"temperature": 0.7}]},
     }
-    off, on, own = rows(results, REQUESTS)
+    off, on, own, warm = rows(results, REQUESTS)
+    assert (warm.batch, warm.temperature, warm.against) == (8, 0.7, None)
     assert (off.tokens_per_second, on.tokens_per_second, own.against) == (3.0, 3.0, 0.8)
     assert (on.against, own.valid, on.same_free, own.same_free) == (None, 1.0, 1.0, 0.0)
-    results[WAYS[2].name] = {"cells": [cell(1.0, answer("no", [1], error="why"), FREE)]}
-    assert rows(results, REQUESTS)[-1][4:] == (0.0, 1.0, 1)
-    assert rows({WAYS[2].name: results[WAYS[2].name]}, REQUESTS)[0].against is None
+    results[OWN.name] = {"cells": [cell(1.0, answer("no", [1], error="why"), FREE)]}
+    assert rows(results, REQUESTS)[-1][5:] == (0.0, 1.0, 1)
+    assert rows({OWN.name: results[OWN.name]}, REQUESTS)[0].against is None
 
 
 def test_the_soak_is_judged() -> None:
@@ -146,7 +153,8 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     def run(plan: Any, way: Any, *_: Any) -> dict[str, Any]:
         asked.append((way.name, plan["soak"]))
-        if way is WAYS[1]:
+        assert (plan["temperatures"], plan["engine"]) == ([0.0, 0.7], {"tensor_parallel_size": 2})
+        if way is ON:
             return {"problem": "out of memory"}
         answers = [GOOD if one["schema"] else FREE for one in plan["requests"]]
         soak = {"seconds": 1.0, "answers": answers} if plan["soak"] else None
@@ -156,11 +164,14 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     given = ["--model", bundled_asset("target"), "--eagle3", bundled_asset("eagle3")]
     given += ["--vllm-site", "/x", "--batches", "1", "--soak", "9", "--output", str(output)]
+    given += ["--temperatures", "0,0.7", "--tensor-parallel", "2"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
-    assert asked == [(way.name, 9 if way.way == "llm" else 0) for way in WAYS]
+    assert asked == [(way.name, 9 if way is OWN else 0) for way in (OFF, ON, OWN)]
     assert "out of memory" in result.output
     found = json.loads(output.read_text())
-    assert [row["name"] for row in found["rows"]] == [WAYS[0].name, WAYS[2].name]
+    assert [row["name"] for row in found["rows"]] == [OFF.name, OWN.name]
     assert found["soak"]["requests"] == 12
-    assert found[WAYS[1].name] == {"problem": "out of memory"}
+    assert found[ON.name] == {"problem": "out of memory"}
+    refused = CliRunner().invoke(app, [*given, "--ways", "off,on"])
+    assert "must be of off, drafts, forced, llm" in str(refused.exception)
