@@ -9,14 +9,17 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.masks.tables import DeviceTables
 from guided_spec.models.packed.graph_pool import GraphPool
-from guided_spec.ops.bitmask import pack_bitmask
+from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise, Stream, exponential_noise
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.types import SamplingParams
+from tests.ops.table_walks import random_table
 
 __all__ = [
     "MASKS",
@@ -25,6 +28,7 @@ __all__ = [
     "change",
     "check_alike",
     "check_chooser",
+    "check_walking",
     "make_case",
     "on_cpu",
 ]
@@ -179,6 +183,38 @@ def check_chooser(
         assert all(chosen.report.tolist() == report for chosen, report in draft)
         seen |= {str(report) for _, report in draft}
     assert len(seen) > 18
+
+
+def check_walking(graphs: GraphPool, rows: int, device: str = "cpu") -> None:
+    """Texts that walk along tables from choice to choice, some of ``rows`` beside others.
+
+    Drafts follow one another, each from other states. Their masks are the tables' rows.
+    """
+    size, length, where = 90, 4, torch.device(device)
+    chooser, random = DraftChooser(None, graphs), torch.Generator().manual_seed(rows)
+    tables = [random_table(seed, size) for seed in (1, 2)]
+    kept = DeviceTables(where, -(-size // 32), 2**20)
+    sampling = Sampling.stack([SamplingParams(temperature=0.0)] * rows, range(rows), where)
+    for turn in range(3):
+        states = {row: turn + row % 2 for row in range(rows) if row % 3 != 1}
+        places = {row: TableState(tables[row % 2], state) for row, state in states.items()}
+        texts = kept.find(places, rows, others=False)
+        assert texts is not None
+        walk = chooser.begin_walk(texts, length, where)
+        for depth in range(length):
+            logits = torch.rand(rows, size, generator=random)
+            legal = torch.ones(rows, size, dtype=torch.bool)
+            for row, state in states.items():
+                if state >= 0:
+                    legal[row] = unpack_bitmask(torch.from_numpy(tables[row % 2].row(state)), size)
+            mask = torch.full((rows, -(-size // 32)), -1, dtype=torch.int32, device=where)
+            scores = logits.to(where)
+            tokens = chooser.choose(depth, scores, mask, sampling, None, walk).tokens.tolist()
+            assert tokens == logits.where(legal, NO).argmax(1).tolist()
+            for row, state in states.items():
+                then = tables[row % 2].after(state, tokens[row]) if state >= 0 else -1
+                states[row] = then
+                assert (walk.sources[depth + 1, row] == 0) == (then < 0)
 
 
 def _check_chosen(case: ChoiceCase, depth: int, chosen: Chosen) -> None:

@@ -192,7 +192,9 @@ class Lookahead:
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
 
-        None when no request is constrained. Rows of free and closed requests forbid nothing.
+        None when no request is constrained. Rows of free and closed requests forbid nothing, and
+        rows that the device takes from tables are not there yet: whoever asked for them with
+        ``leave`` may write them into what is returned.
         """
         if not self._is_constrained:
             return None
@@ -211,7 +213,8 @@ class Lookahead:
     def _next_depths(self, walks: Sequence[Walk]) -> list[int | None]:
         """Fill what comes next in these walks; returns where those rows are, None for others."""
         drafting = [walk for walk in walks if walk.is_drafting and not walk.is_tabled]
-        self._fill(drafting)
+        if any(self._constraints[walk.request] is not None for walk in drafting):
+            self._fill(drafting)
         depths: list[int | None] = [None] * len(self._walks)
         for walk in drafting:
             depths[walk.request] = len(walk.drafted)

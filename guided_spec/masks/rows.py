@@ -178,6 +178,10 @@ class MaskUpload:
         """[requests, depths, W] that forbid nothing, where ``verify_rows`` would leave others."""
         return self._rows[: requests * depths].fill_(-1).view(requests, depths, -1)
 
+    def blank_next(self, requests: int) -> Tensor:
+        """[requests, W] that forbid nothing, where ``next_rows`` would leave others."""
+        return self._next[:requests].fill_(-1)
+
     def verify_rows(self, rows: Tensor, requests: int) -> Uploaded:
         """Pinned int32 [depths * requests, W] to the device, as [requests, depths, W].
 
@@ -299,6 +303,9 @@ class MaskRows:
         copies them.
         """
         assert len(depths) == self._active
+        asked = [self._at(b, at) for b, at in enumerate(depths) if at is not None]
+        if not self._block.is_filled(asked):
+            return self._blank_next(len(depths))
         depth = self._common(depths)
         if depth is not None:
             rows = self._block.rows(self._at(0, depth), self._at(0, depth + 1))
@@ -350,6 +357,11 @@ class MaskRows:
         sent = self._upload.verify_rows(rows, requests)
         self._block.hold(sent.copied)
         return sent.rows
+
+    def _blank_next(self, requests: int) -> Tensor:
+        if self._upload is not None:
+            return self._upload.blank_next(requests)
+        return self._block.gather([self._none] * requests)
 
     def _at(self, request: int, depth: int) -> int:
         return depth * self._active + request

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TableState, TokenTable
-from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE
+from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
-__all__ = ["DeviceTables", "TabledTexts"]
+__all__ = ["DeviceTables", "TableWalk", "TabledTexts"]
 
 
 class TabledTexts(NamedTuple):
@@ -26,6 +26,42 @@ class TabledTexts(NamedTuple):
     requests: Sequence[int]
     cursors: Tensor
     is_alone: bool
+
+
+class TableWalk(NamedTuple):
+    """Where the texts of a step go along their tables while they are drafted, token by token.
+
+    cursors: int64 [K + 1, R, 6], see ``ops.table_rows``, before each token and behind the last;
+    zeros for texts without a table. sources: int64 [K + 1, R], see ``Lookahead.leave``.
+
+    Each place is written from the one before it, so that a step may be done again.
+    """
+
+    cursors: Tensor
+    sources: Tensor
+
+    @classmethod
+    def of(cls, length: int, rows: int, device: torch.device) -> TableWalk:
+        """Memory for ``length`` tokens of as many rows."""
+        cursors = torch.zeros(length + 1, rows, CURSOR, dtype=torch.int64, device=device)
+        return cls(cursors, cursors.new_zeros(length + 1, rows))
+
+    def begin(self, cursors: Tensor) -> None:
+        """From here on they are those of ``TabledTexts``, int64 [B, 6]; rows behind have none."""
+        count = len(cursors)
+        self.cursors[0, :count].copy_(cursors, non_blocking=True)
+        self.cursors[0, count:] = 0
+        self.sources[0] = self.cursors[0, :, SOURCE]
+
+    def mask(self, place: int, out: Tensor) -> None:
+        """Copy the rows before token ``place`` to ``out``, int32 [B, W]; others' are left alone."""
+        copy_rows(self.sources[place, : len(out)], out)
+
+    def append(self, place: int, token_ids: Tensor) -> None:
+        """Token ``place`` of each text is this one, int64 [B] target ids; -1 for none."""
+        count = len(token_ids)
+        cursors = self.cursors[place + 1, :count].copy_(self.cursors[place, :count])
+        advance(token_ids, cursors, self.sources[place + 1, :count])
 
 
 class _Held(NamedTuple):

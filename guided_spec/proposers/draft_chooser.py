@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.masks.tables import TabledTexts, TableWalk
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
@@ -129,6 +130,7 @@ class DraftChooser:
         self._held = GraphSampling()
         self._buffers: dict[tuple[int, int, bool], Chosen] = {}  # by depth and size
         self._positions: dict[int, Tensor] = {}  # of a draft's first tokens, by size of graph
+        self._walks: dict[tuple[int, int], TableWalk] = {}  # by length and size
         self._first: tuple[DraftNoise, int] | None = None  # whose positions these are
 
     @classmethod
@@ -143,6 +145,18 @@ class DraftChooser:
         graphs = GraphPool(device, window) if device.type == "cuda" else None
         return cls(target_ids, graphs, sources)
 
+    def begin_walk(self, texts: TabledTexts, length: int, device: torch.device) -> TableWalk:
+        """For texts that go along tables for ``length`` tokens, from ``choose`` to ``choose``.
+
+        The next one lies in the same memory.
+        """
+        size = bucket(len(texts.cursors))
+        if (length, size) not in self._walks:
+            self._walks[length, size] = TableWalk.of(length, size, device)
+        walk = self._walks[length, size]
+        walk.begin(texts.cursors)
+        return walk
+
     def choose(
         self,
         depth: int,
@@ -150,18 +164,20 @@ class DraftChooser:
         mask: Tensor | None,
         sampling: Sampling,
         noise: DraftNoise | None,
+        walk: TableWalk | None = None,
     ) -> Chosen:
         """As ``choose_draft``, for the token ``depth`` places behind ``noise.positions``.
 
         mask: a ``Lookahead``'s: on CUDA in the same memory at every call. noise: the same object
-            for all tokens of a draft.
+            for all tokens of a draft. walk: of texts whose rows of the mask come from tables, which
+            may be written into ``mask``; the tokens lead it on.
         """
         batch = len(logits)
         size = bucket(batch)
         largest = LARGEST if noise is None else LARGEST_SAMPLED
         if self._graphs is None or size * logits.shape[1] > largest:
             at = None if noise is None else noise._replace(positions=noise.positions + depth)
-            return _choose(logits, mask, self._target_ids, sampling, at)
+            return self._choose_at(depth, logits, mask, sampling, at, walk)
         # Rows behind the batch's own are drawn too, from whatever stands there.
         inputs, fixed = self._split(logits, mask, size)
         if noise is not None:
@@ -170,13 +186,14 @@ class DraftChooser:
             *(depth, size, logits.shape[1], logits.dtype, mask is None),
             *sampling_key(sampling, noise),
             *(tensor.data_ptr() for tensor in fixed.values()),
+            None if walk is None else walk.cursors.data_ptr(),
         )
         if noise is not None:
             inputs |= self._held.changed(key, sampling, noise, batch)
         padded = {name: pad_rows(value, size) for name, value in inputs.items()}
 
         buffers = self._buffers_for(depth, size, logits, is_sampled=noise is not None)
-        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers), fixed)
+        self._graphs.run(key, padded, self._body(depth, sampling, noise, buffers, walk), fixed)
         report, probs, rescued = buffers
         return Chosen(
             report[:, :batch],
@@ -200,18 +217,44 @@ class DraftChooser:
         return self._buffers[key]
 
     def _body(
-        self, depth: int, sampling: Sampling, noise: DraftNoise | None, buffers: Chosen
+        self,
+        depth: int,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+        buffers: Chosen,
+        walk: TableWalk | None,
     ) -> Callable[[Inputs], None]:
         """What a graph holds: the choice from the tensors that it is given, left in ``buffers``."""
 
         def body(tensors: Inputs) -> None:
-            drawn = (tensors["logits"], tensors.get("mask"), self._target_ids)
-            found = _choose(*drawn, *read_sampling(tensors, depth, sampling, noise))
+            given = (tensors["logits"], tensors.get("mask"))
+            drawing = read_sampling(tensors, depth, sampling, noise)
+            found = self._choose_at(depth, *given, *drawing, walk)
             for kept, value in zip(buffers, found, strict=True):
                 if kept is not None and value is not None:
                     kept.copy_(value)
 
         return body
+
+    def _choose_at(
+        self,
+        depth: int,
+        logits: Tensor,
+        mask: Tensor | None,
+        sampling: Sampling,
+        noise: DraftNoise | None,
+        walk: TableWalk | None,
+    ) -> Chosen:
+        """``choose_draft``, launch by launch. noise: of this token."""
+        if walk is not None and mask is not None:
+            walk.mask(depth, mask)
+        choice = choose_draft(logits, mask, self._target_ids, sampling, noise)
+        tokens, starved = choice.tokens, choice.starved
+        if walk is not None:
+            walk.append(depth, tokens)
+        flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
+        report = torch.stack([tokens, flags, tokens.clamp_min(0)])
+        return Chosen(report, choice.probs, choice.rescued)
 
     def _positions_of(self, noise: DraftNoise, size: int) -> Tensor:
         """``noise.positions`` in the memory where all graphs of a size read them; copied once."""
@@ -232,18 +275,3 @@ class DraftChooser:
         if mask is not None:
             (fixed if mask.is_cuda and len(mask) == size else copied)["mask"] = mask
         return copied, fixed
-
-
-def _choose(
-    logits: Tensor,
-    mask: Tensor | None,
-    target_ids: Tensor | None,
-    sampling: Sampling,
-    noise: DraftNoise | None,
-) -> Chosen:
-    """``choose_draft``, launch by launch."""
-    choice = choose_draft(logits, mask, target_ids, sampling, noise)
-    tokens, starved = choice.tokens, choice.starved
-    flags = torch.zeros_like(tokens) if starved is None else starved.to(tokens.dtype)
-    report = torch.stack([tokens, flags, tokens.clamp_min(0)])
-    return Chosen(report, choice.probs, choice.rescued)

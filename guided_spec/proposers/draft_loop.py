@@ -1,7 +1,8 @@
 """The loop that drafts with a model, for every proposer that has one, under two policies.
 
 - ``mask``: at each depth the grammar's mask goes to the device, and what was drawn under it comes
-  back. Every draft token is legal; each depth waits for the host once.
+  back. Every draft token is legal; each depth waits for the host once. Where all these grammars
+  have tables on the device, the masks come from there, and the host walks the draft afterwards.
 - ``validate``: the model drafts freely. The host walks the draft afterwards, in one download; the
   first illegal token stays in it, and the verifier refuses it exactly.
 
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.tables import TabledTexts
+from guided_spec.masks.tables import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
 from guided_spec.ops.sampling.adjust import Adjustments
@@ -209,14 +210,26 @@ class DraftLoop:
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
+        self._tabled: TableWalk | None = None
+        self._is_waiting = not all(self._is_later)  # for the host, at each token
+
+    def tables(self) -> TabledTexts | None:
+        """Of those that draft under masks, whose rows the device can take from tables, if any's."""
+        ends = zip(self._starts, self._waiting_ends, strict=True)
+        rows = [request for request, (start, end) in enumerate(ends) if end > start]
+        if any(self._starts[row] for row in rows):
+            return None
+        return self._lookahead.tabled(rows, self._batch.num_draft_tokens)
 
     def run(self, first_logits: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         """Draw token after token; the last may still be on its way to the host."""
+        self._leave_tables()
         logits = first_logits
         noise = None if self._sampling.all_greedy else self._keys(self._starts)
         with self._lookahead.until(self._waiting_ends):
             for depth in range(self._batch.num_draft_tokens):
-                self._accept_drawn()
+                if self._is_waiting:
+                    self._accept_drawn()
                 if not self._goes_on(depth):
                     break
                 self._draw(logits, depth, noise)
@@ -267,7 +280,7 @@ class DraftLoop:
     @property
     def is_underway(self) -> bool:
         """Whether the host has not waited for any of the tokens while they were drawn."""
-        return self._masked is not None or all(self._is_later)
+        return self._masked is not None or not self._is_waiting
 
     @property
     def answer(self) -> Callable[[], None] | None:
@@ -281,22 +294,43 @@ class DraftLoop:
         lengths = lengths.to(draft.token_ids.device, non_blocking=True)
         return self._with_probs(Draft(draft.token_ids, lengths))
 
+    def _leave_tables(self) -> None:
+        """The device takes what rows it can from tables.
+
+        Not in chains, whose turns end by what is drafted. Nobody waits for the host where all
+        come from there.
+        """
+        texts = None if self._lookahead.turns else self.tables()
+        if texts is None:
+            return
+        batch = self._batch
+        self._tabled = self._chooser.begin_walk(texts, batch.num_draft_tokens, batch.device)
+        self._lookahead.leave(texts, self._tabled.sources[:, : len(batch)])
+        self._is_waiting = not texts.is_alone
+
     def _goes_on(self, depth: int) -> bool:
         """Whether any request may draft another token."""
-        return self._lookahead.can_draft(1) or depth < max(self._most)
+        return (self._is_waiting and self._lookahead.can_draft(1)) or depth < self._longest
 
     def _may_go_on(self, depth: int) -> bool:
         """``_goes_on`` as far as it can be told before ``_accept_drawn``."""
-        return self._lookahead.can_draft(2) or depth < max(self._most)
+        return (self._is_waiting and self._lookahead.can_draft(2)) or depth < self._longest
+
+    @property
+    def _longest(self) -> int:
+        """Tokens at most of those that nobody waits for."""
+        if self._is_waiting:
+            return max(self._most)
+        return max(end - start for start, end in zip(self._starts, self._ends, strict=True))
 
     def _draw(self, logits: Tensor, depth: int, noise: DraftNoise | None) -> None:
         """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
-        chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise)
+        chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise, self._tabled)
         self._chosen.append(chosen)
         self._adjustments.append(chosen.tokens)
-        if not all(self._is_later):
+        if self._is_waiting:
             self._drawn = Download(chosen.report[:2])
 
     def _accept_drawn(self) -> None:
@@ -310,17 +344,21 @@ class DraftLoop:
             self._drawn = None
 
     def _download(self) -> Download | None:
-        """What the host has to see of the tokens that it walks later."""
-        if not any(self._most) or not self._chosen:
+        """What the host has to see of the tokens that it walks later, int64 [K, 2, B]."""
+        if not self._chosen or not self._longest:
             return None
-        return Download(torch.stack([chosen.tokens for chosen in self._chosen], 1))
+        return Download(torch.stack([chosen.report[:2] for chosen in self._chosen]))
 
     def _walk(self, later: Download | None) -> list[list[int]]:
         """Walk what the host has not seen yet; returns every request's own tokens."""
+        reports = None if later is None else later.wait()
         with self._lookahead.until(self._waiting_ends):
             self._accept_drawn()
-        if later is not None:
-            self._lookahead.extend(self._own(later.wait().tolist()))
+            if reports is not None and self._tabled is not None and not self._is_waiting:
+                for tokens, starved in reports.tolist():
+                    self._lookahead.accept_ids(tokens, starved)
+        if reports is not None and any(self._most):
+            self._lookahead.extend(self._own(reports[:, 0].T.tolist()))
         drafted, refused = self._lookahead.drafted, self._lookahead.refused
         rows = []
         for request, start in enumerate(self._starts):

@@ -234,7 +234,7 @@ class LearnedHead(Proposer):
         if masked is None and not is_best:
             return False
         is_given = any(drafted[row] for row in rows)
-        texts = None if masked is None or is_given else lookahead.tabled(rows, count)
+        texts = None if masked is None else loop.tables()
         # Where the host is not waited for, a chain's turns end as they should: one after another.
         is_alone = texts is not None and texts.is_alone and not lookahead.turns
         if masked is not None and not (self._can_wait or is_alone):

@@ -14,7 +14,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
-from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy
+from tests.tiny_llm import VOCAB_SIZE, make_llm, near_copy, tiny_model
 
 RECORD = {
     "type": "object",
@@ -101,8 +101,13 @@ def assert_same_on_device(
     params: list[SamplingParams],
     verifier: str,
     at_a_time: int,
+    *,
+    is_loop: bool = False,
 ) -> None:
-    """Texts and counts, with tables on the host and with them on the device."""
+    """Texts and counts, with tables on the host and with them on the device.
+
+    is_loop: whether drafts are made token by token.
+    """
     options: dict[str, Any] = {"max_batch_size": at_a_time, "verifier": verifier}
     found = []
     for size in (0, 2**24):
@@ -119,8 +124,10 @@ def assert_same_on_device(
         assert host.stats.device_steps == 0
     steps = [done.stats.device_steps for done in found[1]]
     assert steps[4] == 0  # a free text
-    if at_a_time == 1:  # a CPU cannot wait for the host, so all who draft together need tables
-        assert all(count > 0 for count in steps[:4]), steps
+    if at_a_time == 1 or is_loop:  # in one go on a CPU, all who draft together need tables
+        policies = [one.draft_policy for one in params[:4]]
+        expected = [policy != "validate" for policy in policies]
+        assert [count > 0 for count in steps[:4]] == expected, steps
 
 
 @pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
@@ -137,6 +144,32 @@ def test_a_device_that_finds_paths_along_tables_writes_the_same(
         for grammar, bias in zip(DEVICE_GRAMMARS, biases, strict=True)
     ]
     assert_same_on_device(headed, method, params, verifier, at_a_time)
+
+
+@pytest.mark.parametrize(
+    ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]
+)
+@pytest.mark.parametrize("proposer", ["eagle3", "mtp", "dspark:mask", "draft_model"])
+def test_a_loop_that_walks_along_tables_writes_the_same(
+    tmp_path: Path, proposer: str, heat: float, verifier: str, at_a_time: int
+) -> None:
+    """Under penalties and bans, beside one that drafts freely; from a head and from a model."""
+    if proposer == "draft_model":
+        headed: Any = HeadedTarget(tiny_model("llama"), near_copy("llama"))  # type: ignore[arg-type]
+    else:
+        headed = write_head(tmp_path, proposer.split(":")[0], VOCAB_SIZE)
+    changes: tuple[dict[str, Any], ...] = (
+        {"repetition_penalty": 1.3},
+        {"draft_policy": "validate"},
+        {"bad_words": ["1", "ab"]},
+        {"logit_bias": {40: 2.0}},
+        {},
+    )
+    params = [
+        SamplingParams(max_tokens=120, grammar=grammar, temperature=heat, seed=5, **change)
+        for grammar, change in zip(DEVICE_GRAMMARS, changes, strict=True)
+    ]
+    assert_same_on_device(headed, proposer, params, verifier, at_a_time, is_loop=True)
 
 
 def test_a_log_says_why_there_is_no_table(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,6 +17,7 @@ from tests.draft_choices import (
     change,
     check_alike,
     check_chooser,
+    check_walking,
     make_case,
     on_cpu,
 )
@@ -88,6 +89,11 @@ def test_a_chooser(
 ) -> None:
     graphs = GraphPool(torch.device("cuda"))
     check_chooser((9001, draft_size), temperatures, mask, top_k, graphs, device="cuda")
+
+
+@pytest.mark.parametrize("rows", [4, 9])
+def test_texts_walk_along_tables(rows: int) -> None:
+    check_walking(GraphPool(torch.device("cuda")), rows, device="cuda")
 
 
 def test_a_chooser_reads_what_a_drafters_graph_wrote() -> None:

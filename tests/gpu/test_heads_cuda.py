@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.learned_heads import TARGETS, HeadedTarget, write_head
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 pytestmark = pytest.mark.gpu
+FLOAT = torch.float32
 
 
 def on_cuda(folder: Path, method: str, dtype: torch.dtype) -> HeadedTarget:
@@ -121,6 +123,30 @@ def test_a_graph_that_walks_along_tables_drafts_the_same(
     assert [o.stats.tabled for o in found] == [o.stats.tabled for o in expected]
     assert [output.stats.device_steps > 0 for output in found] == [True, False, True, True]
     assert not any(output.stats.device_steps for output in expected)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("method", ["mtp", "dspark", "draft_model"])
+def test_a_loop_that_walks_along_tables_drafts_the_same(
+    tmp_path: Path, method: str, temperature: float
+) -> None:
+    """Alone, and beside texts without a table."""
+    headed: Any = on_cuda(tmp_path / "head", "eagle3" if method == "draft_model" else method, FLOAT)
+    if method == "draft_model":
+        headed = headed._replace(draft=copy.deepcopy(headed.target))
+    untabled = GrammarSpec.json_schema(SCHEMA).with_backend("llguidance")
+    for at_a_time in (1, 3):
+        options: dict[str, Any] = {"max_batch_size": at_a_time, "grammar_tables": "always"}
+        options["grammars"] = [GRAMMARS[0], untabled, GRAMMARS[1], GRAMMARS[3]]
+        found = generate(headed, f"{method}:mask", temperature, **options)
+        expected = generate(headed, f"{method}:mask", temperature, **options, device_table_bytes=0)
+        assert [output.error for output in found] == [None] * len(found)
+        assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+        for name in ("drafted", "accepted", "tabled", "starved"):
+            counts, own = ([getattr(o.stats, name) for o in one] for one in (expected, found))
+            assert own == counts, name
+        assert [output.stats.device_steps > 0 for output in found] == [True, False, True, True]
+        assert not any(output.stats.device_steps for output in expected)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

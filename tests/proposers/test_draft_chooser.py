@@ -14,7 +14,7 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import draft_chooser
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.types import SamplingParams
-from tests.draft_choices import MaskKind, check_chooser
+from tests.draft_choices import MaskKind, check_chooser, check_walking
 
 CPU = torch.device("cpu")
 TEMPERATURES = {"greedy": (0.0,) * 9, "mixed": (0.8, 1.0, 0.0, 0.3, 0.9, 0.0, 0.0, 0.7, 0.5)}
@@ -66,6 +66,27 @@ class Watched(GraphPool):
     ) -> Any:
         self.seen.append((set(inputs), set(fixed)))
         return super().run(key, inputs, body, fixed, beside)
+
+
+class Repeating(GraphPool):
+    """Runs what it will hold before its first run, as a capture does."""
+
+    def prepare(
+        self,
+        key: Hashable,
+        inputs: Inputs,
+        body: Callable[[Inputs], Any],
+        fixed: Inputs = NOTHING,
+    ) -> None:
+        super().prepare(key, inputs, body, fixed)
+        body({**inputs, **fixed})
+
+
+@pytest.mark.parametrize("largest", [2**20, 0], ids=["graphs", "none"])
+@pytest.mark.parametrize("rows", [4, 9])  # as many as a graph has, and fewer
+def test_texts_walk_along_tables(monkeypatch: pytest.MonkeyPatch, rows: int, largest: int) -> None:
+    monkeypatch.setattr(draft_chooser, "LARGEST", largest)
+    check_walking(Repeating(CPU), rows)
 
 
 def test_a_drafters_own_logits_are_read_where_they_lie() -> None:
