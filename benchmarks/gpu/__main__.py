@@ -34,9 +34,7 @@ app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)
 
 @app.command()
 def gpu(
-    sections: Annotated[
-        str | None, typer.Option(help=f"Some of {NAMES}, comma-separated; all by default.")
-    ] = None,
+    sections: Annotated[str | None, typer.Option(help=f"Of {NAMES}; default: all.")] = None,
     model: Annotated[str | None, typer.Option(help="Folder; default: the widened model.")] = None,
     eagle3: Annotated[str | None, typer.Option(help="Folder of the EAGLE-3 head.")] = None,
     work: Annotated[Path | None, typer.Option(help="Where the widened model is kept.")] = None,
@@ -51,6 +49,7 @@ def gpu(
     warm_up: Annotated[int, typer.Option(help="Steps before those.")] = 16,
     prompt_length: Annotated[int, typer.Option(help="Prompt tokens when steps are timed.")] = 1000,
     tables: Annotated[str | None, typer.Option(help=f"Some of {TABLE_NAMES}; for steps.")] = None,
+    draft: Annotated[list[str] | None, typer.Option(help="PROPOSER=FOLDER, for steps.")] = None,
     requests: Annotated[int | None, typer.Option(help="Whole documents of each run.")] = None,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 256,
     vllm_python: Annotated[str | None, typer.Option(help="Interpreter that has vLLM.")] = None,
@@ -73,7 +72,7 @@ def gpu(
         where: dict[str, Any] = {"sections": (sections or NAMES).replace(" ", "").split(",")}
         where |= {"model": model, "eagle3": eagle3, "work": work, "device": device, "dtype": dtype}
         shared = _shared(batches, temperatures, proposers) | _own(engine_option, num_draft_tokens)
-        timed = {"context": prompt_length, "steps": steps, "warm_up": warm_up, **_tables(tables)}
+        timed = {"context": prompt_length, "steps": steps, **_others(warm_up, tables, draft)}
         whole = {"max_tokens": max_tokens, "requests": requests}
         vllm: dict[str, Any] = {"python": vllm_python, "site": vllm_site, "logs": vllm_logs}
         vllm |= {"limit": vllm_limit, "methods": _split("vllm_methods", vllm_methods, str)}
@@ -107,8 +106,15 @@ def _own(pairs: list[str] | None, num_draft_tokens: int) -> dict[str, Any]:
     return {"num_draft_tokens": num_draft_tokens, "options": read_engine_options(pairs)}
 
 
-def _tables(text: str | None) -> dict[str, Any]:
-    return {"tables": _split("tables", text, str)}
+def _others(warm_up: int, tables: str | None, drafts: list[str] | None) -> dict[str, Any]:
+    """What else steps are told. drafts: PROPOSER=FOLDER."""
+    found = dict[str, str]()
+    for pair in drafts or ():
+        name, separator, folder = pair.partition("=")
+        if not separator:
+            raise ConfigError("draft", pair, "must be PROPOSER=FOLDER")
+        found[name] = folder
+    return {"warm_up": warm_up, "tables": _split("tables", tables, str), "drafts": found}
 
 
 def _shared(batches: str | None, temperatures: str | None, proposers: str | None) -> dict[str, Any]:

@@ -49,7 +49,8 @@ class StepPlan(NamedTuple):
     context: prompt tokens of every request. steps: how many are timed, after ``warm_up`` others in
     which all requests decode. num_draft_tokens: K of every proposer but ``none``. options: further
     fields of ``EngineConfig``. tables: of ``TABLES``, each an engine of its own, under a schema
-    that fits a table; () leaves them to ``options``.
+    that fits a table; () leaves them to ``options``. drafts: folders of draft models and heads by
+    proposer, without policies; what is not among them has the subject's EAGLE-3 head.
 
     Raises ConfigError for other tables.
     """
@@ -63,6 +64,7 @@ class StepPlan(NamedTuple):
     warm_up: int = 16
     options: Mapping[str, Any] = MappingProxyType({})
     tables: Sequence[str] = ()
+    drafts: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +166,8 @@ def _measure_engine(
     if (problem := _lack_of_memory(subject, config)) is not None:
         return [StepTime(*case, problem=problem) for case in cases]
     options = Options(tokenizer=subject.tokenizer, config=config)
-    setup = Setup.build(subject.model, proposer, subject.eagle3, options)
+    draft = plan.drafts.get(proposer.partition(":")[0], subject.eagle3)
+    setup = Setup.build(subject.model, proposer, draft, options)
     try:
         found = []
         for case in cases:

@@ -144,6 +144,9 @@ def test_tables_of_either_side(subject: Subject) -> None:
         ("device", True, None, 1.0),
     ]
     assert times[1].tokens == times[3].tokens
+    drafts = {"draft_model": subject.folder}
+    plan = plan._replace(proposers=("draft_model:mask",), drafts=drafts, tables=("device",))
+    assert [time.tabled for time in sum(measure_steps(subject, plan, nobody), [])] == [0.0, 1.0]
     with pytest.raises(ConfigError, match="tables='gpu': must be of off, host, device"):
         list(measure_steps(subject, plan._replace(tables=("gpu",)), nobody))
 
@@ -232,6 +235,7 @@ def test_the_command(folders: Folders, tmp_path: Path) -> None:
     [
         (("--sections", "speed"), "sections='speed': must be of kernels"),
         (("--batches", "1,many"), "batches='1,many': must be numbers"),
+        (("--draft", "mtp"), "draft='mtp': must be PROPOSER=FOLDER"),
         (("--engine-option", "speed=9"), "engine_option='speed=9': must be NAME=VALUE"),
     ],
 )
