@@ -40,6 +40,7 @@ TABLES: dict[str, dict[str, Any]] = {
 FILLER_DOCUMENTS = 32
 RECORD = ("name", "age", "status", "tags", "address")
 FLAT_RECORD = RECORD[:3]  # a list of them has few enough states for a table
+ALIKE = 8  # tokens; texts that differ by more in their lengths are not compared
 FEWEST_ITEMS = 100  # some 2,500 tokens at least, more than any run writes before it is stopped
 
 
@@ -71,7 +72,8 @@ class StepPlan(NamedTuple):
 class StepTime:
     """Milliseconds from commit to commit, all requests of the batch decoding.
 
-    steps: how many were timed. tokens, drafted: per request and step. tabled: the share of the
+    steps: how many were timed. tokens, drafted: per request and step. context: tokens of a text, on
+    average over these steps. tabled: the share of the
     requests' steps whose masks the device took from tables. problem: why there are no figures, or
     fewer than asked for.
     """
@@ -88,6 +90,7 @@ class StepTime:
     mean_ms: float | None = None
     tokens: float | None = None
     drafted: float | None = None
+    context: float | None = None
     tabled: float | None = None
     problem: str | None = None
 
@@ -138,8 +141,10 @@ def measure_steps(
     """Time every combination, engine by engine; ``report`` is told each before it runs.
 
     Each proposer and batch size has an engine, on which steps without a grammar and with one are
-    timed after one another, the same number of them. A batch for which there is no memory is
-    reported with its problem.
+    timed after one another, the same number of them, behind texts of one length: under a grammar
+    more drafts are accepted, and longer texts take longer to attend to. So those without one are
+    timed again behind longer prompts where that makes a difference. A batch for which there is no
+    memory is reported with its problem.
     """
     if unknown := [name for name in plan.tables if name not in TABLES]:
         raise ConfigError("tables", ",".join(unknown), f"must be of {', '.join(TABLES)}")
@@ -158,8 +163,8 @@ def _measure_engine(
 ) -> list[StepTime]:
     proposer, batch, tables = which
     depth = 0 if proposer == "none" else plan.num_draft_tokens
-    pairs = [(t, grammar) for t in plan.temperatures for grammar in (False, True)]
-    cases = [_Case(proposer, depth, batch, t, grammar, tables) for t, grammar in pairs]
+    kinds = [(t, grammar) for t in plan.temperatures for grammar in (False, True)]
+    cases = [_Case(proposer, depth, batch, t, grammar, tables) for t, grammar in kinds]
     if tables is not None:
         plan = plan._replace(options={**plan.options, **TABLES[tables]})
     config = _config(subject, plan, batch, depth)
@@ -170,11 +175,12 @@ def _measure_engine(
     setup = Setup.build(subject.model, proposer, draft, options)
     try:
         found = []
-        for case in cases:
-            by = "" if tables is None else f", tables: {tables}"
-            switch = "on" if case.grammar else "off"
-            report(f"steps: {proposer}, {batch} requests, grammar {switch}{by}")
-            found.append(_time(setup, subject, plan, case))
+        for free, guided in zip(cases[::2], cases[1::2], strict=True):
+            pair = [_time(setup, subject, plan, case, report) for case in (free, guided)]
+            if longer := _difference(plan, *pair):
+                behind = plan._replace(context=plan.context + longer)
+                pair[0] = _time(setup, subject, behind, free, report)
+            found += pair
         return found
     except torch.OutOfMemoryError:
         return [StepTime(*case, problem="out of memory") for case in cases]
@@ -204,8 +210,21 @@ def _lack_of_memory(subject: Subject, config: EngineConfig) -> str | None:
     return None if fitting == config.max_batch_size else f"memory for {fitting} requests"
 
 
+def _difference(plan: StepPlan, free: StepTime, guided: StepTime) -> int:
+    """How much longer the prompts of free texts have to be for texts of one length."""
+    if free.context is None or guided.context is None:
+        return 0
+    longer = round(guided.context - free.context)
+    return longer if abs(longer) > ALIKE and plan.context + longer > 1 else 0
+
+
 @torch.inference_mode()
-def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTime:
+def _time(
+    setup: Setup, subject: Subject, plan: StepPlan, case: _Case, report: Callable[[str], None]
+) -> StepTime:
+    by = "" if case.tables is None else f", tables: {case.tables}"
+    switch = "on" if case.grammar else "off"
+    report(f"steps: {case.proposer}, {case.batch} requests, grammar {switch}{by}")
     requests, ended = _requests(setup, subject, plan, case)
     engine = setup.engine
     for request in requests:
@@ -230,10 +249,11 @@ def _time(setup: Setup, subject: Subject, plan: StepPlan, case: _Case) -> StepTi
         (last - first) / (steps * case.batch)
         for first, last in zip(counts[plan.warm_up], counts[-1], strict=True)
     )
+    context = statistics.fmean(one.tokens for one in counts[plan.warm_up :]) / case.batch
     spans = [(b - a) * 1e3 for a, b in zip(timed, timed[1:], strict=False)]
     problem = None if steps == plan.steps else "ended early"
     median, p90, mean = statistics.median(spans), _p90(spans), statistics.fmean(spans)
-    return StepTime(*case, steps, median, p90, mean, tokens, drafted, tabled, problem)
+    return StepTime(*case, steps, median, p90, mean, tokens, drafted, context, tabled, problem)
 
 
 def _requests(

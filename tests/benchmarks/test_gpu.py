@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from benchmarks.gpu import vllm_peer
+from benchmarks.gpu import steps, vllm_peer
 from benchmarks.gpu.__main__ import app
 from benchmarks.gpu.documents import DocumentPlan, num_documents
 from benchmarks.gpu.kernels import measure_kernels
@@ -132,6 +132,19 @@ def test_requests_that_join_one_after_another(subject: Subject) -> None:
     plan = StepPlan(("none",), (8,), context=40, steps=3, warm_up=1, options={"prefill_tokens": 40})
     for time in sum(measure_steps(subject, plan, nobody), []):
         assert (time.problem, time.steps) == (None, 3)
+
+
+def test_texts_of_one_length(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A grammar that has more drafts accepted is not charged with the longer texts."""
+    plan = StepPlan(("eagle3:mask",), (1,), context=40, steps=12, warm_up=4)
+    found = []
+    for alike in (1000, 0):
+        monkeypatch.setattr(steps, "ALIKE", alike)
+        free, guided = sum(measure_steps(subject, plan, nobody), [])
+        assert free.context is not None
+        assert guided.context is not None
+        found.append(abs(guided.context - free.context))
+    assert found[1] < found[0]
 
 
 def test_tables_of_either_side(subject: Subject) -> None:
