@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache, cached_property, lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ from guided_spec.ops.mask_words import pack_row
 
 __all__ = [
     "NOWHERE",
+    "Longest",
     "ParseState",
     "ParseStates",
     "RuleEndings",
@@ -44,6 +45,7 @@ NOWHERE = -1
 _MOST_READINGS = 4096
 _MOST_STATES = 1 << 16
 _OBJECT_BYTES = 500  # of a state, an open call or a rule's state, with what it holds
+_FORESEEN = 64  # bytes: most rules that do not call themselves have no more to leave behind them
 _FEWEST = 8  # of ASCII, that are worth a run
 _WIDE = byte_sequences(((0x80, 0xD7FF), (0xE000, LAST)))  # no token holds a surrogate
 
@@ -68,11 +70,10 @@ class ParseState:
 
     number: of the state among its grammar's. text: the shortest way to the end of the document, of
     equals the smallest: behind the first byte of it, the rest of it is the shortest way again.
-    most_missing: bytes; no token of the vocabulary leads to a state with a longer way. can_end:
-    whether the document may end here.
+    can_end: whether the document may end here.
     """
 
-    __slots__ = ("can_end", "items", "most_missing", "number", "text")
+    __slots__ = ("can_end", "items", "number", "text")
 
     def __init__(
         self, number: int, items: tuple[tuple[int, _Frame], ...], *, can_end: bool
@@ -81,7 +82,6 @@ class ParseState:
         self.items = items
         self.can_end = can_end
         self.text = b""
-        self.most_missing = 0
 
     @property
     def depth(self) -> int:
@@ -96,10 +96,11 @@ class _Step(NamedTuple):
     characters: Characters
 
 
-class _Longest:
+class Longest:
     """How much may be missing at most behind a token, by a measure of texts; see ``longest_rest``.
 
-    num_bytes: of the longest token. size: 0 of the empty text.
+    num_bytes: of the longest token at least. size: 0 of the empty text.
+    is_lasting: what is said of a state holds of all that follow it, behind any number of tokens.
     """
 
     def __init__(
@@ -110,12 +111,13 @@ class _Longest:
         size: Callable[[bytes], int],
     ) -> None:
         self._texts, self._size = texts, size
-        self._rest = longest_rest(rules, texts, num_bytes, size)
+        self._rest, self.is_lasting = longest_rest(rules, texts, num_bytes, size)
         self._behind: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
+        self.of = lru_cache(maxsize=_MOST_STATES)(self._of)
 
-    def of(self, items: Iterable[tuple[int, _Frame]]) -> int:
-        """For a state with these readings."""
-        ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in items)
+    def _of(self, state: ParseState) -> int:
+        """Behind any token at a state."""
+        ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in state.items)
         return max(ways, default=0)
 
     def _from(self, state: int, text: bytes) -> int:
@@ -161,7 +163,6 @@ class ParseStates:
         if self._texts[self._rules.root] is None:
             raise UnreadableGrammarError("no text matches")
         self._num_bytes = num_bytes
-        self._by_bytes = _Longest(self._rules, self._texts, num_bytes, len)
         self._lock = threading.RLock()
         self._frames: dict[tuple[Call, int, int], _Frame] = {}
         self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
@@ -245,10 +246,9 @@ class ParseStates:
         objects = len(self._states) + len(self._frames) + len(self._rules.ends) + len(self._thens)
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
 
-    def longest(self, size: Callable[[bytes], int]) -> Callable[[ParseState], int]:
-        """A bound as ``ParseState.most_missing``, by another measure; see ``longest_rest``."""
-        bound = _Longest(self._rules, self._texts, self._num_bytes, size)
-        return cache(lambda state: bound.of(state.items))
+    def longest(self, size: Callable[[bytes], int]) -> Longest:
+        """What a token may leave to be written, by a measure; see ``longest_rest``."""
+        return Longest(self._rules, self._texts, max(self._num_bytes, _FORESEEN), size)
 
     def after(self, state: ParseState, data: bytes) -> ParseState | None:
         """The state behind some bytes; None where they are illegal."""
@@ -369,7 +369,6 @@ class ParseStates:
         state = ParseState(number, items, can_end=can_end)
         ways = [self._way(state, frame) for state, frame in items] + [b""] * can_end
         state.text = min(ways, key=lambda way: (len(way), way))
-        state.most_missing = self._by_bytes.of(items)
         if number >= len(self._rows):
             more = np.full_like(self._rows, NOWHERE)
             self._rows = np.concatenate([self._rows, more])
@@ -421,6 +420,7 @@ class RuleEndings(Endings):
         self._spelling = spelling
         self.table = lru_cache(maxsize=_TABLES)(self._make)
         self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
+        self._by_bytes = states.longest(len)
 
     @property
     def is_filling_up(self) -> bool:
@@ -453,19 +453,32 @@ class RuleEndings(Endings):
             then = self._states.after(then, data) if then is not None and data else None
         return then
 
+    def stride(self, state: ParseState, remaining: int) -> int:
+        """While more remains than any text may still need, nobody has to know where one stands.
+
+        So a text with room to its end, as most have, is never followed.
+        """
+        longest = self._longest(state, remaining)
+        return max(1, remaining - longest.of(state) - 1) if longest.is_lasting else 1
+
     def is_free(self, state: ParseState, remaining: int) -> bool:
         """Whether every token leads to a state that costs less than ``remaining``. Exact."""
-        if remaining - 1 > state.most_missing:  # a token for every missing byte, and the stop token
-            return True
-        return remaining > self.bound(state) or remaining > self._most(state)
+        return remaining > self.bound(state, remaining) or remaining > self._most(state)
 
-    def bound(self, state: ParseState) -> int:
-        """No token leads to a state that costs more; found without looking at the tokens."""
-        return self._longest(state) + 1
+    def bound(self, state: ParseState, remaining: int) -> int:
+        """No token leads to a state that costs more; found without looking at the tokens.
+
+        The fewer remain, the closer it is.
+        """
+        return self._longest(state, remaining).of(state) + 1
+
+    def _longest(self, state: ParseState, remaining: int) -> Longest:
+        """By bytes, as if each took a token, where that many remain: most texts have such room."""
+        by_bytes = self._by_bytes
+        return by_bytes if by_bytes.of(state) + 1 < remaining else self._by_tokens
 
     @cached_property
-    def _longest(self) -> Callable[[ParseState], int]:
-        """Made where it is asked for: most texts have so much room that nobody does."""
+    def _by_tokens(self) -> Longest:
         return self._states.longest(self._spelling.num_tokens)
 
     def _most_of(self, state: ParseState) -> int:

@@ -32,6 +32,7 @@ from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normali
 __all__ = [
     "FreeText",
     "RegexReader",
+    "Rests",
     "longest_rest",
     "read_free_text",
     "read_regex",
@@ -493,10 +494,17 @@ def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator
         seen.update(nexts)
 
 
+class Rests(NamedTuple):
+    """Of ``longest_rest``. of: int64 [N]. is_lasting: it is so behind any number of bytes."""
+
+    of: NDArray[np.int64]
+    is_lasting: bool
+
+
 def longest_rest(
     rules: Rules, texts: list[bytes | None], num_bytes: int, size: Callable[[bytes], int]
-) -> NDArray[np.int64]:
-    """int64 [N]: what may be missing at most, behind any ``num_bytes`` bytes from a state.
+) -> Rests:
+    """What may be missing at most, behind any ``num_bytes`` bytes from a state.
 
     size: of a missing text; of two texts it is at most the sum of theirs.
 
@@ -507,16 +515,17 @@ def longest_rest(
         f[n](q) = max(f[n-1](q), f[n-1](behind a byte), f[n](behind a skip),
                       f[n](start of a called rule) + rest behind it, f[m](behind the call))
 
-    with m = n - 1 where the called rule holds a byte at least, else n.
+    with m = n - 1 where the called rule holds a byte at least, else n. Where f[n] is f[n-1], it is
+    f of any larger number too: so it is unless rules call each other for ever.
     """
     table = _Table(rules, texts, size)
     before = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
     for _ in range(num_bytes):
         now = table.closure(table.bytes_on(before))
         if np.array_equal(now, before):
-            break
+            return Rests(before, is_lasting=True)
         before = now
-    return before
+    return Rests(before, is_lasting=False)
 
 
 class _Table:
