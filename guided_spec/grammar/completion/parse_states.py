@@ -6,7 +6,7 @@ From each state, how many tokens the shortest end of a document takes behind eve
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -233,12 +233,13 @@ class ParseStates:
         return step
 
     def _leads(self, number: int, sequence: list[tuple[int, int]], then: int) -> bool:
-        numbers = [number]
+        numbers = {number}
         for low, high in sequence:
-            numbers = np.unique(self.rows(numbers)[numbers, low : high + 1]).tolist()
-            if numbers[0] == NOWHERE:
+            rows = self.rows(numbers)
+            numbers = {to for at in numbers for to in rows[at, low : high + 1].tolist()}
+            if NOWHERE in numbers:
                 return False
-        return numbers == [then]
+        return numbers == {then}
 
     @property
     def memory_size_bytes(self) -> int:
@@ -482,8 +483,9 @@ class RuleEndings(Endings):
         return self._states.longest(self._spelling.num_tokens)
 
     def _most_of(self, state: ParseState) -> int:
-        table = self.table(state)
-        return int(table[table < _NEVER].max(initial=0))
+        return (
+            int((self.table(state) + np.int16(1)).max()) - 1
+        )  # one more than the largest is least
 
     def row(self, state: ParseState, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
         """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
@@ -508,52 +510,68 @@ class RuleEndings(Endings):
         table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
         if state.can_end:
             table[spelling.stop_token_ids] = 0
-        first = self._states.rows((state.number,))[state.number]
-        heads = [spelling.heads[byte] for byte in np.flatnonzero(first != NOWHERE).tolist()]
-        if sum(map(len, heads)) > _MANY:
-            is_legal = first[spelling.columns[0]] != NOWHERE
-            self._run(state, table, is_legal)
-            tokens = np.flatnonzero(is_legal)
-        else:
-            tokens = np.sort(np.concatenate([_NONE, *heads]))
-        self._write_costs(state, table, tokens)
+        self._write_costs(state, table, self._write_run(state, table))
         return table
 
-    def _run(
-        self, state: ParseState, table: NDArray[np.int16], is_legal: NDArray[np.bool_]
-    ) -> None:
+    def _write_run(self, state: ParseState, table: NDArray[np.int16]) -> NDArray[np.int64]:
         """Inside a string most tokens are characters of one kind, and need not be followed.
 
-        Writes their costs, and takes them out of ``is_legal``, bool [tokens].
+        Writes their costs. Returns the tokens that may be legal beside, as ``_write_costs`` takes
+        them.
         """
-        spelling, run = self._spelling, self._states.run(state.number, _RUN)
+        spelling, states = self._spelling, self._states
+        first = states.rows((state.number,))[state.number]
+        legal: list[int] = np.flatnonzero(first != NOWHERE).tolist()
+        if sum(len(spelling.heads[byte]) for byte in legal) <= _MANY:
+            return _joined([spelling.heads[byte] for byte in legal])
+        run = states.run(state.number, _RUN)
         if len(run.states) < 2:
+            return _joined([part for byte in legal for part in self._heads(byte, int(first[byte]))])
+        own, others, is_token = spelling.made_of(run.characters)
+        if run.states[-1] == state.number:  # nothing changes, however many they are
+            np.putmask(table, is_token, self._costs(run.states[:1])[-1])
+        else:
+            counts = spelling.num_characters[own]
+            is_easy = counts < len(run.states)
+            costs = self._costs(run.states)[run.states]
+            table[spelling.ids[own[is_easy]]] = costs[counts[is_easy]]
+            others = _joined([others, own[~is_easy]])
+        found: NDArray[np.int64] = others[first[spelling.columns[0][others]] != NOWHERE]
+        return found
+
+    def _heads(self, byte: int, then: int) -> Iterator[NDArray[np.int64]]:
+        """The tokens that begin with a byte; of many, those whose second byte is legal, too."""
+        head = self._spelling.heads[byte]
+        if len(head) <= _MANY:
+            yield head
             return
-        is_easy = spelling.made_of(run.characters)
-        is_easy &= spelling.num_characters < len(run.states)
-        easy = np.flatnonzero(is_easy)
-        costs = self._costs(run.states)
-        table[spelling.ids[easy]] = costs[run.states[spelling.num_characters[easy]]]
-        is_legal &= ~is_easy
+        by_second = self._spelling.second(byte)
+        yield by_second[-1]
+        for second in np.flatnonzero(self._states.rows((then,))[then] != NOWHERE).tolist():
+            yield by_second[second]
 
     def _write_costs(
         self, state: ParseState, table: NDArray[np.int16], tokens: NDArray[np.int64]
     ) -> None:
         """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
         spelling, states = self._spelling, self._states
-        ends: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
-        alive = np.arange(len(tokens))
+        at: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
+        ended: list[NDArray[np.int64]] = []
+        ends: list[NDArray[np.int32]] = []
         for column in spelling.columns:
-            alive = alive[: int(np.searchsorted(tokens[alive], len(column)))]
-            if not len(alive):
+            count = int(np.searchsorted(tokens, len(column)))  # the others have no further byte
+            if count < len(tokens):
+                ended.append(tokens[count:])
+                ends.append(at[count:])
+            if not count:
+                tokens = tokens[:0]
                 break
-            at = ends[alive]
-            rows = states.rows(_distinct(at))
-            ends[alive] = at = rows[at, column[tokens[alive]]]
-            alive = alive[at != NOWHERE]
-        is_legal = ends != NOWHERE
-        ends = ends[is_legal]
-        table[spelling.ids[tokens[is_legal]]] = self._costs(ends)[ends]
+            tokens, at = tokens[:count], at[:count]
+            at = states.rows(_distinct(at))[at, column[tokens]]
+            is_legal = at != NOWHERE
+            tokens, at = tokens[is_legal], at[is_legal]
+        numbers = np.concatenate([*ends, at[: len(tokens)]])
+        table[spelling.ids[np.concatenate([*ended, tokens])]] = self._costs(numbers)[numbers]
 
     def _costs(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
         """int16 [states]: the cost of each state among ``numbers``."""
@@ -562,6 +580,10 @@ class RuleEndings(Endings):
         for number in reached:
             costs[number] = min(_NEVER, self.cost(self._states[number]))
         return costs
+
+
+def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    return np.sort(np.concatenate([_NONE, *parts]))
 
 
 def _distinct(numbers: NDArray[np.int32]) -> list[int]:

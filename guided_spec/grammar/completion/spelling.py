@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ from guided_spec.ops.mask_words import bits_of, pack_row
 
 __all__ = [
     "Characters",
+    "MadeOf",
     "SearchTokens",
     "Spelling",
 ]
@@ -23,6 +24,7 @@ __all__ = [
 _LONGEST = 24  # bytes of a token that a shortest end is written with
 _MOST_SPELLED = 1 << 16
 _MOST_WRITTEN = 1 << 12
+_MOST_SETS = 8  # of characters; each takes 9 bytes a token
 _PARTIAL = 2
 
 
@@ -43,12 +45,25 @@ class Characters(NamedTuple):
         return other.ascii & ~self.ascii == 0 and self.is_wide >= other.is_wide
 
 
+class MadeOf(NamedTuple):
+    """Tokens of nothing but some characters, and the others; as indices into ``Spelling.ids``.
+
+    is_token: bool [V], the first ones by their ids.
+    """
+
+    own: NDArray[np.int64]
+    others: NDArray[np.int64]
+    is_token: NDArray[np.bool_]
+
+
 class Spelling:
     """One vocabulary, prepared to follow all its tokens at once through an automaton over bytes.
 
     ids: int64, the tokens with any bytes, the longest first. columns: entry i holds byte i of
     those that have one, uint8, in the order of ``ids``. longest: bytes of the longest token.
     heads: [256], by their first byte, indices into ``ids``. num_characters: int64 [tokens].
+    made_of: a set of characters to the tokens that are made of them. second: a first byte to [257],
+    its head by the second byte; last the token of that one byte.
     write: tokens that write some bytes, one a byte if there are such; None where none do.
     """
 
@@ -62,6 +77,8 @@ class Spelling:
         self._num_tokens: dict[bytes, int] = {b"": 0}
         self._singles: list[int] = vocabulary.single_byte_ids.tolist()
         self.write = lru_cache(maxsize=_MOST_WRITTEN)(self._write_all)
+        self.made_of = lru_cache(maxsize=_MOST_SETS)(self._made_of)
+        self.second = cache(self._by_second)
         lengths = np.array([len(data) for data in self.token_bytes])
         order = np.argsort(-lengths, kind="stable")
         self.ids: NDArray[np.int64] = order[: int((lengths > 0).sum())].astype(np.int64)
@@ -106,13 +123,23 @@ class Spelling:
             token, text = min(ways, key=lambda way: self.num_tokens(way[1]))
             yield token
 
-    def made_of(self, characters: Characters) -> NDArray[np.bool_]:
-        """bool [tokens], in the order of ``ids``: tokens of nothing but these characters."""
+    def _by_second(self, first: int) -> list[NDArray[np.int64]]:
+        head = self.heads[first]
+        longer = head[head < len(self.columns[1])] if len(self.columns) > 1 else head[:0]
+        second = self.columns[1][longer] if len(longer) else np.zeros(0, dtype=np.uint8)
+        order = np.argsort(second, kind="stable")
+        parts = np.split(longer[order], np.searchsorted(second[order], np.arange(1, 256)))
+        return [*parts, head[len(longer) :]]  # the longest come first
+
+    def _made_of(self, characters: Characters) -> MadeOf:
         held, width = self._held, self._width
         low, high = ~characters.ascii & _LOW, ~(characters.ascii >> 64) & _LOW
         outside = (held[:, 0] & np.uint64(low)) | (held[:, 1] & np.uint64(high))
-        made: NDArray[np.bool_] = (outside == 0) & (width <= characters.is_wide)
-        return made
+        is_made = (outside == 0) & (width <= characters.is_wide)
+        own, others = np.flatnonzero(is_made), np.flatnonzero(~is_made)
+        is_token: NDArray[np.bool_] = np.zeros(self.vocab_size, dtype=np.bool_)
+        is_token[self.ids[own]] = True
+        return MadeOf(own, others, is_token)
 
     def beginnings(self, text: bytes) -> Iterator[tuple[int, bytes]]:
         """Tokens of at most 24 bytes that ``text`` begins with, each with the rest of it."""

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
+from guided_spec.grammar.completion import parse_states
 from guided_spec.grammar.completion.completion import (
     CompletingGrammar,
     CompletingMatcher,
@@ -28,6 +29,7 @@ from guided_spec.grammar.completion.parse_states import (
 )
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
+from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
@@ -229,6 +231,30 @@ def test_the_rules_allow_what_the_matcher_allows(
             assert then is not None
             place = then
     assert is_tighter or name in OF_EITHER | {"ebnf"}, "no token writes two of their bytes"
+
+
+@pytest.mark.parametrize("name", sorted(SPECS.keys() - KEYED))
+def test_costs_are_the_same_however_the_tokens_are_chosen(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled, chosen = compiled_of(name), random.Random(0)
+    spelling = Spelling(VOCABULARY)
+    for _ in range(10):
+        one, other = (RuleEndings(ParseStates(rules_of(compiled), 8), spelling) for _ in range(2))
+        place, same = one.start, other.start
+        for _ in range(30):
+            monkeypatch.setattr(parse_states, "_MANY", 0)  # by runs and by second bytes
+            table = one.table(place)
+            monkeypatch.setattr(parse_states, "_MANY", VOCABULARY.vocab_size)
+            assert np.array_equal(table, other.table(same))
+            tokens = [t for t in np.flatnonzero(table < np.iinfo(np.int16).max) if t != EOS]
+            if not tokens:
+                break
+            token, matcher = int(chosen.choice(tokens)), as_matcher(compiled.new_matcher())
+            then, too = one.after(place, (token,), matcher), other.after(same, (token,), matcher)
+            assert then is not None
+            assert too is not None
+            place, same = then, too
 
 
 @pytest.mark.parametrize("name", ["tree", "deep", "short", "regex", "ebnf"])
