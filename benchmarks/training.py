@@ -20,6 +20,7 @@ Variants, and what they differ in:
 ``ours:compile-loss``  the loss of a row and the verdict on it compiled
 ``speculators``        its model as it is: the output head of the draft is not trained
 ``speculators:head``   it is, as ours is
+``speculators:plain``  the same with its losses in plain torch, which it compiles, not by its kernel
 ``specforge``          its EAGLE-3 by flex attention, with the compact teacher of its offline mode
 =====================  ============================================================================
 
@@ -64,11 +65,11 @@ CLIP = 0.5
 VARIANTS = {
     "eagle3": (
         *("ours", "ours:dense", "ours:recompute", "ours:compile", "ours:compile-loss"),
-        *("speculators", "speculators:head", "specforge"),
+        *("speculators", "speculators:head", "speculators:plain", "specforge"),
     ),
     "dflash": (
         *("ours", "ours:recompute", "ours:compile", "ours:compile-loss"),
-        *("speculators", "speculators:head"),
+        *("speculators", "speculators:head", "speculators:plain"),
     ),
 }
 SHAPES: dict[str, dict[str, Any]] = {
@@ -319,10 +320,11 @@ def _train_speculators(work: Work, change: str) -> Trainee:
     config.transformer_layer_config._attn_implementation = kernel
     model = vars(core)[f"{name}DraftModel"].from_pretrained(work.head, config=config)
     model = model.float().to(device).train()
-    model.lm_head.weight.requires_grad_(requires_grad=change == "head")
+    model.lm_head.weight.requires_grad_(requires_grad=change in ("head", "plain"))
     if not is_on_cuda:  # it compiles where a GPU is, and its masks need not be compiled here
         vars(core).update(_compiled_create_block_mask=vars(core)["create_block_mask"])
-    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_on_cuda else "eager")
+    is_fused = is_on_cuda and change != "plain"
+    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_fused else "eager")
     inputs = _packed(work) | {"loss_config": loss_config}
     if work.options.algorithm == "eagle3":
         inputs |= {"ttt_steps": _depths(work.options), "ttt_step_loss_decay": 1.0}

@@ -243,31 +243,37 @@ def main(  # noqa: PLR0913 - the options of a command
     where = VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit)
     if not where.is_there:
         raise ConfigError("vllm_site", None, "vllm cannot be imported: pass it, or --vllm-python")
-    results: dict[str, dict[str, Any]] = {}
     # This interpreter's own packages come before the site's: xgrammar among them.
     own = sysconfig.get_path("purelib") if vllm_python is None else ""
     front = (packages or own).split(os.pathsep) if packages or own else []
     sizes = [int(batch) for batch in batches.split(",")]
     heats = [float(temperature) for temperature in temperatures.split(",")]
+    own_plan: dict[str, Any] = {"repeats": repeats, "temperatures": heats, "soak": soak}
+    own_plan["engine"] = {"tensor_parallel_size": tensor_parallel}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
     ):
         subject = load_outline(*paths)
         requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
-        plan = _plan(subject, sizes, memory_share) | {
-            "repeats": repeats,
-            "requests": requests,
-            "temperatures": heats,
-            "engine": {"tensor_parallel_size": tensor_parallel},
-        }
-        for way in chosen:
-            stdout().print(way.name)
-            asked = {**plan, "soak": soak if way.way == "llm" else 0}
-            results[way.name] = _run(asked, way, where, front, logs)
-            if problem := results[way.name].get("problem"):
-                stdout().print(problem, markup=False)
-            _report(results, requests, output)
+        plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
+        _run_all(plan, chosen, lambda asked, way: _run(asked, way, where, front, logs), output)
+
+
+def _run_all(
+    plan: Mapping[str, Any],
+    ways: Sequence[Way],
+    run: Callable[[Mapping[str, Any], Way], dict[str, Any]],
+    output: Path | None,
+) -> None:
+    """One way after another; the table is printed and written behind each."""
+    results: dict[str, dict[str, Any]] = {}
+    for way in ways:
+        stdout().print(way.name)
+        results[way.name] = run({**plan, "soak": plan["soak"] if way.way == "llm" else 0}, way)
+        if problem := results[way.name].get("problem"):
+            stdout().print(problem, markup=False)
+        _report(results, plan["requests"], output)
 
 
 def _way(name: str) -> Way:

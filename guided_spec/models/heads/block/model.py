@@ -163,7 +163,8 @@ def _grouped_attention(
     folded = query.unflatten(1, (count, -1)).flatten(2, 3)
     mask = visible.repeat(1, 1, heads // count, 1)
     found = functional.scaled_dot_product_attention(folded, keys, values, mask, scale=scale)
-    return found.unflatten(2, (-1, length)).flatten(1, 2)
+    spread: Tensor = found.unflatten(2, (-1, length)).flatten(1, 2)
+    return spread
 
 
 # The keys and values of the text before, as of ``BlockContext``. A layer asks for its own, because
