@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
+from guided_spec.ops.expert_matrices import Gating, Projection
 from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.routed_experts import close_experts, open_experts, route
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp
@@ -78,6 +80,32 @@ def test_products_with_fp8_weights(count: int, block: tuple[int, int], dtype: to
     for _ in range(3):  # programs count each other, and leave no count behind
         found = fp8_linear(x.cuda(), on_device, bias.cuda())
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("gating", [Gating(), Gating(is_interleaved=True, limit=7.0, alpha=1.7)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("count", "inner"), [(1, 768), (6, 2880), (3, 50)])
+def test_steps_of_experts(count: int, inner: int, dtype: torch.dtype, gating: Gating) -> None:
+    torch.manual_seed(count)
+    x, logits = torch.randn(count, 1100).to(dtype), torch.randn(count, 37).to(dtype)
+    opening = Projection(
+        torch.randn(37, 2 * inner, 1100).to(dtype) / 33, torch.randn(37, 2 * inner)
+    )
+    closing = Projection(torch.randn(37, 1100, inner).to(dtype) / 33, torch.randn(37, 1100))
+    found = []
+    for device in (torch.device("cpu"), CUDA):
+        up, down = (
+            Projection(
+                one.weight.to(device), None if one.bias is None else one.bias.to(device, dtype)
+            )
+            for one in (opening, closing)
+        )
+        routes = route(logits.to(device), 4, is_normalized=True)
+        opened = open_experts(x.to(device), routes.experts, up, gating)
+        found.append([*routes, opened, close_experts(opened, routes, down)])
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for expected, on_device in zip(*found, strict=True):
+        torch.testing.assert_close(on_device.cpu(), expected, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

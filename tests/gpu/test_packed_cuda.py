@@ -34,7 +34,7 @@ CUDA = torch.device("cuda")
 
 # Heads of 16 dimensions at least: what the attention kernel takes.
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "gpt_oss", "glm4_moe"]
+    "name", ["llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"]
 )
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     model = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)

@@ -75,6 +75,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2": ("Qwen2Config", {}, "sdpa"),
     "qwen3": ("Qwen3Config", {"head_dim": 8}, "sdpa"),
     "qwen3_moe": ("Qwen3MoeConfig", {"head_dim": 8, **EXPERTS}, "sdpa"),
+    "mixtral": ("MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}, "sdpa"),
     "mistral": ("MistralConfig", {"sliding_window": 8, "head_dim": 8}, "sdpa"),
     "gemma2": ("Gemma2Config", GEMMA, "eager"),
     "gemma3": ("Gemma3TextConfig", GEMMA, "sdpa"),

@@ -1,7 +1,7 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, those of paths through lattices, and products with fp8 weights.
+masks of all kinds, those of paths through lattices, products with fp8 weights and steps of experts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from guided_spec.ops import fp8_linear_triton, launch_triton
+from guided_spec.ops import fp8_linear_triton, launch_triton, routed_experts_triton
+from guided_spec.ops.expert_matrices import Gating, Projection
 from guided_spec.ops.fp8_weight import FP8, Fp8Weight
 from guided_spec.ops.lattice_paths_triton import first_legal_paths
 from guided_spec.ops.mask_words import num_mask_words
@@ -90,6 +91,22 @@ def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> 
         fp8_linear_triton.fp8_linear(x, weight, given)
 
 
+def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: Gating) -> None:
+    """Likewise, of so many tokens. sizes: chosen experts, hidden and inner size."""
+    chosen, hidden, inner = sizes
+    logits = torch.empty(count, experts, dtype=torch.bfloat16)
+    routes = routed_experts_triton.route(logits, chosen, is_normalized=True)
+    bias = torch.empty(experts, 2 * inner, dtype=torch.bfloat16)
+    weight = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
+    x = torch.empty(count, hidden, dtype=torch.bfloat16)
+    opening = Projection(weight, None if gating.limit is None else bias)
+    routed_experts_triton.open_experts(x, routes.experts, opening, gating)
+    closing = torch.empty(experts, hidden, inner, dtype=torch.bfloat16, device="meta")
+    opened = torch.empty(count, chosen, inner, dtype=torch.bfloat16)
+    given = Projection(closing, None if gating.limit is None else bias)
+    routed_experts_triton.close_experts(opened, routes, given)
+
+
 def main() -> None:
     made: Counter[str] = Counter()
 
@@ -110,6 +127,9 @@ def main() -> None:
         for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
             multiply_fp8(count, (4096, 4096), block)
             multiply_fp8(count, (24576, 4096), block)
+        for count in (1, 6):
+            ask_experts(count, 128, (8, 2048, 768), Gating())
+            ask_experts(count, 32, (4, 2880, 2880), Gating(is_interleaved=True, limit=7.0))
     sys.stdout.write(json.dumps(made) + "\n")
 
 

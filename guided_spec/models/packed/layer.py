@@ -18,6 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from guided_spec.models.fp8 import Fp8Linear
+from guided_spec.models.packed.experts import PackedExperts
 from guided_spec.ops.fp8_linear import fp8_linear
 from guided_spec.ops.fp8_weight import Fp8Weight
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
@@ -56,7 +57,7 @@ class PackedLayer:
 
     attention: as of the llama family of transformers: projections q, k, v, o, rotary embedding over
         whole heads; norms of heads, and sinks, where it has them. mlp: with gate, up and down, or
-        any other, which then runs as it is.
+        experts that ``PackedExperts`` knows; any other runs as it is.
     window: of sliding attention, None for all keys.
     """
 
@@ -74,7 +75,7 @@ class PackedLayer:
         if hasattr(attention, "q_norm"):
             query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
             self._norms = HeadNorms(_whole(query), _whole(key), query.eps)
-        self.feed = _packed_mlp(mlp) if _has_plain_projections(mlp) else _stock_mlp(mlp)
+        self.feed = _feed(mlp)
 
     @staticmethod
     def fits(attention: Any) -> bool:
@@ -112,6 +113,12 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     positions = torch.arange(length, device=like.device).unsqueeze(0)
     cos, sin = rotary(like, positions) if kind is None else rotary(like, positions, kind)
     return Rotation(cos[0].contiguous(), sin[0].contiguous())
+
+
+def _feed(mlp: Any) -> Callable[[Tensor], Tensor]:
+    if _has_plain_projections(mlp):
+        return _packed_mlp(mlp)
+    return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
 
 
 def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:

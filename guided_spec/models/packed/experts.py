@@ -1,0 +1,95 @@
+"""The experts of a stock layer: routed and multiplied in few kernels over the same weights.
+
+Where there are fewer pairs of a token and an expert than experts, each pair is a product of its
+own; behind that the stock module takes torch's grouped product. Both follow the same choice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.activations import ACT2FN
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+
+from guided_spec.models.stock.experts import REPLACED
+from guided_spec.ops.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.routed_experts import close_experts, open_experts, route
+
+__all__ = ["PackedExperts"]
+
+DEVICES = ("cuda",)  # where pairs are products of their own: a CPU has no use for it
+
+
+class PackedExperts:
+    """See the module's docstring; block: for which ``fits``.
+
+    Matrices that are stored inputs first are turned, so that outputs are: a kernel reads them twice
+    as fast. The stock parameters become views of the turned ones.
+    """
+
+    def __init__(self, block: Any) -> None:
+        is_gpt_oss = type(block) is GptOssMLP
+        self._experts: Any = block.experts
+        router: Any = block.router if is_gpt_oss else block.gate
+        self._router, self._count = router, int(router.top_k)
+        self._router_bias: Tensor | None = router.bias if is_gpt_oss else None
+        # gpt-oss takes the softmax of what it chose, which is the same.
+        is_qwen3 = type(block) is Qwen3MoeSparseMoeBlock
+        self._is_normalized: bool = router.norm_topk_prob if is_qwen3 else True
+        self._opening = self._projection("gate_up_proj")
+        self._closing = self._projection("down_proj")
+        self._gating = Gating()
+        if is_gpt_oss:
+            limit, alpha = float(self._experts.limit), float(self._experts.alpha)
+            self._gating = Gating(is_interleaved=True, limit=limit, alpha=alpha)
+
+    @staticmethod
+    def fits(block: Any) -> bool:
+        """Whether it is a router and experts of a known kind, with plain weights."""
+        if type(block) not in (GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock):
+            return False
+        experts: Any = block.experts
+        is_known = type(block) is GptOssMLP or type(experts.act_fn) is type(ACT2FN["silu"])
+        is_plain = all(type(weight.data) is Tensor for weight in block.parameters())
+        is_one_kind = len({weight.dtype for weight in experts.parameters()}) == 1
+        return is_known and is_plain and is_one_kind and _is_replaced(experts)
+
+    def feed(self, states: Tensor) -> Tensor:
+        """Normed states [N, H] to the experts' output [N, H]."""
+        logits = functional.linear(states, self._router.weight, self._router_bias)
+        routes = route(logits, self._count, is_normalized=self._is_normalized)
+        if self._are_few(states, routes):
+            opened = open_experts(states, routes.experts, self._opening, self._gating)
+            return close_experts(opened, routes, self._closing)
+        output: Tensor = self._experts(states, routes.experts, routes.shares.to(states.dtype))
+        return output
+
+    def _are_few(self, states: Tensor, routes: Routes) -> bool:
+        # Of other dtypes the grouped product is a loop on the host, which waits for the device.
+        is_few = routes.experts.numel() <= len(self._opening.weight)
+        return states.device.type in DEVICES and (is_few or states.dtype != torch.bfloat16)
+
+    def _projection(self, name: str) -> Projection:
+        weight: nn.Parameter = getattr(self._experts, name)
+        bias = getattr(self._experts, f"{name}_bias") if self._experts.has_bias else None
+        is_turned = self._experts.is_transposed
+        return Projection(_outputs_first(weight) if is_turned else weight.data, bias)
+
+
+def _is_replaced(experts: Any) -> bool:
+    """Who asked for another way to run them has a reason."""
+    return experts.config.get_text_config(decoder=True)._experts_implementation in REPLACED
+
+
+def _outputs_first(weight: nn.Parameter) -> Tensor:
+    """[E, O, I], contiguous; the parameter [E, I, O] is a view of it afterwards."""
+    turned = weight.data.transpose(1, 2)
+    if not turned.is_contiguous():
+        turned = turned.contiguous()
+        weight.data = turned.transpose(1, 2)
+    return turned

@@ -1,0 +1,93 @@
+"""What the chosen experts of few tokens make of them, in three steps.
+
+``route`` chooses, ``open_experts`` is gate, up and activation, ``close_experts`` is down and the
+sum by the weights of the choice. The torch code here is the definition; on CUDA each step is one
+kernel of ``guided_spec.ops.routed_experts_triton``, which reads the matrices of the chosen experts
+where they lie. For inference: they have no gradient.
+
+Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer"
+(2017); Shazeer, "GLU variants improve transformer" (2020).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from guided_spec.errors import ConfigError
+from guided_spec.ops.expert_matrices import Gating, Projection, Routes
+
+__all__ = ["close_experts", "open_experts", "route"]
+
+
+def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
+    """Choose ``count`` experts for each token.
+
+    logits: [N, E]. The shares are the softmax of the logits, in float32, over all experts; or, if
+    is_normalized, over those that were chosen. Of equal logits any may be chosen.
+
+    Raises ConfigError for a count of none, or more than there are.
+    """
+    if not 1 <= count <= logits.shape[-1]:
+        raise ConfigError("count", count, f"must be 1 to {logits.shape[-1]}, of the experts")
+    if logits.is_cuda:
+        from guided_spec.ops import routed_experts_triton
+
+        return routed_experts_triton.route(logits, count, is_normalized=is_normalized)
+    wide = logits.float()
+    found, experts = wide.topk(count, -1)
+    total = (found if is_normalized else wide).logsumexp(-1, keepdim=True)
+    return Routes(experts, (found - total).exp())
+
+
+def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
+    """[N, K, O / 2]: gate and up of each token's experts, made one.
+
+    x: [N, I]. experts: int64 [N, K]. opening: [E, O, I]. Sums in float32, rounded once, behind the
+    activation.
+
+    Raises ConfigError for shapes that do not fit.
+    """
+    _check(x, experts, opening.weight)
+    if x.is_cuda:
+        from guided_spec.ops import routed_experts_triton
+
+        return routed_experts_triton.open_experts(x, experts, opening, gating)
+    both = torch.einsum("nkoi,ni->nko", opening.weight[experts].float(), x.float())
+    if opening.bias is not None:
+        both = both + opening.bias[experts].float()
+    if gating.is_interleaved:
+        gate, up = both[..., ::2], both[..., 1::2]
+    else:
+        gate, up = both.chunk(2, -1)
+    if gating.limit is None:
+        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+    gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
+    return (gate * torch.sigmoid(gating.alpha * gate) * (up + 1)).to(x.dtype)
+
+
+def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor:
+    """[N, O]: the sum over K of each expert's product, times its share.
+
+    opened: [N, K, I]. closing: [E, O, I]. Sums in float32, rounded once.
+
+    Raises ConfigError for shapes that do not fit.
+    """
+    _check(opened, routes.experts, closing.weight)
+    if opened.is_cuda:
+        from guided_spec.ops import routed_experts_triton
+
+        return routed_experts_triton.close_experts(opened, routes, closing)
+    found = torch.einsum("nkoi,nki->nko", closing.weight[routes.experts].float(), opened.float())
+    if closing.bias is not None:
+        found = found + closing.bias[routes.experts].float()
+    return torch.einsum("nko,nk->no", found, routes.shares).to(opened.dtype)
+
+
+def _check(x: Tensor, experts: Tensor, weight: Tensor) -> None:
+    if x.shape[-1] != weight.shape[2]:
+        raise ConfigError("x", tuple(x.shape), f"must be [..., {weight.shape[2]}], as weight is")
+    if experts.dim() != 2 or len(experts) != len(x):
+        raise ConfigError("experts", tuple(experts.shape), f"must be [{len(x)}, K]")
+    if not weight.is_contiguous():
+        raise ConfigError("weight", weight.stride(), "must be contiguous: turn it")

@@ -1,0 +1,100 @@
+"""The steps of chosen experts, against one expert at a time; and their kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import silu
+
+from guided_spec.errors import ConfigError
+from guided_spec.ops.expert_matrices import Gating, Projection
+from guided_spec.ops.routed_experts import close_experts, open_experts, route
+from tests.ops.interpreted import run_interpreted
+
+COMPARE = """
+import torch
+from guided_spec.ops import routed_experts_triton as kernels
+from guided_spec.ops.expert_matrices import Gating, Projection
+from guided_spec.ops.routed_experts import close_experts, open_experts, route
+
+torch.manual_seed(0)
+gatings = (Gating(), Gating(is_interleaved=True, limit=2.0, alpha=1.7))
+sizes = ((1, 5, 2, 8, 8), (3, 7, 3, 70, 22), (2, 4, 4, 16, 600), (1, 33, 8, 1100, 48))
+for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
+    for count, experts, chosen, inputs, outputs in sizes:
+        logits = torch.randn(count, experts).to(dtype)
+        for is_normalized in (True, False):
+            expected = route(logits, chosen, is_normalized=is_normalized)
+            routes = kernels.route(logits, chosen, is_normalized=is_normalized)
+            assert torch.equal(routes.experts, expected.experts)
+            torch.testing.assert_close(routes.shares, expected.shares)
+        x, opened = torch.randn(count, inputs), torch.randn(count, chosen, inputs)
+        scale = inputs**-0.5
+        weight = (torch.randn(experts, outputs, inputs) * scale).to(dtype)
+        for bias in (None, torch.randn(experts, outputs).to(dtype)):
+            given = Projection(weight, bias)
+            for gating in gatings:
+                found = kernels.open_experts(x.to(dtype), routes.experts, given, gating)
+                wanted = open_experts(x.to(dtype), routes.experts, given, gating)
+                torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+            found = kernels.close_experts(opened.to(dtype), routes, given)
+            wanted = close_experts(opened.to(dtype), routes, given)
+            torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_the_largest_are_chosen(*, is_normalized: bool) -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 9)
+    found = route(logits.bfloat16(), 3, is_normalized=is_normalized)
+    assert found.shares.dtype == torch.float32
+    probs = logits.bfloat16().float().softmax(-1)
+    values, experts = probs.topk(3, -1)
+    assert torch.equal(found.experts, experts)
+    expected = values / values.sum(-1, keepdim=True) if is_normalized else values
+    torch.testing.assert_close(found.shares, expected)
+    with pytest.raises(ConfigError, match="count=10: must be 1 to 9"):
+        route(logits, 10, is_normalized=is_normalized)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_one_expert_at_a_time(limit: float | None, *, has_bias: bool) -> None:
+    torch.manual_seed(0)
+    x, logits = torch.randn(3, 6), torch.randn(3, 5)
+    opening = Projection(torch.randn(5, 8, 6), torch.randn(5, 8) if has_bias else None)
+    closing = Projection(torch.randn(5, 6, 4), torch.randn(5, 6) if has_bias else None)
+    gating = Gating(is_interleaved=limit is not None, limit=limit, alpha=1.7)
+    routes = route(logits, 2, is_normalized=True)
+    found = close_experts(open_experts(x, routes.experts, opening, gating), routes, closing)
+    for token in range(3):
+        expected = torch.zeros(6)
+        for expert, share in zip(routes.experts[token], routes.shares[token], strict=True):
+            both = opening.weight[expert] @ x[token]
+            both = both if opening.bias is None else both + opening.bias[expert]
+            if limit is None:
+                opened = silu(both[:4]) * both[4:]
+            else:
+                gate, up = both[::2].clamp(max=limit), both[1::2].clamp(-limit, limit)
+                opened = gate * torch.sigmoid(1.7 * gate) * (up + 1)
+            closed = closing.weight[expert] @ opened
+            closed = closed if closing.bias is None else closed + closing.bias[expert]
+            expected += share * closed
+        torch.testing.assert_close(found[token], expected)
+
+
+def test_shapes_that_do_not_fit_are_named() -> None:
+    x, experts, weight = torch.randn(2, 6), torch.tensor([[0, 1], [2, 0]]), torch.randn(4, 8, 6)
+    with pytest.raises(ConfigError, match=r"x=\(2, 5\): must be \[..., 6\], as weight is"):
+        open_experts(x[:, :5], experts, Projection(weight, None), Gating())
+    with pytest.raises(ConfigError, match=r"experts=\(1, 2\): must be \[2, K\]"):
+        open_experts(x, experts[:1], Projection(weight, None), Gating())
+    with pytest.raises(ConfigError, match="must be contiguous: turn it"):
+        open_experts(x, experts, Projection(torch.randn(4, 6, 8).mT, None), Gating())
+
+
+def test_the_kernels_agree_with_the_reference() -> None:
+    pytest.importorskip("triton")
+    assert run_interpreted("-c", COMPARE) == "equal"
