@@ -13,6 +13,7 @@ import torch
 import transformers
 import typer
 from rich.table import Table
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.device_time import graph_seconds, read_bandwidth, require_graphs
@@ -22,7 +23,7 @@ from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import PackedForm
-from guided_spec.models.fp8 import Fp8Linear
+from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.fp8_weight import FP8
 from guided_spec.ops.slot_attention import KeyValues
@@ -59,11 +60,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-# The same with the linear layers of their decoders in fp8; behind it the block of a scale, None for
-# one output.
+# The same with linear layers and experts of the decoder in fp8; behind it the block of a scale,
+# None for one output.
 FP8_MODELS: dict[str, tuple[str, tuple[int, int] | None]] = {
     "qwen3-8b-fp8": ("qwen3-8b", (128, 128)),
     "llama-3.1-8b-fp8": ("llama-3.1-8b", None),
+    "qwen3-30b-a3b-fp8": ("qwen3-30b-a3b", (128, 128)),
 }
 NAMES = (*MODELS, *FP8_MODELS)
 EXPERTS_USED = ("num_experts_per_tok", "num_experts", "num_local_experts")
@@ -137,20 +139,32 @@ def _calm(model: PreTrainedModel) -> None:
 
 
 def _quantize(model: Any, block: tuple[int, int] | None) -> None:
-    """Put the linear layers of the decoder into fp8."""
+    """Put the linear layers of the decoder, and its experts, into fp8."""
     layers = model.get_decoder().layers
     for name, module in list(layers.named_modules()):
-        if type(module) is not torch.nn.Linear:
+        quantized: Fp8Linear | Fp8Experts
+        if type(module) is torch.nn.Linear:
+            quantized = Fp8Linear(module)
+            quantized.scale(_put(quantized.weight.data, module.weight, block), block)
+        elif Fp8Experts.fits(module):
+            quantized = Fp8Experts(module)
+            for projection, halves in (("gate_up_proj", 2), ("down_proj", 1)):
+                whole = getattr(quantized, projection).data
+                scales = _put(whole, getattr(module, projection), block)
+                quantized.scale(projection, [one.chunk(halves) for one in scales], block)
+        else:
             continue
         parent, _, last = name.rpartition(".")
-        rows, columns = block or (1, module.in_features)
-        tiles = module.weight.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))
-        scales = tiles.abs().amax((1, 3)).float() / torch.finfo(FP8).max
-        quantized = Fp8Linear(module)
-        values = tiles / scales[:, None, :, None]
-        quantized.weight.data.copy_(values.view(module.weight.shape))
-        quantized.scale(scales, block)
         setattr(layers.get_submodule(parent), last, quantized)
+
+
+def _put(values: Tensor, weight: Tensor, block: tuple[int, int] | None) -> Tensor:
+    """Fill values in fp8 [..., O, I] with the weight; returns the scales of their blocks."""
+    rows, columns = block or (1, weight.shape[-1])
+    tiles = weight.unflatten(-2, (-1, rows)).unflatten(-1, (-1, columns))
+    scales: Tensor = tiles.abs().amax((-3, -1)).float() / torch.finfo(FP8).max
+    values.copy_((tiles / scales[..., :, None, :, None]).view(weight.shape))
+    return scales
 
 
 def _bytes_read(model: Any, count: int) -> float:

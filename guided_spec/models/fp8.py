@@ -1,4 +1,4 @@
-"""Checkpoints whose linear layers are in fp8, loaded as they are stored.
+"""Checkpoints whose linear layers and experts are in fp8, loaded as they are stored.
 
 transformers multiplies such weights out where there is no GPU, and needs kernels from a hub where
 there is one. Here the layers keep their bytes and their scales, and are multiplied by
@@ -9,34 +9,47 @@ their precision.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+import re
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import _default_apply_gate, _grouped_mm
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.fp8_linear import fp8_linear, whole_matrix
 from guided_spec.ops.fp8_weight import FP8, Fp8Weight
+from guided_spec.ops.pointwise import silu_mul_packed
+from guided_spec.ops.routed_experts import close_experts, open_experts
 
-__all__ = ["Fp8Linear", "Fp8Recipe", "load_fp8"]
+__all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]
 
 METHOD = "guided_spec_fp8"  # its name among transformers' quantizers
 SCALES = ("weight_scale_inv", "weight_scale")  # both are factors of the weight
 EXPERTS = ".experts"
+LAYER = re.compile(r"\.layers\.(\d+)\.")
+PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Scales of what is not rounded here.
 IGNORED = r"\.(weight_scale_inv|weight_scale|input_scale|activation_scale|k_scale|v_scale)$"
+
+
+Block = tuple[int, int]
 
 
 class Fp8Recipe(NamedTuple):
     """How a checkpoint's weights are in fp8. block: of a scale; None for larger ones."""
 
-    block: tuple[int, int] | None
+    block: Block | None
 
     @classmethod
     def of(cls, quantization: Mapping[str, Any]) -> Fp8Recipe | None:
@@ -65,7 +78,7 @@ class Fp8Recipe(NamedTuple):
         return cls(blocks.pop()) if is_fp8 and len(blocks) == 1 else None
 
 
-def _pair(block: Any) -> tuple[int, int] | None:
+def _pair(block: Any) -> Block | None:
     return None if block is None else (int(block[0]), int(block[1]))
 
 
@@ -86,18 +99,13 @@ class Fp8Linear(nn.Module):
         self.bias = linear.bias
         self.block = (self.out_features, self.in_features)
 
-    def scale(self, scales: Tensor, block: tuple[int, int] | None) -> None:
+    def scale(self, scales: Tensor, block: Block | None) -> None:
         """Take scales as a checkpoint has them: one, one for each output, or for each block.
 
         Raises ConfigError for as many as are none of these.
         """
-        if block is None:
-            is_whole = scales.numel() == 1
-            block = (self.out_features if is_whole else 1, self.in_features)
-        if scales.dim() < 2:
-            scales = scales.reshape(-1, 1)
-        found = Fp8Weight.of(self.weight.data, scales.to(self.weight.device).float(), block)
-        self.block = block
+        found = _weight(self.weight.data, scales, block)
+        self.block = found.block
         self.register_buffer("scales", found.scales, persistent=False)
         self.register_buffer("arrived", found.arrived, persistent=False)
 
@@ -111,10 +119,118 @@ class Fp8Linear(nn.Module):
         return fp8_linear(states, self.numbers, self.bias)
 
 
+class Fp8Experts(nn.Module):
+    """What stands where a stock module of experts would: weights in fp8, for inference alone.
+
+    experts: of which it takes shapes; with silu(gate) * up, and without biases. ``fits`` says so.
+    """
+
+    def __init__(self, experts: Any) -> None:
+        super().__init__()
+        self.config, self.act_fn = experts.config, experts.act_fn
+        self.has_bias = self.is_transposed = False
+        for name in ("gate_up_proj", "down_proj"):
+            like = getattr(experts, name)
+            values = torch.empty(like.shape, dtype=FP8, device=like.device)
+            self.register_parameter(name, nn.Parameter(values, requires_grad=False))
+        self._blocks = {"gate_up_proj": (1, 1), "down_proj": (1, 1)}
+
+    @staticmethod
+    def fits(experts: Any) -> bool:
+        """Whether a stock module is of the kind described above."""
+        names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
+        form = [getattr(experts, name, False) for name in names]  # some came with a version
+        is_silu = type(getattr(experts, "act_fn", None)) is type(ACT2FN["silu"])
+        is_default = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
+        return form == [True, False, False, True, False] and is_silu and is_default
+
+    def scale(self, name: str, parts: Sequence[Sequence[Tensor]], block: Block | None) -> None:
+        """Take the scales of a projection.
+
+        parts: of each expert, those of gate and up, or of down, as a checkpoint has them.
+
+        Raises ConfigError as ``Fp8Linear.scale`` does.
+        """
+        whole = getattr(self, name).data
+        found = []
+        for expert, scales in enumerate(parts):
+            halves = whole[expert].chunk(len(scales))
+            weights = [_weight(*one, block) for one in zip(halves, scales, strict=True)]
+            found.append(Fp8Weight.joined(weights, whole[expert]))
+        self._blocks[name] = found[0].block
+        stacked = torch.stack([one.scales for one in found])
+        self.register_buffer(f"{name}_scales", stacked, persistent=False)
+
+    def projection(self, name: str) -> Projection:
+        """gate_up_proj or down_proj."""
+        scales: Tensor = getattr(self, f"{name}_scales")
+        return Projection(getattr(self, name).data, None, scales, self._blocks[name])
+
+    def forward(self, states: Tensor, expert_ids: Tensor, shares: Tensor) -> Tensor:
+        """[N, H]: the sum of what its experts make of each row.
+
+        states: [N, H]. expert_ids: int64 [N, K]; shares of them: [N, K].
+        """
+        routes = Routes(expert_ids, shares.float())
+        opening, closing = self.projection("gate_up_proj"), self.projection("down_proj")
+        if not states.is_cuda:
+            return _one_by_one(states, routes, opening, closing)
+        is_few = expert_ids.numel() <= len(opening.weight)
+        if is_few or states.dtype != torch.bfloat16:
+            opened = open_experts(states, expert_ids, opening, Gating())
+            return close_experts(opened, routes, closing)
+        return _grouped(states, routes, opening, closing)
+
+
+def _one_by_one(states: Tensor, routes: Routes, opening: Projection, closing: Projection) -> Tensor:
+    """On the host: no more than one expert is multiplied out at a time."""
+    total = states.new_zeros(states.shape, dtype=torch.float32)
+    for expert in routes.experts.unique():
+        tokens, places = (routes.experts == expert).nonzero(as_tuple=True)
+        both = functional.linear(states[tokens], opening.of(expert).to(states.dtype))
+        gate, up = both.chunk(2, -1)
+        found = functional.linear(functional.silu(gate) * up, closing.of(expert).to(states.dtype))
+        total.index_add_(0, tokens, found.float() * routes.shares[tokens, places, None])
+    return total.to(states.dtype)
+
+
+def _grouped(states: Tensor, routes: Routes, opening: Projection, closing: Projection) -> Tensor:
+    """By torch's grouped product, of all experts multiplied out; nothing waits for the device."""
+    experts, order = routes.experts.flatten().sort()
+    numbers = torch.arange(len(opening.weight), device=states.device)
+    ends = torch.searchsorted(experts, numbers, right=True).int()
+    count = routes.experts.shape[1]
+    both = _grouped_mm(states[order // count], _whole(opening, states.dtype).mT, ends)
+    found = _grouped_mm(silu_mul_packed(both), _whole(closing, states.dtype).mT, ends)
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+    weighted = found[back].unflatten(0, routes.shares.shape).float() * routes.shares.unsqueeze(-1)
+    total: Tensor = weighted.sum(1).to(states.dtype)
+    return total
+
+
+def _whole(projection: Projection, dtype: torch.dtype) -> Tensor:
+    """[E, O, I] in ``dtype``."""
+    weight, scales, block = projection.weight, projection.scales, projection.block
+    assert scales is not None
+    if weight.shape[1] % block[0] != 0:  # an expert ends within a block
+        scales = scales.repeat_interleave(block[0], 1)[:, : weight.shape[1]]
+        block = (1, block[1])
+    flat = Fp8Weight.of(weight.flatten(0, 1), scales.flatten(0, 1), block)
+    return whole_matrix(flat, dtype).view(weight.shape)
+
+
+def _weight(values: Tensor, scales: Tensor, block: Block | None) -> Fp8Weight:
+    """scales: one, one for each output, or for each block. Raises ConfigError for others."""
+    if block is None:
+        block = (len(values) if scales.numel() == 1 else 1, values.shape[1])
+    scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    return Fp8Weight.of(values, scales.to(values.device).float(), block)
+
+
 def load_fp8(
     path: str, recipe: Fp8Recipe, config: Any, arguments: Mapping[str, Any]
 ) -> PreTrainedModel | None:
-    """The model on the CPU with its linear layers in fp8; None where not only these are quantized.
+    """The model on the CPU with linear layers and experts in fp8; None where there is more in it.
 
     path: a folder or a hub id. config: transformers' of it, changed meanwhile. arguments: of
     ``from_pretrained``.
@@ -132,17 +248,31 @@ def load_fp8(
     finally:
         config.quantization_config = stored
     model.config.quantization_config = stored
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
-    found = {_stored_name(name, scales): linear for name, linear in linears.items()}
-    read = checkpoint.read(scales[name] for name in found)
-    for name, linear in found.items():
+    read = checkpoint.read(scales.values())
+    found = {name: read[of] for name, of in scales.items()}
+    for name, module in model.named_modules():
         try:
-            linear.scale(read[scales[name]], recipe.block)
+            _scale(module, _stored_name(name, found), found, recipe.block)
         except ConfigError as error:
-            problem = f"checkpoint={path!r}: {scales[name]}: {error}; the checkpoint is broken"
+            problem = f"checkpoint={path!r}: {name}: {error}; the checkpoint is broken"
             raise ModelError(problem) from error
     assert isinstance(model, PreTrainedModel)
     return model
+
+
+def _scale(module: nn.Module, name: str, scales: Mapping[str, Tensor], block: Block | None) -> None:
+    """name: of a module in the checkpoint. scales: of all modules that the checkpoint has."""
+    if isinstance(module, Fp8Linear):
+        module.scale(scales[name], block)
+    elif isinstance(module, Fp8Experts):
+        for projection, parts in PARTS.items():
+            names = _names_of_experts(name, module, parts)
+            module.scale(projection, [[scales[one] for one in group] for group in names], block)
+
+
+def _names_of_experts(name: str, experts: Any, parts: Sequence[str]) -> list[list[str]]:
+    """Of each expert, what a checkpoint calls its parts."""
+    return [[f"{name}.{at}.{part}" for part in parts] for at in range(len(experts.down_proj))]
 
 
 def _scale_names(checkpoint: Checkpoint) -> dict[str, str]:
@@ -186,13 +316,27 @@ class _Quantizer(HfQuantizer):
             *(model._keys_to_ignore_on_load_unexpected or ()),
             IGNORED,
         }
+        found = set[str]()
         for name, module in modules.items():
             stored = _stored_name(name, names)
+            quantized: nn.Module
             if stored in names and type(module) is nn.Linear:
-                parent, _, last = name.rpartition(".")
-                setattr(modules[parent], last, Fp8Linear(module))
-            elif stored in names or (name.endswith(EXPERTS) and _begins_one(stored, names)):
-                raise _OthersError(name)
+                quantized = Fp8Linear(module)
+                found.add(stored)
+            elif name.endswith(EXPERTS) and Fp8Experts.fits(module):
+                parts = _names_of_experts(stored, module, [*chain(*PARTS.values())])
+                if not names.issuperset(chain(*parts)):
+                    continue
+                quantized = Fp8Experts(module)
+                found.update(chain(*parts))
+            else:
+                continue
+            parent, _, last = name.rpartition(".")
+            setattr(modules[parent], last, quantized)
+        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        others = [name for name in names - found if not _is_of_a_draft(name, layers)]
+        if others:
+            raise _OthersError(min(others))
 
     def is_serializable(self, *_: Any, **__: Any) -> bool:
         return False
@@ -203,7 +347,7 @@ class _Quantizer(HfQuantizer):
 
 
 class _OthersError(Exception):
-    """A module that is no linear layer has weights in fp8."""
+    """Weights are in fp8 that are neither of linear layers nor of experts of a known form."""
 
 
 def _stored_name(name: str, stored: Container[str]) -> str:
@@ -213,6 +357,7 @@ def _stored_name(name: str, stored: Container[str]) -> str:
     return name.replace("model.language_model.", "language_model.model.")
 
 
-def _begins_one(name: str, stored: Iterable[str]) -> bool:
-    """Experts are one module, and stored one by one."""
-    return any(one.startswith(f"{name}.") for one in stored)
+def _is_of_a_draft(name: str, num_layers: int) -> bool:
+    """Modules of multi-token prediction are in the checkpoint, and not in the model."""
+    layer = LAYER.search(name)
+    return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= num_layers)

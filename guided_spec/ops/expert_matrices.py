@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 __all__ = ["Gating", "Projection", "Routes"]
@@ -17,10 +18,26 @@ class Routes(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """weight: [E, O, I], contiguous. bias: [E, O], or None."""
+    """weight: [E, O, I], contiguous. bias: [E, O], or None.
+
+    scales: of weights in fp8, float32 [E, ceil(O / block[0]), ceil(I / block[1])], the factors of
+    blocks as ``Fp8Weight`` says; None for other weights.
+    """
 
     weight: Tensor
     bias: Tensor | None
+    scales: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+    def of(self, experts: Tensor) -> Tensor:
+        """float32 [..., O, I]: the matrices of these experts, integers [...]."""
+        if self.scales is None:
+            return self.weight[experts].float()
+        bytes_ = self.weight.view(torch.uint8)[experts]  # not every torch picks among fp8
+        (rows, columns), (outputs, inputs) = self.block, self.weight.shape[1:]
+        spread = self.scales[experts].repeat_interleave(rows, -2)[..., :outputs, :]
+        spread = spread.repeat_interleave(columns, -1)[..., :inputs]
+        return bytes_.view(self.weight.dtype).float() * spread
 
 
 class Gating(NamedTuple):

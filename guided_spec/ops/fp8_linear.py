@@ -18,7 +18,7 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.fp8_weight import Fp8Weight, multiply_out
 
-__all__ = ["fp8_linear"]
+__all__ = ["can_read_fp8", "fp8_linear", "whole_matrix"]
 
 FIRST_CAPABILITY = (8, 9)  # that converts fp8
 
@@ -40,14 +40,24 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
 
 
 def _has_kernels(x: Tensor, weight: Fp8Weight) -> bool:
-    if not x.is_cuda or not _can_read_fp8(x.get_device()):
+    if not x.is_cuda or not can_read_fp8(x.get_device()):
         return False
     from guided_spec.ops import fp8_linear_triton
 
     return fp8_linear_triton.serves(weight)
 
 
+def whole_matrix(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """``multiply_out``, by a kernel where there is one."""
+    if not _has_kernels(weight.values, weight):
+        return multiply_out(weight, dtype)
+    from guided_spec.ops import fp8_linear_triton
+
+    return fp8_linear_triton.multiply_out(weight, dtype)
+
+
 @cache
-def _can_read_fp8(device: int) -> bool:
+def can_read_fp8(device: int) -> bool:
+    """Whether kernels can, on the CUDA device of this number."""
     is_nvidia = torch.version.cuda is not None and find_spec("triton") is not None
     return is_nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

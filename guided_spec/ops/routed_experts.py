@@ -16,6 +16,7 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.fp8_linear import can_read_fp8
 
 __all__ = ["close_experts", "open_experts", "route"]
 
@@ -49,11 +50,11 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     Raises ConfigError for shapes that do not fit.
     """
     _check(x, experts, opening.weight)
-    if x.is_cuda:
+    if x.is_cuda and _has_kernel(opening, 2):
         from guided_spec.ops import routed_experts_triton
 
         return routed_experts_triton.open_experts(x, experts, opening, gating)
-    both = torch.einsum("nkoi,ni->nko", opening.weight[experts].float(), x.float())
+    both = torch.einsum("nkoi,ni->nko", opening.of(experts), x.float())
     if opening.bias is not None:
         both = both + opening.bias[experts].float()
     if gating.is_interleaved:
@@ -74,14 +75,22 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
     Raises ConfigError for shapes that do not fit.
     """
     _check(opened, routes.experts, closing.weight)
-    if opened.is_cuda:
+    if opened.is_cuda and _has_kernel(closing, 1):
         from guided_spec.ops import routed_experts_triton
 
         return routed_experts_triton.close_experts(opened, routes, closing)
-    found = torch.einsum("nkoi,nki->nko", closing.weight[routes.experts].float(), opened.float())
+    found = torch.einsum("nkoi,nki->nko", closing.of(routes.experts), opened.float())
     if closing.bias is not None:
         found = found + closing.bias[routes.experts].float()
     return torch.einsum("nko,nk->no", found, routes.shares).to(opened.dtype)
+
+
+def _has_kernel(projection: Projection, parts: int) -> bool:
+    if projection.scales is not None and not can_read_fp8(projection.weight.get_device()):
+        return False
+    from guided_spec.ops import routed_experts_triton
+
+    return routed_experts_triton.serves(projection, parts)
 
 
 def _check(x: Tensor, experts: Tensor, weight: Tensor) -> None:

@@ -14,11 +14,41 @@ from torch import Tensor
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.launch_triton import await_previous, launch
 
-__all__ = ["close_experts", "open_experts", "route"]
+__all__ = ["close_experts", "open_experts", "route", "serves"]
 
 ROWS = 8  # outputs of a program
-OPENING_COLUMNS, CLOSING_COLUMNS = 512, 1024  # inputs that it reads at once, at most
+OPENING_BYTES, CLOSING_BYTES = 1024, 2048  # of an output that it reads at once, at most
 STAGES = 3
+
+PLAIN, BY_BLOCKS, BY_OUTPUTS = 0, 1, 2  # how weights are scaled
+
+
+def serves(projection: Projection, parts: int) -> bool:
+    """Whether a program's outputs have their scales in common, or each has one.
+
+    parts: of the outputs, which are read apart.
+    """
+    rows = projection.block[0]
+    is_whole = rows % ROWS == 0 and projection.weight.shape[1] // parts % rows == 0
+    return _scaling(projection) != BY_BLOCKS or is_whole
+
+
+def _scaling(projection: Projection) -> int:
+    if projection.scales is None:
+        return PLAIN
+    is_wide = projection.block[1] >= projection.weight.shape[2]
+    return BY_OUTPUTS if projection.block[0] == 1 and is_wide else BY_BLOCKS
+
+
+def _scales(projection: Projection) -> tuple[Tensor, int, int, int, int]:
+    """The scales, how many there are in a matrix both ways, and their blocks."""
+    scales = projection.weight if projection.scales is None else projection.scales
+    return scales, scales.shape[1], scales.shape[2], *projection.block
+
+
+def _columns(projection: Projection, most: int) -> int:
+    width: int = triton.next_power_of_2(projection.weight.shape[2])
+    return min(most // projection.weight.element_size(), width)
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
@@ -40,7 +70,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     """See ``guided_spec.ops.routed_experts.open_experts``; the arguments on one CUDA device."""
     (outputs, inputs), width = opening.weight.shape[1:], opening.weight.shape[1] // 2
     opened = x.new_empty(*experts.shape, width)
-    columns = min(OPENING_COLUMNS, triton.next_power_of_2(inputs))
+    columns = _columns(opening, OPENING_BYTES)
     weight, bias = opening.weight, opening.weight if opening.bias is None else opening.bias
     limit = 0.0 if gating.limit is None else gating.limit
     step, behind = (2, 1) if gating.is_interleaved else (1, width)
@@ -48,8 +78,9 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
         with torch.cuda.device_of(x):
             launch(_open, (experts.numel(), triton.cdiv(width, ROWS)), x)(
                 *(x.contiguous(), experts.contiguous(), weight, bias, opened, experts.shape[1]),
-                *(outputs, width, step, behind, gating.alpha, limit, inputs),
-                *(opening.bias is not None, gating.limit is not None, ROWS, columns, STAGES),
+                *(outputs, width, step, behind, gating.alpha, limit, *_scales(opening), inputs),
+                *(opening.bias is not None, gating.limit is not None, _scaling(opening)),
+                *(ROWS, columns, STAGES),
             )
     return opened
 
@@ -58,13 +89,14 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
     """See ``guided_spec.ops.routed_experts.close_experts``; the arguments on one CUDA device."""
     (outputs, inputs), count = closing.weight.shape[1:], routes.experts.shape[1]
     total = opened.new_empty(len(opened), outputs)
-    columns = min(CLOSING_COLUMNS, triton.next_power_of_2(inputs))
+    columns = _columns(closing, CLOSING_BYTES)
     weight, bias = closing.weight, closing.weight if closing.bias is None else closing.bias
     if total.numel() > 0:
         with torch.cuda.device_of(opened):
             launch(_close, (len(opened), triton.cdiv(outputs, ROWS)), opened)(
                 *(opened.contiguous(), *routes, weight, bias),
-                *(total, outputs, inputs, count, closing.bias is not None, ROWS, columns, STAGES),
+                *(total, outputs, *_scales(closing), inputs, count, closing.bias is not None),
+                *(_scaling(closing), ROWS, columns, STAGES),
             )
     return total
 
@@ -118,9 +150,15 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     behind,
     alpha,
     limit,
+    scales,
+    scale_rows,
+    scale_columns,
+    block_rows,
+    block_columns,
     INPUTS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
+    SCALING: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -136,16 +174,29 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     gate_row = tl.minimum(output, width - 1) * step
     first_gate = weight + (expert * outputs + gate_row)[:, None] * INPUTS
     first_up = first_gate + behind * INPUTS
+    first_row = tl.program_id(1) * ROWS * step
+    gate_scale = scales + (expert * scale_rows + first_row // block_rows) * scale_columns
+    up_scale = scales + (expert * scale_rows + (first_row + behind) // block_rows) * scale_columns
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, INPUTS, COLUMNS, num_stages=STAGES):
         at = first + tl.arange(0, COLUMNS)
         inside = (at < INPUTS)[None, :]
         states = tl.load(x + pair // served * INPUTS + at, mask=at < INPUTS, other=0.0)
-        wide = states.to(tl.float32)[None, :]
-        gate += tl.load(first_gate + at[None, :], mask=inside, other=0.0).to(tl.float32) * wide
-        up += tl.load(first_up + at[None, :], mask=inside, other=0.0).to(tl.float32) * wide
+        for_gate = states.to(tl.float32)
+        for_up = for_gate
+        if SCALING == 1:  # by blocks, of which all rows of a program are in one
+            block = at // block_columns
+            for_gate *= tl.load(gate_scale + block, mask=at < INPUTS, other=0.0)
+            for_up *= tl.load(up_scale + block, mask=at < INPUTS, other=0.0)
+        read = tl.load(first_gate + at[None, :], mask=inside, other=0.0)
+        gate += read.to(tl.float32) * for_gate[None, :]
+        read = tl.load(first_up + at[None, :], mask=inside, other=0.0)
+        up += read.to(tl.float32) * for_up[None, :]
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
+    if SCALING == 2:  # by outputs
+        gate_sum *= tl.load(scales + expert * outputs + gate_row)
+        up_sum *= tl.load(scales + expert * outputs + gate_row + behind)
     if HAS_BIAS:
         place = bias + expert * outputs + gate_row
         gate_sum += tl.load(place).to(tl.float32)
@@ -169,9 +220,15 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
     bias,
     total,
     outputs,
+    scales,
+    scale_rows,
+    scale_columns,
+    block_rows,
+    block_columns,
     INPUTS: tl.constexpr,
     COUNT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    SCALING: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -192,7 +249,15 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
         states = tl.load(opened + pair * INPUTS + at, mask=at < INPUTS, other=0.0)
         place = weight + (expert * outputs + row)[:, None] * INPUTS + at[None, :]
         read = tl.load(place, mask=(at < INPUTS)[None, :], other=0.0)
-        products += read.to(tl.float32) * (states.to(tl.float32) * share)[None, :]
+        factors = states.to(tl.float32) * share
+        wide = read.to(tl.float32)
+        if SCALING == 1:
+            block = (expert * scale_rows + tl.program_id(1) * ROWS // block_rows) * scale_columns
+            scale = scales + block + at // block_columns
+            factors *= tl.load(scale, mask=at < INPUTS, other=0.0)
+        if SCALING == 2:
+            wide *= tl.load(scales + expert * outputs + row)[:, None]
+        products += wide * factors[None, :]
     result = tl.sum(products, 1)
     if HAS_BIAS:
         for number in range(COUNT):

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
+from transformers import Qwen3MoeConfig
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
+from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
 from guided_spec.ops.expert_matrices import Gating, Projection
 from guided_spec.ops.fp8_linear import fp8_linear
+from guided_spec.ops.fp8_weight import scales_shape
 from guided_spec.ops.routed_experts import close_experts, open_experts, route
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
@@ -106,6 +112,34 @@ def test_steps_of_experts(count: int, inner: int, dtype: torch.dtype, gating: Ga
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     for expected, on_device in zip(*found, strict=True):
         torch.testing.assert_close(on_device.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("block", [(128, 128), (1, 2048)])
+def test_experts_in_fp8(block: tuple[int, int]) -> None:
+    """A way of its own for few pairs and for many; the definition is that on the CPU."""
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        config = Qwen3MoeConfig(
+            hidden_size=512, moe_intermediate_size=256, num_experts=16, hidden_act="silu"
+        )
+        experts = Fp8Experts(Qwen3MoeExperts(config)).to_empty(device="cpu")
+    for name, parts in (("gate_up_proj", 2), ("down_proj", 1)):
+        values = getattr(experts, name)
+        shape = (values.shape[1] // parts, values.shape[2])
+        given = (block[0], min(block[1], shape[1]))
+        values.data.copy_((torch.randn(values.shape) * 8).to(torch.float8_e4m3fn))
+        scales = [[torch.rand(scales_shape(shape, given)) * 0.01] * parts for _ in range(16)]
+        experts.scale(name, scales, None if block[0] == 1 else block)
+    on_device = copy.deepcopy(experts).to(CUDA)
+    for count in (1, 3, 100):
+        states, routes = (
+            torch.randn(count, 512),
+            route(torch.randn(count, 16), 4, is_normalized=True),
+        )
+        expected = experts(states, *routes)
+        found = on_device(states.to(CUDA).bfloat16(), *(one.to(CUDA) for one in routes))
+        difference = (found.cpu().float() - expected).norm() / expected.norm()
+        assert difference < 0.02
 
 
 @pytest.mark.parametrize("with_probs", [False, True])

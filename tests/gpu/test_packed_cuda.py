@@ -52,9 +52,12 @@ def test_batches_that_change_give_what_generate_gives(name: str) -> None:
 
 
 @pytest.mark.parametrize("form", ["qwen", "compressed channels", "compressed tensors"])
-def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(form: str, tmp_path: Path) -> None:
-    model = build("qwen3", vocab_size=VOCAB, hidden_size=160, head_dim=16)
-    whole = write_fp8(tmp_path, model, FORMS[form])
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe", "glm4_moe"])
+def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    model = build(name, vocab_size=VOCAB, hidden_size=160, head_dim=16)
+    whole = write_fp8(tmp_path, model, FORMS[form], with_experts=True)
     prompts = prompts_of([5, 17, 90], VOCAB, 0)
     expected = [generate_alone(whole, prompt, 20) for prompt in prompts]
     lm = CausalLM(load_model(tmp_path, dtype="float32"), num_slots=3, max_length=130)

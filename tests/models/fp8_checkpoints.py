@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from transformers import PreTrainedModel
 
 __all__ = ["FORMS", "Form", "write_fp8"]
 
+EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
@@ -86,10 +88,18 @@ FORMS = {
 
 
 @torch.no_grad()
-def write_fp8(folder: Path, model: PreTrainedModel, form: Form, spare: str = "") -> PreTrainedModel:
+def write_fp8(
+    folder: Path,
+    model: PreTrainedModel,
+    form: Form,
+    spare: str = "",
+    *,
+    with_experts: bool = False,
+) -> PreTrainedModel:
     """Write the model with the linear layers of its decoder in fp8; returns what it then computes.
 
-    spare: linear layers whose names end so keep their weights.
+    spare: linear layers whose names end so keep their weights. with_experts: whether experts are
+    in fp8 too.
     """
     whole: Any = copy.deepcopy(model)
     model.save_pretrained(folder)
@@ -97,19 +107,31 @@ def write_fp8(folder: Path, model: PreTrainedModel, form: Form, spare: str = "")
     for name, module in whole.named_modules():
         if type(module) is not nn.Linear or name == "lm_head" or (spare and name.endswith(spare)):
             continue
-        block = form.block(module.weight.shape)
-        values, scales = _quantize(module.weight, block, form.dtype)
-        stored[f"{name}.weight"] = values
-        stored[f"{name}.{form.scale}"] = form.scale_shape(scales)
-        if form.input_scale is not None:
-            stored[f"{name}.{form.input_scale}"] = torch.tensor(0.5)
-        module.weight.copy_(values.float() * _spread(scales, values.shape, block))
+        module.weight.copy_(_put(stored, name, form))
+    for name in [name for name in stored if with_experts and EXPERT.search(name)]:
+        experts, number, part = EXPERT.split(name)[:3]
+        module = whole.get_submodule(f"{experts}.mlp.experts")
+        target = module.down_proj if part == "down" else module.gate_up_proj
+        halves = target[int(number)].chunk(1 if part == "down" else 2)
+        halves[part == "up"].copy_(_put(stored, name.removesuffix(".weight"), form))
     save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = form.config
     (folder / "config.json").write_text(json.dumps(config))
     assert isinstance(whole, PreTrainedModel)
     return whole
+
+
+def _put(stored: dict[str, Tensor], name: str, form: Form) -> Tensor:
+    """Store a weight in fp8 instead; returns what it then is."""
+    weight = stored[f"{name}.weight"]
+    block = form.block(weight.shape)
+    values, scales = _quantize(weight, block, form.dtype)
+    stored[f"{name}.weight"] = values
+    stored[f"{name}.{form.scale}"] = form.scale_shape(scales)
+    if form.input_scale is not None:
+        stored[f"{name}.{form.input_scale}"] = torch.tensor(0.5)
+    return values.float() * _spread(scales, values.shape, block)
 
 
 def _quantize(weight: Tensor, block: tuple[int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor]:

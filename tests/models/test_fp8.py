@@ -16,10 +16,13 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.models import fp8
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.fp8 import Fp8Linear, Fp8Recipe
+from guided_spec.models.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.models.loading import load_model
+from guided_spec.ops.expert_matrices import Gating
 from guided_spec.ops.fp8_weight import FP8, scales_shape
+from guided_spec.ops.routed_experts import close_experts, open_experts, route
 from guided_spec.types import SamplingParams
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -131,24 +134,70 @@ def test_experts_that_are_plain_stay_so(tmp_path: Path) -> None:
     assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
 
 
+@pytest.mark.parametrize("form", ["small blocks", "compressed channels", "static"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])
 @torch.inference_mode()
-def test_experts_in_fp8_are_multiplied_out(
+def test_experts_in_fp8_keep_their_bytes(form: str, name: str, tmp_path: Path) -> None:
+    whole: Any = write_fp8(tmp_path, make(name), FORMS[form], with_experts=True)
+    model: Any = load_model(tmp_path, device="cpu")
+    experts = model.get_decoder().layers[1].mlp.experts
+    assert isinstance(experts, Fp8Experts)
+    assert experts.gate_up_proj.dtype == experts.down_proj.dtype == FP8
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
+    prompts = prompts_of([5, 11, 1], VOCAB, 0)
+    assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
+@pytest.mark.parametrize("form", ["small blocks", "compressed channels"])
+@torch.inference_mode()
+def test_both_ways_of_a_device_give_the_same(form: str, tmp_path: Path) -> None:
+    """What a device does for few tokens, and for many."""
+    write_fp8(tmp_path, make("qwen3_moe"), FORMS[form], with_experts=True)
+    model: Any = load_model(tmp_path, device="cpu", dtype="bfloat16")
+    experts = model.get_decoder().layers[2].mlp.experts
+    states, routes = torch.randn(5, 32).bfloat16(), route(torch.randn(5, 4), 2, is_normalized=True)
+    expected = experts(states, *routes)
+    opening, closing = experts.projection("gate_up_proj"), experts.projection("down_proj")
+    opened = open_experts(states, routes.experts, opening, Gating())
+    few = close_experts(opened, routes, closing)
+    many = fp8._grouped(states, routes, opening, closing)
+    for found in (few, many):
+        torch.testing.assert_close(found, expected, rtol=3e-2, atol=3e-2)
+
+
+@torch.inference_mode()
+def test_experts_of_another_form_are_multiplied_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plain: Any = make("qwen3_moe")
-    write_fp8(tmp_path, plain, FORMS["small blocks"])
+    config = {**FORMS["qwen"].config, "weight_block_size": [16, 16]}
+    write_fp8(tmp_path, make("mixtral"), FORMS["compressed blocks"]._replace(config=config))
     stored = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in stored if ".experts." in name]:
+    stored = {name.replace("weight_scale", "weight_scale_inv"): t for name, t in stored.items()}
+    names = [name for name in stored if ".experts." in name]
+    assert names
+    for name in names:
         stored[name] = stored[name].to(FP8)
-        shape = scales_shape(stored[name].shape, (16, 24))
+        shape = scales_shape(stored[name].shape, (16, 16))
         stored[f"{name}_scale_inv"] = torch.full(shape, 2.0)
     rewrite(tmp_path, stored)
     with caplog.at_level(logging.WARNING):
         model: Any = load_model(tmp_path, device="cpu")
     assert "its experts are in fp8, and loaded as torch.float32" in caplog.text
     found = model.get_decoder().layers[1].mlp.experts.down_proj[3]
-    name = "model.layers.1.mlp.experts.3.down_proj.weight"
+    name = next(name for name in names if "layers.1" in name and name.endswith("3.w2.weight"))
     torch.testing.assert_close(found, stored[name].float() * 2)
+
+
+def test_modules_that_draft_are_left_out(tmp_path: Path) -> None:
+    """They stand in the checkpoint of a target, and their heads read them."""
+    whole: Any = write_fp8(tmp_path, make("llama"), FORMS["small blocks"])
+    stored = load_file(tmp_path / "model.safetensors")
+    for name in ("mtp.layers.0.mlp.up_proj", "model.layers.4.mlp.up_proj"):
+        stored[f"{name}.weight"] = torch.randn(64, 32).to(FP8)
+        stored[f"{name}.weight_scale_inv"] = torch.ones(4, 2)
+    rewrite(tmp_path, stored)
+    model: Any = load_model(tmp_path, device="cpu")
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def rewrite(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
@@ -164,7 +213,7 @@ def test_what_is_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=message):
         load_model(tmp_path, device="cpu")
     rewrite(tmp_path, {**stored, name: torch.ones(3, 2)})
-    message = rf"{name}: scales=\(3, 2\): must be \(4, 2\) for blocks \(16, 24\)"
+    message = r"model.layers.1.mlp.up_proj: scales=\(3, 2\): must be \(4, 2\) for blocks \(16, 24\)"
     with pytest.raises(ModelError, match=message):
         load_model(tmp_path, device="cpu")
 

@@ -105,6 +105,13 @@ def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: G
     opened = torch.empty(count, chosen, inner, dtype=torch.bfloat16)
     given = Projection(closing, None if gating.limit is None else bias)
     routed_experts_triton.close_experts(opened, routes, given)
+    if gating.limit is None:
+        scales = torch.empty(experts, 2 * inner // 128, hidden // 128)
+        in_fp8 = Projection(weight.to(FP8), None, scales, (128, 128))
+        routed_experts_triton.open_experts(x, routes.experts, in_fp8, gating)
+        scales = torch.empty(experts, hidden // 128, inner // 128)
+        in_fp8 = Projection(closing.to(FP8), None, scales, (128, 128))
+        routed_experts_triton.close_experts(opened, routes, in_fp8)
 
 
 def main() -> None:

@@ -8,12 +8,14 @@ from torch.nn.functional import silu
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.expert_matrices import Gating, Projection
+from guided_spec.ops.fp8_weight import FP8, Fp8Weight, multiply_out, scales_shape
 from guided_spec.ops.routed_experts import close_experts, open_experts, route
 from tests.ops.interpreted import run_interpreted
 
 COMPARE = """
 import torch
 from guided_spec.ops import routed_experts_triton as kernels
+from tests.ops.test_routed_experts import scaled
 from guided_spec.ops.expert_matrices import Gating, Projection
 from guided_spec.ops.routed_experts import close_experts, open_experts, route
 
@@ -40,8 +42,26 @@ for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
             found = kernels.close_experts(opened.to(dtype), routes, given)
             wanted = close_experts(opened.to(dtype), routes, given)
             torch.testing.assert_close(found, wanted, atol=tolerance, rtol=tolerance)
+
+for block, serves in (((8, 16), True), ((1, 48), True), ((48, 48), True), ((4, 16), False)):
+    opening = scaled(5, (96, 40), block)
+    closing = scaled(5, (48, 40), block)
+    assert kernels.serves(opening, 2) is kernels.serves(closing, 1) is serves
+    if serves:
+        x, routes = torch.randn(3, 40), route(torch.randn(3, 5), 2, is_normalized=True)
+        found = kernels.open_experts(x, routes.experts, opening, Gating())
+        torch.testing.assert_close(found, open_experts(x, routes.experts, opening, Gating()))
+        x = torch.randn(3, 2, 40)
+        found = kernels.close_experts(x, routes, closing)
+        torch.testing.assert_close(found, close_experts(x, routes, closing))
 print("equal")
 """
+
+
+def scaled(experts: int, shape: tuple[int, int], block: tuple[int, int]) -> Projection:
+    """Matrices in fp8."""
+    weight = torch.randn(experts, *shape).to(FP8)
+    return Projection(weight, None, torch.rand(experts, *scales_shape(shape, block)), block)
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
@@ -83,6 +103,15 @@ def test_one_expert_at_a_time(limit: float | None, *, has_bias: bool) -> None:
             closed = closed if closing.bias is None else closed + closing.bias[expert]
             expected += share * closed
         torch.testing.assert_close(found[token], expected)
+
+
+def test_matrices_in_fp8_are_multiplied_out() -> None:
+    given = scaled(4, (7, 10), (4, 4))
+    assert given.scales is not None
+    found = given.of(torch.tensor([[3, 0]]))
+    for at, expert in enumerate((3, 0)):
+        one = Fp8Weight.of(given.weight[expert], given.scales[expert], (4, 4))
+        assert torch.equal(found[0, at], multiply_out(one, torch.float32))
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -16,6 +16,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
+from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.stock.experts import REPLACED
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.routed_experts import close_experts, open_experts, route
@@ -75,6 +76,8 @@ class PackedExperts:
         return states.device.type in DEVICES and (is_few or states.dtype != torch.bfloat16)
 
     def _projection(self, name: str) -> Projection:
+        if isinstance(self._experts, Fp8Experts):
+            return self._experts.projection(name)
         weight: nn.Parameter = getattr(self._experts, name)
         bias = getattr(self._experts, f"{name}_bias") if self._experts.has_bias else None
         is_turned = self._experts.is_transposed
