@@ -391,7 +391,7 @@ class GrammarRequests:
 
     def _follow(self, name: str, *, waits: bool = False) -> Constraint | None:
         asked = self._asked[name]
-        if asked.spec is None:
+        if asked.spec is None or asked.is_over:
             return None
         return self._shadows.follow(
             name, asked.spec, asked.text, asked.prompt_length, stops=asked.stops, waits=waits
@@ -434,6 +434,13 @@ class _Asked(NamedTuple):
     text: list[int]
     prompt_length: int
     slot: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there are more tokens than were asked for. The scheduler drops those behind, for
+        which it has no masks: steps that were on their way already may sample anything there."""
+        most = self.sampling_params.max_tokens
+        return most is not None and len(self.text) - self.prompt_length > most
 
 
 _PLACE = "guided_spec_requests"  # on what they belong to, so that the two go together

@@ -18,13 +18,16 @@ from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from tests.toys import VOCAB_SIZE, VOCABULARY
 
-LETTERS = GrammarSpec.regex("[abc]{2,}")  # any of the tokens 0, 1 and 2
+LETTERS = SimpleNamespace(
+    grammar=GrammarSpec.regex("[abc]{2,}"),  # any of the tokens 0, 1 and 2
+    max_tokens=None,
+)
 PARAMS = {"a": LETTERS, "b": LETTERS, "free": None}
 NAMES = [*PARAMS]
 
 
 class Grammars:
-    """Stands for vLLM's: a request's parameters are its grammar."""
+    """Stands for vLLM's: a request's parameters name its grammar."""
 
     vocabulary = VOCABULARY
 
@@ -33,7 +36,7 @@ class Grammars:
         self._backend = XGrammarBackend(VOCABULARY)
 
     def spec_of(self, params: Any) -> GrammarSpec | None:
-        return None if params is None else params
+        return None if params is None else params.grammar
 
     def stops_of(self, params: Any) -> frozenset[int]:
         del params
@@ -103,6 +106,22 @@ def test_tokens_that_vllm_takes_back_are_forgotten(config: Any) -> None:
     requests.restate("a", [0, 1, 2, 0, 0])  # what was noted is among it, or is not so
     note(requests, {"a": [2]})
     assert committed(requests, "a") == [0, 1, 2, 0, 0, 2]
+
+
+def test_what_is_behind_the_last_token_is_not_judged(
+    config: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A step that was on its way when the request ended had no mask for it."""
+    requests = GrammarRequests(config)
+    requests.add("a", SimpleNamespace(grammar=LETTERS.grammar, max_tokens=3), [])
+    note(requests, {"a": [0, 1, 2]})
+    assert committed(requests, "a") == [0, 1, 2]
+    note(requests, {"a": [9]})
+    assert requests.commit(["a"]) == requests.stand(["a"]) == [None]
+    assert not caplog.records
+    requests.restate("a", [0, 1])  # vLLM has taken it back
+    note(requests, {"a": [2]})
+    assert committed(requests, "a") == [0, 1, 2]
 
 
 STEP = st.tuples(
