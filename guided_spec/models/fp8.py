@@ -37,6 +37,9 @@ __all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]
 METHOD = "guided_spec_fp8"  # its name among transformers' quantizers
 SCALES = ("weight_scale_inv", "weight_scale")  # both are factors of the weight
 EXPERTS = ".experts"
+# Multiplied out, a matrix is read once and then written and read at twice the size: five times the
+# bytes that one pair reads.
+PAIRS_OF_EXPERT = 4
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 # Scales of what is not rounded here.
@@ -125,6 +128,9 @@ class Fp8Experts(nn.Module):
     experts: of which it takes shapes; with silu(gate) * up, and without biases. ``fits`` says so.
     """
 
+    gate_up_proj: Tensor
+    down_proj: Tensor
+
     def __init__(self, experts: Any) -> None:
         super().__init__()
         self.config, self.act_fn = experts.config, experts.act_fn
@@ -161,6 +167,11 @@ class Fp8Experts(nn.Module):
         stacked = torch.stack([one.scales for one in found])
         self.register_buffer(f"{name}_scales", stacked, persistent=False)
 
+    @property
+    def most_pairs(self) -> int:
+        """Of a token and an expert, up to which each is a product of its own."""
+        return PAIRS_OF_EXPERT * len(self.down_proj)
+
     def projection(self, name: str) -> Projection:
         """gate_up_proj or down_proj."""
         scales: Tensor = getattr(self, f"{name}_scales")
@@ -175,7 +186,7 @@ class Fp8Experts(nn.Module):
         opening, closing = self.projection("gate_up_proj"), self.projection("down_proj")
         if not states.is_cuda:
             return _one_by_one(states, routes, opening, closing)
-        is_few = expert_ids.numel() <= len(opening.weight)
+        is_few = expert_ids.numel() <= self.most_pairs
         if is_few or states.dtype != torch.bfloat16:
             opened = open_experts(states, expert_ids, opening, Gating())
             return close_experts(opened, routes, closing)

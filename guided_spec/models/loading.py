@@ -30,6 +30,7 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 _LOG = logging.getLogger(__name__)
 
 LARGEST_REASON = 300
+FP8_DEVICES = ("cpu", "cuda")  # others have no such numbers
 
 
 def load_model(
@@ -89,7 +90,7 @@ def _load_whole(path: str | Path, arguments: dict[str, Any], target: torch.devic
     """target: where to put all of the model; None leaves that to ``arguments``."""
     if target is not None and _is_quantized(path, arguments):
         config = _config_of(path, arguments)
-        recipe = _fp8_recipe(config, arguments)
+        recipe = _fp8_recipe(config, arguments) if target.type in FP8_DEVICES else None
         loaded: Any = None if recipe is None else load_fp8(str(path), recipe, config, arguments)
         if loaded is not None:
             return loaded.to(target)

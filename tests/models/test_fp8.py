@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from transformers import FineGrainedFP8Config, PreTrainedModel
 
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.setup import bundled_asset
@@ -170,9 +170,9 @@ def test_experts_of_another_form_are_multiplied_out(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = {**FORMS["qwen"].config, "weight_block_size": [16, 16]}
-    write_fp8(tmp_path, make("mixtral"), FORMS["compressed blocks"]._replace(config=config))
+    form = FORMS["compressed blocks"]._replace(config=config, scale="weight_scale_inv")
+    write_fp8(tmp_path, make("mixtral"), form)
     stored = load_file(tmp_path / "model.safetensors")
-    stored = {name.replace("weight_scale", "weight_scale_inv"): t for name, t in stored.items()}
     names = [name for name in stored if ".experts." in name]
     assert names
     for name in names:
@@ -223,6 +223,17 @@ def test_numbers_of_another_kind_are_refused(tmp_path: Path) -> None:
     write_fp8(tmp_path, make("llama"), form)
     with pytest.raises(ModelError, match="fmt='e5m2' is not supported; pass a checkpoint in e4m3"):
         load_model(tmp_path, device="cpu")
+
+
+@torch.inference_mode()
+def test_who_says_how_weights_are_quantized_gets_that(tmp_path: Path) -> None:
+    config = {**FORMS["qwen"].config, "weight_block_size": [16, 16]}
+    form = FORMS["compressed blocks"]._replace(config=config, scale="weight_scale_inv")
+    whole: Any = write_fp8(tmp_path, make("llama"), form)
+    asked = FineGrainedFP8Config(weight_block_size=(16, 16), dequantize=True)
+    model: Any = load_model(tmp_path, device="cpu", quantization_config=asked)
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+    torch.testing.assert_close(model(IDS).logits, whole(IDS).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_other_methods_are_left_to_transformers() -> None:

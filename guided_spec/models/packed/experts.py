@@ -1,7 +1,8 @@
 """The experts of a stock layer: routed and multiplied in few kernels over the same weights.
 
-Where there are fewer pairs of a token and an expert than experts, each pair is a product of its
-own; behind that the stock module takes torch's grouped product. Both follow the same choice.
+Where there are fewer pairs of a token and an expert than experts, or in fp8 than four times as
+many, each pair is a product of its own; behind that the module takes torch's grouped product. Both
+follow the same choice.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class PackedExperts:
         self._is_normalized: bool = router.norm_topk_prob if is_qwen3 else True
         self._opening = self._projection("gate_up_proj")
         self._closing = self._projection("down_proj")
+        is_fp8 = isinstance(self._experts, Fp8Experts)
+        self._most_pairs: int = self._experts.most_pairs if is_fp8 else len(self._opening.weight)
         self._gating = Gating()
         if is_gpt_oss:
             limit, alpha = float(self._experts.limit), float(self._experts.alpha)
@@ -72,7 +75,7 @@ class PackedExperts:
 
     def _are_few(self, states: Tensor, routes: Routes) -> bool:
         # Of other dtypes the grouped product is a loop on the host, which waits for the device.
-        is_few = routes.experts.numel() <= len(self._opening.weight)
+        is_few = routes.experts.numel() <= self._most_pairs
         return states.device.type in DEVICES and (is_few or states.dtype != torch.bfloat16)
 
     def _projection(self, name: str) -> Projection:
