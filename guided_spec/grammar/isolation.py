@@ -1,8 +1,13 @@
-"""Large grammars are tried out in a process of their own, which may hang, crash or swell."""
+"""Worker processes for grammars.
+
+Large ones are tried out there, which may hang, crash or swell. The rules of many new ones are read
+there, so that whoever decodes in this process need not wait for its interpreter.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -10,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cached_property
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,19 +30,25 @@ from guided_spec.grammar.limits import GrammarLimits, NoTableError, TableLimits
 from guided_spec.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch
-    from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
+    from guided_spec.grammar.completion.rule_endings import ReadRules
+    from guided_spec.grammar.completion.rules import RuleSource
+    from guided_spec.grammar.completion.spelling import Spelling
+    from guided_spec.grammar.protocol import GrammarBackend
     from guided_spec.grammar.tables.token_table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["Workers", "serve", "start_interpreter"]
+__all__ = ["RuleReader", "Workers", "serve", "start_interpreter"]
+
+_LOG = logging.getLogger(__name__)
 
 START_SECONDS = 120.0
 _GRACE_SECONDS = 5
 _READY = "ready"
-_OUT_OF_MEMORY = "out of memory"
+_OUT_OF_MEMORY = "out of memory"  # what else comes is no text
 # What the native code is refused comes as one of its own errors: memory, or that of a thread.
 _SIGNS_OF_NO_MEMORY = ("bad_alloc", "Resource temporarily unavailable")
 _PROGRAM = "from guided_spec.grammar.isolation import serve; serve()"
+_FEW = 32  # grammars, whose rules are read where they are compiled
 _FIX = "simplify the grammar: smaller counts, fewer alternatives, less nesting"
 
 
@@ -80,7 +91,7 @@ class Workers:
 
         Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits.
         """
-        self._run(_Job(spec, limits))
+        self._run(_Job(spec, limits), self._take())
 
     def make_table(
         self, spec: GrammarSpec, limits: GrammarLimits, tables: TableLimits
@@ -89,27 +100,53 @@ class Workers:
 
         Raises NoTableError where there is none, and what ``try_out`` raises.
         """
-        table = self._run(_Job(spec, limits, tables))
-        assert table is not None
+        table: TokenTable = self._run(_Job(spec, limits, tables), self._take())
         return table
 
-    def _run(self, job: _Job) -> TokenTable | None:
+    def read(self, source: RuleSource, limits: GrammarLimits) -> ReadRules | None:
+        """The rules of a grammar, read by an idle worker; None where there is none.
+
+        Raises what ``read_source`` raises, and GrammarCompileError where the worker fails.
+        """
+        with self._lock:
+            worker = self._idle.pop() if self._idle else None
+        if worker is None:
+            return None
+        if worker.process.poll() is not None:  # died since, of nothing that this grammar did
+            self._end(worker)
+            return None
+        found: ReadRules = self._run(_Reading(source, limits), worker)
+        return found
+
+    def start_one(self) -> None:
+        """Start a worker, within seconds. Raises GrammarCompileError where the start fails."""
         worker = self._take()
+        try:
+            worker.start()
+        except BaseException:
+            self._end(worker)
+            raise
+        self._give_back(worker)
+
+    def _run(self, job: _Job | _Reading, worker: _Worker) -> Any:
         try:
             worker.start()
             result = worker.run(job)
         except BaseException:
             self._end(worker)
             raise
+        self._give_back(worker)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _give_back(self, worker: _Worker) -> None:
         with self._lock:
             closed = self._closed
             if not closed:
                 self._idle.append(worker)
         if closed:
             self._end(worker)
-        if isinstance(result, Exception):
-            raise result
-        return result
 
     def _take(self) -> _Worker:
         with self._lock:
@@ -125,6 +162,48 @@ class Workers:
         worker.end()
         with self._lock:
             self._all.discard(worker)
+
+
+class RuleReader:
+    """Reads what the rules of grammars say: of the first ones here, of later ones in a worker.
+
+    read_here: as ``read_source``. Safe to use from several threads.
+
+    Where grammars are new all the time, some milliseconds of Python for each would hold up every
+    step of the texts that decode in this process. A worker is started beside them once 32 have
+    come, and anew where it died. Nobody waits for it: while none is idle, rules are read here.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        limits: GrammarLimits,
+        read_here: Callable[[RuleSource], ReadRules],
+    ) -> None:
+        self._workers, self._limits, self._read_here = workers, limits, read_here
+        self._lock = threading.Lock()
+        self._until_start = _FEW
+
+    def read(self, source: RuleSource) -> ReadRules:
+        """As ``read_source``. Raises GrammarCompileError where the worker fails at it."""
+        found = self._workers.read(source, self._limits)
+        if found is not None:
+            return found
+        with self._lock:
+            self._until_start -= 1
+            starts = self._until_start == 0
+        if starts:
+            threading.Thread(target=self._start, name="grammar-reader", daemon=True).start()
+        return self._read_here(source)
+
+    def _start(self) -> None:
+        try:
+            if not self._workers.pids:
+                self._workers.start_one()
+        except GrammarCompileError as error:
+            _LOG.warning("the rules of grammars are read in this process: %s", error)
+        with self._lock:
+            self._until_start = _FEW
 
 
 def start_interpreter(program: str, **options: Any) -> tuple[subprocess.Popen[bytes], Connection]:
@@ -177,21 +256,20 @@ class _Worker:
             )
         self._first_message = None
 
-    def run(self, job: _Job) -> GrammarError | NoTableError | TokenTable | None:
+    def run(self, job: _Job | _Reading) -> Any:
         """What was found wrong, or made. Raises GrammarCompileError beyond the limits."""
-        spec, limits = job.spec, job.limits
         try:
             self._connection.send((job, importable_backends()))
             if not self._connection.poll(job.seconds):
-                raise _refuse(spec, f"compile_seconds={limits.compile_seconds:g}")
+                raise _refuse(job, f"compile_seconds={job.limits.compile_seconds:g}")
             reply = self._connection.recv()
         except (EOFError, OSError) as error:
             self.process.kill()
             reason = f"its compiler ended with exit status {self.process.wait()}"
-            raise GrammarCompileError(f"the {spec.kind} does not compile: {reason}") from error
-        if reply == _OUT_OF_MEMORY:
-            raise _refuse(spec, f"compile_bytes={limits.compile_bytes}")
-        return reply  # type: ignore[no-any-return]
+            raise GrammarCompileError(f"the {job.kind} does not compile: {reason}") from error
+        if isinstance(reply, str):
+            raise _refuse(job, f"compile_bytes={job.limits.compile_bytes}")
+        return reply
 
 
 class _Job(NamedTuple):
@@ -202,9 +280,27 @@ class _Job(NamedTuple):
     tables: TableLimits | None = None
 
     @property
+    def kind(self) -> str:
+        """Of the grammar."""
+        return self.spec.kind
+
+    @property
     def seconds(self) -> float:
         """That it may take."""
         return self.limits.compile_seconds + (0.0 if self.tables is None else self.tables.seconds)
+
+
+class _Reading(NamedTuple):
+    """Rules to read, and what follows from them."""
+
+    source: RuleSource
+    limits: GrammarLimits
+    kind: str = "grammar"
+
+    @property
+    def seconds(self) -> float:
+        """That it may take."""
+        return self.limits.compile_seconds
 
 
 def serve() -> None:
@@ -212,40 +308,51 @@ def serve() -> None:
     with Connection(int(sys.argv[1])) as connection, contextlib.suppress(EOFError, OSError):
         make, vocabulary, registered = connection.recv()
         GRAMMAR_BACKENDS.update(registered)
-        backend = make(vocabulary)
-        make_table = _table_maker(vocabulary)
+        bench = _Bench(make(vocabulary))
         connection.send(_READY)
         while True:
             job, registered = connection.recv()
             GRAMMAR_BACKENDS.update(registered)
-            connection.send(_attempt(backend, job, make_table))
+            connection.send(_attempt(bench, job))
 
 
-def _table_maker(
-    vocabulary: Vocabulary,
-) -> Callable[[CompiledGrammar, TableLimits], TokenTable]:
-    from guided_spec.grammar.completion.spelling import Spelling
-    from guided_spec.grammar.tables.table import proven_table, tabled_part
+class _Bench:
+    """What a worker works with."""
 
-    spelling = cache(partial(Spelling, vocabulary))
-    return lambda compiled, limits: proven_table(tabled_part(compiled), spelling(), limits)
+    def __init__(self, backend: GrammarBackend) -> None:
+        self._backend = backend
+
+    @cached_property
+    def _spelling(self) -> Spelling:
+        from guided_spec.grammar.completion.spelling import Spelling
+
+        return Spelling(self._backend.vocabulary)
+
+    def do(self, job: _Job | _Reading) -> TokenTable | ReadRules | None:
+        """The job's result."""
+        from guided_spec.grammar.completion.rule_endings import read_source
+        from guided_spec.grammar.tables.table import proven_table, tabled_part
+
+        if isinstance(job, _Reading):
+            found = read_source(job.source, self._spelling)
+            found.shortest.by_tokens(self._spelling.num_tokens)  # goes along
+            return found
+        compiled = self._backend.compile(job.spec)
+        if job.tables is None:
+            return None
+        return proven_table(tabled_part(compiled), self._spelling, job.tables)
 
 
-def _attempt(
-    backend: GrammarBackend,
-    job: _Job,
-    make_table: Callable[[CompiledGrammar, TableLimits], TokenTable],
-) -> Any:
-    spec = job.spec
+def _attempt(bench: _Bench, job: _Job | _Reading) -> Any:
+    from guided_spec.grammar.completion.endings import EndLostError, UnreadableGrammarError
+
     _limit_memory(job.limits.compile_bytes)
     # For a parent that died meanwhile: a native compile notices nothing but a signal's default.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(int(job.seconds) + _GRACE_SECONDS)
     try:
-        compiled = backend.compile(spec)
-        if job.tables is not None:
-            return make_table(compiled, job.tables)
-    except NoTableError as error:
+        return bench.do(job)
+    except (NoTableError, UnreadableGrammarError, EndLostError) as error:
         return error.with_traceback(None)
     except GrammarError as error:
         is_refused = any(sign in str(error) for sign in _SIGNS_OF_NO_MEMORY)
@@ -253,10 +360,9 @@ def _attempt(
     except MemoryError:
         return _OUT_OF_MEMORY
     except Exception as error:  # a defect of the compiler, and this request's alone
-        return GrammarCompileError(f"the {spec.kind} does not compile: {error!r}")
+        return GrammarCompileError(f"the {job.kind} does not compile: {error!r}")
     finally:
         signal.alarm(0)
-    return None
 
 
 def _limit_memory(more: int) -> None:
@@ -273,8 +379,8 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _refuse(spec: GrammarSpec, limit: str) -> GrammarCompileError:
-    return GrammarCompileError(f"compiling the {spec.kind} goes beyond the limit {limit}; {_FIX}")
+def _refuse(job: _Job | _Reading, limit: str) -> GrammarCompileError:
+    return GrammarCompileError(f"compiling the {job.kind} goes beyond the limit {limit}; {_FIX}")
 
 
 def _end_process(process: subprocess.Popen[bytes], connection: Any) -> None:

@@ -15,7 +15,7 @@ from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import SpecDocument, as_document_compiler
-from guided_spec.grammar.isolation import Workers
+from guided_spec.grammar.isolation import RuleReader, Workers
 from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
 from guided_spec.grammar.markers import AfterGrammar, Markers
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
@@ -39,7 +39,8 @@ class GrammarPipeline:
         since a compiled grammar can cost far more to hand over than to compile (454 MB of text for
         3 MB of grammar). Without POSIX there is no worker, and only the source is checked.
     markers: for specs with a ``start``: these are compiled without it, and bind behind the marker.
-    endings: prepared where grammars are compiled, not while others wait.
+    endings: prepared where grammars are compiled, not while others wait; of many grammars, from
+        what a worker reads of their rules.
     tables: whether grammars get tables: "auto" in a worker once they are asked for again and again,
         "always" here, at once; None for none.
     make: what builds the backend in a worker, a function or class that can be imported; None
@@ -67,6 +68,10 @@ class GrammarPipeline:
         self._endings = endings
         self._name = name
         self._workers = Workers(type(backend) if make is None else make, self.vocabulary)
+        self._reader: RuleReader | None = None
+        if endings is not None and self._has_worker_of(name):
+            own = limits or GrammarLimits()
+            self._reader = RuleReader(self._workers, own, endings.read_here)
         self._tables: TableMaker | None = None
         if tables is not None:
             make_table = self._table_here if tables == "always" else self._table_elsewhere
@@ -92,7 +97,7 @@ class GrammarPipeline:
         if marker is not None and start is not None:
             compiled = AfterGrammar(compiled, marker, start.reasoning_budget)
         if self._endings is not None:
-            self._endings.of(compiled)
+            self._endings.of(compiled, None if self._reader is None else self._reader.read)
         return compiled
 
     def close(self) -> None:
@@ -109,7 +114,10 @@ class GrammarPipeline:
             self._workers.try_out(replace(document.spec, start=None), self.limits)
 
     def _has_worker(self, spec: GrammarSpec) -> bool:
-        name = spec.backend or self._name
+        return self._has_worker_of(spec.backend or self._name)
+
+    @staticmethod
+    def _has_worker_of(name: str | None) -> bool:
         return os.name == "posix" and (name is None or import_path(name) is not None)
 
     def _table_here(self, spec: GrammarSpec, part: CompiledGrammar) -> TokenTable:

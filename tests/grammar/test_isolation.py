@@ -2,17 +2,24 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import TypeVar
 
 import pytest
 
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
+from guided_spec.grammar import isolation
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.completion.completion import EndingsCache
+from guided_spec.grammar.completion.endings import UnreadableGrammarError
+from guided_spec.grammar.completion.rule_endings import RuleEndings
+from guided_spec.grammar.completion.rules import RuleSource
 from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.markers import AfterGrammar
 from guided_spec.grammar.pipeline import GrammarPipeline
@@ -23,6 +30,7 @@ from tests.masks.walks import BYTES, accepts
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="workers need POSIX")
 
+Found = TypeVar("Found")
 WAIT = 60
 SHORT = GrammarLimits(compile_seconds=1.5, compile_bytes=2**28)
 SMALL = GrammarSpec.regex("small")
@@ -165,3 +173,70 @@ def test_a_constraint_behind_a_marker_is_tried_out_without_it() -> None:
         assert pids(backend)
         with pytest.raises(GrammarCompileError, match="lookahead"):
             backend.compile(GrammarSpec.regex("(?=[ab]{300})").after("cab"))
+
+
+def test_rules_of_many_grammars_are_read_by_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "_FEW", 2)
+    here, elsewhere = EndingsCache(BYTES), EndingsCache(BYTES)
+    backend = XGrammarBackend(BYTES, compile_threads=1)
+    with closing(GrammarPipeline(backend, endings=elsewhere)) as pipeline:
+        pipeline.compile(numbered(0))
+        assert not pids(pipeline)
+        pipeline.compile(numbered(1))
+        (process,) = wait_for(lambda: idle(pipeline))
+
+        read = list[RuleSource]()
+        monkeypatch.setattr(pipeline._reader, "_read_here", read.append)
+        grammars = [pipeline.compile(numbered(number)) for number in range(2, 5)]
+        assert read == []
+        for compiled in grammars:
+            ours, theirs = here.of(compiled), elsewhere.of(compiled)
+            assert isinstance(theirs, RuleEndings)
+            assert theirs.cost(theirs.start) == ours.cost(ours.start)
+            for remaining in range(1, 200, 20):
+                assert theirs.stride(theirs.start, remaining) == ours.stride(ours.start, remaining)
+        with pytest.raises(UnreadableGrammarError, match="do not close"):
+            pipeline._workers.read(RuleSource("root ::= ((", is_regex=False), SHORT)
+
+        monkeypatch.setattr(pipeline._reader, "_read_here", here.read_here)
+        process.kill()
+        process.wait()
+        for number in range(5, 8):
+            assert isinstance(elsewhere.of(pipeline.compile(numbered(number))), RuleEndings)
+        (other,) = wait_for(lambda: idle(pipeline))
+        assert other.pid != process.pid
+
+
+def test_a_worker_that_ends_over_rules_fails_their_request_alone() -> None:
+    endings, limits = EndingsCache(BYTES), GrammarLimits(compile_seconds=1e-6)
+    backend = XGrammarBackend(BYTES, compile_threads=1)
+    with closing(GrammarPipeline(backend, limits, endings=endings)) as pipeline:
+        pipeline._workers.start_one()
+        with pytest.raises(GrammarCompileError, match="compile_seconds"):
+            pipeline.compile(numbered(0))
+        assert not pids(pipeline)
+        assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
+
+
+def numbered(number: int) -> GrammarSpec:
+    return GrammarSpec.json_schema(
+        {
+            "type": "object",
+            "properties": {f"n{number}": {"type": "string"}},
+            "required": [f"n{number}"],
+            "additionalProperties": False,
+        }
+    )
+
+
+def idle(pipeline: GrammarPipeline) -> list[subprocess.Popen[bytes]]:
+    """The workers that wait for work."""
+    return [worker.process for worker in pipeline._workers._idle]
+
+
+def wait_for(found: Callable[[], Found]) -> Found:
+    for _ in range(WAIT * 20):
+        if result := found():
+            return result
+        time.sleep(0.05)
+    raise AssertionError("waited in vain")

@@ -13,7 +13,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.completion.parse_states import RuleEndings
+from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.spec import GrammarSpec

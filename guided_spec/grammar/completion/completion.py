@@ -20,7 +20,7 @@ The ends of texts whose grammar binds behind a marker: through the marker first.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -36,8 +36,9 @@ from guided_spec.grammar.completion.endings import (
     EndLostError,
     UnreadableGrammarError,
 )
-from guided_spec.grammar.completion.parse_states import ParseStates, RuleEndings
-from guided_spec.grammar.completion.rules import rules_of
+from guided_spec.grammar.completion.parse_states import ParseStates
+from guided_spec.grammar.completion.rule_endings import ReadRules, RuleEndings, read_source
+from guided_spec.grammar.completion.rules import RuleSource, source_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
 from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
@@ -173,14 +174,19 @@ class EndingsCache:
         self._lock = threading.Lock()
         self._known: WeakKeyDictionary[CompiledGrammar, Endings] = WeakKeyDictionary()
 
-    def of(self, compiled: CompiledGrammar) -> Endings:
-        """The endings of a grammar: made when it is first asked for, which takes milliseconds."""
+    def of(
+        self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules] | None = None
+    ) -> Endings:
+        """The endings of a grammar: made when it is first asked for, which takes milliseconds.
+
+        read: as ``read_here``, which reads the grammar's rules where None is given.
+        """
         with self._lock:
             known = self._known.get(compiled)
         # In time: a text that finds no room for its place loses its end, see ``EndLostError``.
         if known is not None and not known.is_filling_up:
             return known
-        endings = self._make(compiled)
+        endings = self._make(compiled, read or self.read_here)
         with self._lock:
             self._known[compiled] = endings
         return endings
@@ -210,13 +216,17 @@ class EndingsCache:
             return compiled
         return CompletingGrammar(compiled, endings, max_tokens, is_required=is_required)
 
-    def _make(self, compiled: CompiledGrammar) -> Endings:
+    def read_here(self, source: RuleSource) -> ReadRules:
+        """What a grammar's rules say, see ``read_source``."""
+        return read_source(source, self.spelling)
+
+    def _make(self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules]) -> Endings:
         if isinstance(compiled, TabledGrammar):
-            return self.of(compiled.inner)
+            return self.of(compiled.inner, read)
         if isinstance(compiled, AfterGrammar):
-            inner = self.of(compiled.inner)
+            inner = self.of(compiled.inner, read)
             return AfterEndings(compiled.marker, inner, self.vocabulary.vocab_size)
-        endings = self._by_rules(compiled)
+        endings = self._by_rules(compiled, read)
         if endings is not None:
             return endings
         return SearchEndings(compiled, self.vocabulary, self.spelling, self._tokens)
@@ -230,19 +240,17 @@ class EndingsCache:
     def _tokens(self) -> SearchTokens:
         return SearchTokens(self.vocabulary)
 
-    def _by_rules(self, compiled: CompiledGrammar) -> RuleEndings | None:
+    def _by_rules(
+        self, compiled: CompiledGrammar, read: Callable[[RuleSource], ReadRules]
+    ) -> RuleEndings | None:
         """None where no rules are known or understood, or where they say something else."""
         try:
-            rules = rules_of(compiled)
-            states = ParseStates(rules, self.spelling.longest)
-            if not states.shortest_bytes <= self.spelling.single_bytes:
-                return None
-            endings = RuleEndings(states, self.spelling)
-            row = endings.row(endings.start, NEVER, compiled.new_matcher())
+            shortest, first = read(source_of(compiled))
+            endings = RuleEndings(ParseStates(shortest), self.spelling)
         except (UnreadableGrammarError, EndLostError):
             return None
         own = legal_row(compiled.new_matcher(), self.vocabulary.vocab_size)
-        return endings if np.array_equal(row, own) else None
+        return endings if np.array_equal(first, own) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

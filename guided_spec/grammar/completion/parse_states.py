@@ -1,56 +1,29 @@
-"""Where a text stands in a grammar's rules: states that can be compared, unlike matchers.
-
-From each state, how many tokens the shortest end of a document takes behind every token.
-"""
+"""Where a text stands in a grammar's rules: states that can be compared, unlike matchers."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property, lru_cache
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import (
-    LAST,
-    Call,
-    Endings,
-    EndLostError,
-    Rules,
-    UnreadableGrammarError,
-    byte_sequences,
-)
-from guided_spec.grammar.completion.rules import (
-    longest_rest,
-    require_no_left_recursion,
-    rest_of_call,
-    shortest_texts,
-)
-from guided_spec.grammar.completion.spelling import Characters, Spelling
-from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.ops.mask_words import pack_row
+from guided_spec.grammar.completion.endings import LAST, Call, EndLostError, byte_sequences
+from guided_spec.grammar.completion.shortest import RuleTexts, rest_of_call
+from guided_spec.grammar.completion.spelling import Characters
 
-__all__ = [
-    "NOWHERE",
-    "Longest",
-    "ParseState",
-    "ParseStates",
-    "RuleEndings",
-    "Run",
-]
+__all__ = ["NOWHERE", "Frame", "ParseState", "ParseStates", "Run"]
 
 NOWHERE = -1
 _MOST_READINGS = 4096
 _MOST_STATES = 1 << 16
 _OBJECT_BYTES = 500  # of a state, an open call or a rule's state, with what it holds
-_FORESEEN = 64  # bytes: most rules that do not call themselves have no more to leave behind them
 _FEWEST = 8  # of ASCII, that are worth a run
 _WIDE = byte_sequences(((0x80, 0xD7FF), (0xE000, LAST)))  # no token holds a surrogate
 
 
-class _Frame:
+class Frame:
     """An open call: what follows when the called rule is complete.
 
     done: how often the rule will have been complete then. text: the shortest way from there to the
@@ -59,7 +32,7 @@ class _Frame:
 
     __slots__ = ("call", "depth", "done", "number", "parent", "text")
 
-    def __init__(self, call: Call, done: int, parent: _Frame | None, number: int) -> None:
+    def __init__(self, call: Call, done: int, parent: Frame | None, number: int) -> None:
         self.call, self.done, self.parent, self.number = call, done, parent, number
         self.depth: int = 0 if parent is None else parent.depth + 1
         self.text = b""
@@ -75,9 +48,7 @@ class ParseState:
 
     __slots__ = ("can_end", "items", "number", "text")
 
-    def __init__(
-        self, number: int, items: tuple[tuple[int, _Frame], ...], *, can_end: bool
-    ) -> None:
+    def __init__(self, number: int, items: tuple[tuple[int, Frame], ...], *, can_end: bool) -> None:
         self.number = number
         self.items = items
         self.can_end = can_end
@@ -96,51 +67,6 @@ class _Step(NamedTuple):
     characters: Characters
 
 
-class Longest:
-    """How much may be missing at most behind a token, by a measure of texts; see ``longest_rest``.
-
-    num_bytes: of the longest token at least. size: 0 of the empty text.
-    is_lasting: what is said of a state holds of all that follow it, behind any number of tokens.
-    """
-
-    def __init__(
-        self,
-        rules: Rules,
-        texts: list[bytes | None],
-        num_bytes: int,
-        size: Callable[[bytes], int],
-    ) -> None:
-        self._texts, self._size = texts, size
-        self._rest, self.is_lasting = longest_rest(rules, texts, num_bytes, size)
-        self._behind: dict[int, int] = {0: 0}  # calls that a token ends, by their frames
-        self.of = lru_cache(maxsize=_MOST_STATES)(self._of)
-
-    def _of(self, state: ParseState) -> int:
-        """Behind any token at a state."""
-        ways = (max(self._from(s, f.text), self._leaving(f)) for s, f in state.items)
-        return max(ways, default=0)
-
-    def _from(self, state: int, text: bytes) -> int:
-        return int(self._rest[state]) + self._size(text)
-
-    def _leaving(self, frame: _Frame) -> int:
-        """Once the call is complete, or one around it."""
-        around = list[_Frame]()
-        while frame.number not in self._behind and frame.parent is not None:
-            around.append(frame)
-            frame = frame.parent
-        worst = self._behind[frame.number]
-        for inner in reversed(around):
-            call, parent = inner.call, inner.parent
-            assert parent is not None
-            worst = max(worst, self._from(call.then, parent.text))
-            if (call.least, call.most) != (1, 1):
-                again = self._size(rest_of_call(call, self._texts, inner.done + 1))
-                worst = max(worst, self._from(call.rule, parent.text) + again)
-            self._behind[inner.number] = worst
-        return worst
-
-
 class Run(NamedTuple):
     """states: int32 [n + 1], where a text stands behind 0 to n of ``characters``."""
 
@@ -149,29 +75,20 @@ class Run(NamedTuple):
 
 
 class ParseStates:
-    """The states of one grammar, made as they are reached. Used by several threads.
+    """The states of one grammar, made as they are reached. Used by several threads."""
 
-    num_bytes: of the longest token.
-
-    Raises UnreadableGrammarError for rules that no text matches, or that begin with themselves.
-    """
-
-    def __init__(self, rules: Rules, num_bytes: int) -> None:
-        self._rules = rules
-        self._texts = shortest_texts(self._rules)
-        require_no_left_recursion(self._rules, self._texts)
-        if self._texts[self._rules.root] is None:
-            raise UnreadableGrammarError("no text matches")
-        self._num_bytes = num_bytes
+    def __init__(self, shortest: RuleTexts) -> None:
+        self.shortest = shortest
+        self._rules, self._texts = shortest.rules, shortest.texts
         self._lock = threading.RLock()
-        self._frames: dict[tuple[Call, int, int], _Frame] = {}
+        self._frames: dict[tuple[Call, int, int], Frame] = {}
         self._known: dict[tuple[frozenset[tuple[int, int]], bool], int] = {}
         self._states: list[ParseState] = []
         self._rows: NDArray[np.int32] = np.full((64, 256), NOWHERE, dtype=np.int32)
         self._is_made: list[bool] = []
         self._thens: dict[int, int] = {}  # behind single bytes, of states without a row
         self._steps: dict[int, _Step] = {}
-        bottom = _Frame(Call(-1, -1), 0, None, 0)
+        bottom = Frame(Call(-1, -1), 0, None, 0)
         start = self._state_of([(self._rules.root, bottom)])
         assert start != NOWHERE
         self.start = self._states[start]
@@ -180,11 +97,6 @@ class ParseStates:
     def is_filling_up(self) -> bool:
         """Whether half of all states are known: new texts should begin without any."""
         return len(self._states) > _MOST_STATES // 2
-
-    @property
-    def shortest_bytes(self) -> frozenset[int]:
-        """The bytes that any shortest way is made of."""
-        return frozenset(b"".join(text for text in self._texts if text is not None))
 
     def __getitem__(self, number: int) -> ParseState:
         return self._states[number]
@@ -212,7 +124,7 @@ class ParseStates:
             if not step.characters.holds(characters):
                 break
             if step.then == number:
-                states.extend([number] * self._num_bytes)
+                states.extend([number] * self.shortest.num_bytes)
                 break
             states.append(step.then)
             number, step = step.then, self._step(step.then)
@@ -246,10 +158,6 @@ class ParseStates:
         """Of the states that are known, roughly."""
         objects = len(self._states) + len(self._frames) + len(self._rules.ends) + len(self._thens)
         return int(self._rows.nbytes) + _OBJECT_BYTES * objects
-
-    def longest(self, size: Callable[[bytes], int]) -> Longest:
-        """What a token may leave to be written, by a measure; see ``longest_rest``."""
-        return Longest(self._rules, self._texts, max(self._num_bytes, _FORESEEN), size)
 
     def after(self, state: ParseState, data: bytes) -> ParseState | None:
         """The state behind some bytes; None where they are illegal."""
@@ -294,7 +202,7 @@ class ParseStates:
         self._rows[number] = row
         self._is_made[number] = True
 
-    def _state_of(self, items: Sequence[tuple[int, _Frame]]) -> int:
+    def _state_of(self, items: Sequence[tuple[int, Frame]]) -> int:
         """The number of the state with these readings, and whatever they lead to without a byte."""
         kept, can_end = self._close(items)
         if not kept and not can_end:
@@ -306,7 +214,7 @@ class ParseStates:
             self._known[key] = number
         return number
 
-    def _close(self, items: Sequence[tuple[int, _Frame]]) -> tuple[list[tuple[int, _Frame]], bool]:
+    def _close(self, items: Sequence[tuple[int, Frame]]) -> tuple[list[tuple[int, Frame]], bool]:
         rules, kept, can_end = self._rules, [], False
         waiting = [item for item in items if self._texts[item[0]] is not None]
         seen = {(state, frame.number) for state, frame in waiting}
@@ -323,7 +231,7 @@ class ParseStates:
                 raise EndLostError
         return kept, can_end
 
-    def _without_a_byte(self, state: int, frame: _Frame) -> list[tuple[int, _Frame]]:
+    def _without_a_byte(self, state: int, frame: Frame) -> list[tuple[int, Frame]]:
         rules = self._rules
         nexts = [(then, frame) for then in rules.skips[state]]
         for call in rules.calls[state]:
@@ -335,13 +243,13 @@ class ParseStates:
             nexts.extend(self._leave(frame, frame.parent))
         return nexts
 
-    def _enter(self, call: Call, frame: _Frame) -> _Frame:
+    def _enter(self, call: Call, frame: Frame) -> Frame:
         """The frame of a call; of a call that is a rule's last part, the one around it."""
         if (call.least, call.most) == (1, 1) and self._rules.is_bare_end(call.then):
             return frame
         return self._frame(call, 1, frame)
 
-    def _leave(self, frame: _Frame, parent: _Frame) -> list[tuple[int, _Frame]]:
+    def _leave(self, frame: Frame, parent: Frame) -> list[tuple[int, Frame]]:
         call, done = frame.call, frame.done
         nexts = [(call.then, parent)] if done >= call.least else []
         if call.most < 0 or done < call.most:
@@ -350,11 +258,11 @@ class ParseStates:
             nexts.append((call.rule, self._frame(call, more, parent)))
         return nexts
 
-    def _frame(self, call: Call, done: int, parent: _Frame) -> _Frame:
+    def _frame(self, call: Call, done: int, parent: Frame) -> Frame:
         key = (call, done, parent.number)
         frame = self._frames.get(key)
         if frame is None:
-            frame = _Frame(call, done, parent, len(self._frames) + 1)
+            frame = Frame(call, done, parent, len(self._frames) + 1)
             rest = rest_of_call(call, self._texts, done) if self._can_end(call) else b""
             frame.text = rest + parent.text
             self._frames[key] = frame
@@ -363,7 +271,7 @@ class ParseStates:
     def _can_end(self, call: Call) -> bool:
         return self._texts[call.rule] is not None and self._texts[call.then] is not None
 
-    def _add(self, items: tuple[tuple[int, _Frame], ...], *, can_end: bool) -> int:
+    def _add(self, items: tuple[tuple[int, Frame], ...], *, can_end: bool) -> int:
         number = len(self._states)
         if number >= _MOST_STATES:
             raise EndLostError
@@ -377,7 +285,7 @@ class ParseStates:
         self._is_made.append(False)
         return number
 
-    def _way(self, state: int, frame: _Frame) -> bytes:
+    def _way(self, state: int, frame: Frame) -> bytes:
         text = self._texts[state]
         assert text is not None
         return text + frame.text
@@ -391,203 +299,3 @@ def _most_common(states: NDArray[np.int32]) -> tuple[int, int]:
     numbers, counts = np.unique(found, return_counts=True)
     most = int(counts.argmax())
     return int(numbers[most]), int(counts[most])
-
-
-_TABLES = 32  # of int16 [V], that a grammar keeps
-_NEVER = int(np.iinfo(np.int16).max)
-_MOST_KNOWN = 1 << 16
-_MANY = 2048  # tokens that are worth a look at what they are made of
-_RUN = 16  # characters of them
-_NONE: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-
-
-class RuleEndings(Endings):
-    """``Endings`` by a grammar's rules: a state is a ``ParseState``, and nothing is searched.
-
-    A state costs the tokens that write the shortest way from it to the end of the document, and the
-    stop token. It is attained: the first of these tokens leads to a state that costs one less,
-    because the rest of a shortest way is the shortest way from there.
-
-    Every byte of a shortest way has to be a token of the vocabulary.
-
-    table: int16 [V] of a state, the costs behind each token; the last ones are kept.
-    """
-
-    is_exact = True
-
-    def __init__(self, states: ParseStates, spelling: Spelling) -> None:
-        self.vocab_size = spelling.vocab_size
-        self._states = states
-        self._spelling = spelling
-        self.table = lru_cache(maxsize=_TABLES)(self._make)
-        self._most = lru_cache(maxsize=_MOST_KNOWN)(self._most_of)
-        self._by_bytes = states.longest(len)
-
-    @property
-    def is_filling_up(self) -> bool:
-        """Whether further texts should get endings of their own."""
-        return self._states.is_filling_up
-
-    @property
-    def memory_size_bytes(self) -> int:
-        """Of the states and the tables."""
-        num_tables = self.table.cache_info().currsize
-        return self._states.memory_size_bytes + num_tables * 2 * self._spelling.vocab_size
-
-    @property
-    def start(self) -> ParseState:
-        """The state of the empty text."""
-        return self._states.start
-
-    def cost(self, state: ParseState) -> int:
-        """Tokens within which the text can be ended: at least 1."""
-        return self._spelling.num_tokens(state.text) + 1
-
-    def after(
-        self, state: ParseState, token_ids: Sequence[int], matcher: GrammarMatcher
-    ) -> ParseState | None:
-        """The state behind some tokens; None where these rules do not allow them."""
-        del matcher
-        then: ParseState | None = state
-        for token_id in token_ids:
-            data = self._spelling.token_bytes[token_id]
-            then = self._states.after(then, data) if then is not None and data else None
-        return then
-
-    def stride(self, state: ParseState, remaining: int) -> int:
-        """While more remains than any text may still need, nobody has to know where one stands.
-
-        So a text with room to its end, as most have, is never followed.
-        """
-        longest = self._longest(state, remaining)
-        return max(1, remaining - longest.of(state) - 1) if longest.is_lasting else 1
-
-    def is_free(self, state: ParseState, remaining: int) -> bool:
-        """Whether every token leads to a state that costs less than ``remaining``. Exact."""
-        return remaining > self.bound(state, remaining) or remaining > self._most(state)
-
-    def bound(self, state: ParseState, remaining: int) -> int:
-        """No token leads to a state that costs more; found without looking at the tokens.
-
-        The fewer remain, the closer it is.
-        """
-        return self._longest(state, remaining).of(state) + 1
-
-    def _longest(self, state: ParseState, remaining: int) -> Longest:
-        """By bytes, as if each took a token, where that many remain: most texts have such room."""
-        by_bytes = self._by_bytes
-        return by_bytes if by_bytes.of(state) + 1 < remaining else self._by_tokens
-
-    @cached_property
-    def _by_tokens(self) -> Longest:
-        return self._states.longest(self._spelling.num_tokens)
-
-    def _most_of(self, state: ParseState) -> int:
-        return (
-            int((self.table(state) + np.int16(1)).max()) - 1
-        )  # one more than the largest is least
-
-    def row(self, state: ParseState, remaining: int, matcher: GrammarMatcher) -> NDArray[np.int32]:
-        """int32 [W]: the tokens that lead to a state that costs less than ``remaining``."""
-        del matcher
-        return pack_row(self.table(state) < min(remaining, _NEVER))
-
-    def admits(
-        self, state: ParseState, token_id: int, remaining: int, matcher: GrammarMatcher
-    ) -> bool:
-        """Whether ``row`` has the bit of a token that the grammar allows."""
-        if not 0 <= token_id < self._spelling.vocab_size or token_id in self._spelling.stops:
-            return True  # whether such a token is legal, the grammar alone knows
-        then = self.after(state, (token_id,), matcher)
-        return then is not None and self.cost(then) < min(remaining, _NEVER)
-
-    def _make(self, state: ParseState) -> NDArray[np.int16]:
-        """int16 [V]: the cost of the state behind each token, 32,767 where it is illegal.
-
-        0 for a stop token where the document may end. Read only.
-        """
-        spelling = self._spelling
-        table: NDArray[np.int16] = np.full(spelling.vocab_size, _NEVER, dtype=np.int16)
-        if state.can_end:
-            table[spelling.stop_token_ids] = 0
-        self._write_costs(state, table, self._write_run(state, table))
-        return table
-
-    def _write_run(self, state: ParseState, table: NDArray[np.int16]) -> NDArray[np.int64]:
-        """Inside a string most tokens are characters of one kind, and need not be followed.
-
-        Writes their costs. Returns the tokens that may be legal beside, as ``_write_costs`` takes
-        them.
-        """
-        spelling, states = self._spelling, self._states
-        first = states.rows((state.number,))[state.number]
-        legal: list[int] = np.flatnonzero(first != NOWHERE).tolist()
-        if sum(len(spelling.heads[byte]) for byte in legal) <= _MANY:
-            return _joined([spelling.heads[byte] for byte in legal])
-        run = states.run(state.number, _RUN)
-        if len(run.states) < 2:
-            return _joined([part for byte in legal for part in self._heads(byte, int(first[byte]))])
-        own, others, is_token = spelling.made_of(run.characters)
-        if run.states[-1] == state.number:  # nothing changes, however many they are
-            np.putmask(table, is_token, self._costs(run.states[:1])[-1])
-        else:
-            counts = spelling.num_characters[own]
-            is_easy = counts < len(run.states)
-            costs = self._costs(run.states)[run.states]
-            table[spelling.ids[own[is_easy]]] = costs[counts[is_easy]]
-            others = _joined([others, own[~is_easy]])
-        found: NDArray[np.int64] = others[first[spelling.columns[0][others]] != NOWHERE]
-        return found
-
-    def _heads(self, byte: int, then: int) -> Iterator[NDArray[np.int64]]:
-        """The tokens that begin with a byte; of many, those whose second byte is legal, too."""
-        head = self._spelling.heads[byte]
-        if len(head) <= _MANY:
-            yield head
-            return
-        by_second = self._spelling.second(byte)
-        yield by_second[-1]
-        for second in np.flatnonzero(self._states.rows((then,))[then] != NOWHERE).tolist():
-            yield by_second[second]
-
-    def _write_costs(
-        self, state: ParseState, table: NDArray[np.int16], tokens: NDArray[np.int64]
-    ) -> None:
-        """Write the costs behind tokens, indices into ``Spelling.ids``, byte by byte."""
-        spelling, states = self._spelling, self._states
-        at: NDArray[np.int32] = np.full(len(tokens), state.number, dtype=np.int32)
-        ended: list[NDArray[np.int64]] = []
-        ends: list[NDArray[np.int32]] = []
-        for column in spelling.columns:
-            count = int(np.searchsorted(tokens, len(column)))  # the others have no further byte
-            if count < len(tokens):
-                ended.append(tokens[count:])
-                ends.append(at[count:])
-            if not count:
-                tokens = tokens[:0]
-                break
-            tokens, at = tokens[:count], at[:count]
-            at = states.rows(_distinct(at))[at, column[tokens]]
-            is_legal = at != NOWHERE
-            tokens, at = tokens[is_legal], at[is_legal]
-        numbers = np.concatenate([*ends, at[: len(tokens)]])
-        table[spelling.ids[np.concatenate([*ended, tokens])]] = self._costs(numbers)[numbers]
-
-    def _costs(self, numbers: NDArray[np.int32]) -> NDArray[np.int16]:
-        """int16 [states]: the cost of each state among ``numbers``."""
-        reached = _distinct(numbers)
-        costs: NDArray[np.int16] = np.full(max(reached, default=-1) + 1, _NEVER, dtype=np.int16)
-        for number in reached:
-            costs[number] = min(_NEVER, self.cost(self._states[number]))
-        return costs
-
-
-def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
-    return np.sort(np.concatenate([_NONE, *parts]))
-
-
-def _distinct(numbers: NDArray[np.int32]) -> list[int]:
-    if not len(numbers):
-        return []
-    found: list[int] = np.flatnonzero(np.bincount(numbers)).tolist()
-    return found

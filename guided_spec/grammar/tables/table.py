@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from guided_spec.grammar.completion.endings import EndLostError, Rules, UnreadableGrammarError
 from guided_spec.grammar.completion.parse_states import NOWHERE, ParseStates
 from guided_spec.grammar.completion.rules import rules_of
+from guided_spec.grammar.completion.shortest import RuleTexts
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.limits import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
@@ -86,7 +87,7 @@ def explore(rules: Rules, limits: TableLimits, clock: Clock) -> ByteAutomaton:
     Raises NoTableError for rules that no automaton can be made of.
     """
     try:
-        parse_states = ParseStates(rules, 0)
+        parse_states = ParseStates(RuleTexts(rules, 0))
     except (EndLostError, UnreadableGrammarError) as error:
         raise NoTableError(f"its rules have no states: {error}") from error
     waiting = [(parse_states.start.depth, parse_states.start.number)]

@@ -14,21 +14,18 @@ from hypothesis import strategies as st
 from guided_spec.errors import BudgetTooSmallError
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.completion import parse_states
+from guided_spec.grammar.completion import rule_endings
 from guided_spec.grammar.completion.completion import (
     CompletingGrammar,
     CompletingMatcher,
     EndingsCache,
 )
 from guided_spec.grammar.completion.endings import Endings
-from guided_spec.grammar.completion.parse_states import (
-    NOWHERE,
-    ParseState,
-    ParseStates,
-    RuleEndings,
-)
+from guided_spec.grammar.completion.parse_states import NOWHERE, ParseState, ParseStates
+from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
+from guided_spec.grammar.completion.shortest import RuleTexts
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import (
@@ -238,14 +235,14 @@ def test_costs_are_the_same_however_the_tokens_are_chosen(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiled, chosen = compiled_of(name), random.Random(0)
-    spelling = Spelling(VOCABULARY)
+    spelling, shortest = Spelling(VOCABULARY), RuleTexts(rules_of(compiled), 8)
     for _ in range(10):
-        one, other = (RuleEndings(ParseStates(rules_of(compiled), 8), spelling) for _ in range(2))
+        one, other = (RuleEndings(ParseStates(shortest), spelling) for _ in range(2))
         place, same = one.start, other.start
         for _ in range(30):
-            monkeypatch.setattr(parse_states, "_MANY", 0)  # by runs and by second bytes
+            monkeypatch.setattr(rule_endings, "_MANY", 0)  # by runs and by second bytes
             table = one.table(place)
-            monkeypatch.setattr(parse_states, "_MANY", VOCABULARY.vocab_size)
+            monkeypatch.setattr(rule_endings, "_MANY", VOCABULARY.vocab_size)
             assert np.array_equal(table, other.table(same))
             tokens = [t for t in np.flatnonzero(table < np.iinfo(np.int16).max) if t != EOS]
             if not tokens:
@@ -259,8 +256,8 @@ def test_costs_are_the_same_however_the_tokens_are_chosen(
 
 @pytest.mark.parametrize("name", ["tree", "deep", "short", "regex", "ebnf"])
 def test_single_bytes_lead_where_rows_lead(name: str) -> None:
-    rules = rules_of(compiled_of(name))
-    by_bytes, by_rows = ParseStates(rules, 4), ParseStates(rules, 4)
+    shortest = RuleTexts(rules_of(compiled_of(name)), 4)
+    by_bytes, by_rows = ParseStates(shortest), ParseStates(shortest)
     chosen = random.Random(0)
     for _ in range(20):
         state, other = by_bytes.start, by_rows.start

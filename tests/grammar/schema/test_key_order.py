@@ -20,7 +20,7 @@ from benchmarks.schema_judge import Judge, random_text
 from guided_spec.errors import ConfigError, UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import AutoBackend, BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
-from guided_spec.grammar.completion.parse_states import RuleEndings
+from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.schema.test_lower import SCHEMAS, VALUES
