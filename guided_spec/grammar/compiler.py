@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from guided_spec.errors import GrammarError
-from guided_spec.grammar.document import is_large
+from guided_spec.grammar.document import SpecDocument, as_document_compiler
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 
@@ -26,10 +26,14 @@ _OWN_BYTES = 4096  # what an entry costs beside its source and its grammar
 
 @dataclass(eq=False)
 class _Entry:
-    """A spec, its grammar to come, and the bytes of that, without what hangs on it."""
+    """A spec, its grammar to come, and the bytes of that, without what hangs on it.
+
+    document: the spec as it is read; None once that is over.
+    """
 
     spec: GrammarSpec
     future: Future[CompiledGrammar]
+    document: SpecDocument | None
     size: int = 0
 
 
@@ -62,7 +66,7 @@ class GrammarCompileQueue:
         size_of_more: Callable[[CompiledGrammar], int] = lambda grammar: 0,  # noqa: ARG005
         close_backend: Callable[[], None] = lambda: None,
     ) -> None:
-        self._backend = backend
+        self._backend = as_document_compiler(backend)
         self._close_backend = close_backend
         self._cache_size = cache_size
         self.cache_bytes = cache_bytes
@@ -102,7 +106,7 @@ class GrammarCompileQueue:
                 raise GrammarError("the compile queue is closed; make a new one")
             entry = self._entries.get(spec)
             if entry is None or entry.future.cancelled():
-                entry = self._entries[spec] = _Entry(spec, Future())
+                entry = self._entries[spec] = _Entry(spec, Future(), SpecDocument(spec))
                 self._waiting.put(entry)
             self._entries.move_to_end(spec)
             self._forget_old()
@@ -141,15 +145,16 @@ class GrammarCompileQueue:
 
     def _work(self, waiting: _Waiting) -> None:
         while (entry := waiting.get()) is not None:
-            if waiting is self._waiting and _seems_large(entry.spec):
+            if waiting is self._waiting and _seems_large(entry):
                 self._large.put(entry)
             elif entry.future.set_running_or_notify_cancel():
                 self._compile(entry)
 
     def _compile(self, entry: _Entry) -> None:
         spec, began = entry.spec, time.perf_counter()
+        document, entry.document = entry.document or SpecDocument(spec), None
         try:
-            grammar = self._backend.compile(spec)
+            grammar = self._backend.compile_document(document)
             size = _OWN_BYTES + grammar.memory_size_bytes
         except BaseException as error:  # whatever happened belongs to those who wait for it
             _LOG.info("a %s of %d characters is refused: %s", spec.kind, len(spec.source), error)
@@ -164,9 +169,9 @@ class GrammarCompileQueue:
             self._forget_old()
 
 
-def _seems_large(spec: GrammarSpec) -> bool:
+def _seems_large(entry: _Entry) -> bool:
     try:
-        return is_large(spec)
+        return entry.document is None or entry.document.is_large
     except Exception:  # whatever is wrong is reported by the compile, to those who wait
         return True
 

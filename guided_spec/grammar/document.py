@@ -35,7 +35,6 @@ __all__ = [
     "GrammarSize",
     "SpecDocument",
     "as_document_compiler",
-    "is_large",
     "loosen",
     "measure_json",
     "measure_text",
@@ -295,6 +294,17 @@ class SpecDocument:
             return GrammarSize(Extent(ENDLESS), Extent(), Extent(), 0, 0, large=True)
         return measure_json(self._parsed, len(self.spec.source))
 
+    @property
+    def is_large(self) -> bool:
+        """Whether compiling it may take seconds or more; microseconds for an ordinary one."""
+        return len(self.spec.source) > LARGE_SOURCE or self.size.large
+
+    def without_start(self) -> SpecDocument:
+        """The one that binds at once; what is read of this one is read of that."""
+        other = copy.copy(self)
+        other.spec = replace(self.spec, start=None)
+        return other
+
     @cached_property
     def lowered(self) -> Lowered:
         """The JSON schema, checked, in the keywords that all backends share.
@@ -317,11 +327,6 @@ class SpecDocument:
             return json.loads(self.spec.source)
         except (ValueError, RecursionError) as error:
             return error
-
-
-def is_large(spec: GrammarSpec) -> bool:
-    """Whether compiling ``spec`` may take seconds or more; microseconds for an ordinary one."""
-    return len(spec.source) > LARGE_SOURCE or SpecDocument(spec).size.large
 
 
 _ROUNDS = 50

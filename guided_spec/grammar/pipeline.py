@@ -14,7 +14,7 @@ from guided_spec.grammar.backends.registry import BackendFactory, import_path
 from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.document import SpecDocument, as_document_compiler
+from guided_spec.grammar.document import DocumentCompiler, SpecDocument, as_document_compiler
 from guided_spec.grammar.isolation import RuleReader, Workers
 from guided_spec.grammar.limits import GrammarLimits, TableLimits, check_limits
 from guided_spec.grammar.markers import AfterGrammar, Markers
@@ -30,7 +30,7 @@ __all__ = ["GrammarPipeline", "RequestGrammars"]
 _LONGEST_MESSAGE = 2_000  # characters
 
 
-class GrammarPipeline:
+class GrammarPipeline(DocumentCompiler[CompiledGrammar]):
     """Any backend, and what stands around it; safe to use from several threads.
 
     limits: what one grammar may cost; None for any. What can be seen in its source is checked at
@@ -77,14 +77,15 @@ class GrammarPipeline:
             make_table = self._table_here if tables == "always" else self._table_elsewhere
             self._tables = TableMaker(make_table, tables)
 
-    def compile(self, spec: GrammarSpec) -> CompiledGrammar:
-        """Compile ``spec``.
+    def compile_document(self, document: SpecDocument) -> CompiledGrammar:
+        """Compile its spec.
 
         Raises what the backend raises, and GrammarCompileError for a grammar beyond the limits, and
         for a marker that is not known or that the vocabulary cannot write.
         """
-        start = None if self.markers is None else spec.start
-        document = SpecDocument(spec if start is None else replace(spec, start=None))
+        start = None if self.markers is None else document.spec.start
+        if start is not None:
+            document = document.without_start()
         try:
             self._keep_limits(document)
             marker = None if self.markers is None or start is None else self.markers.find(start)

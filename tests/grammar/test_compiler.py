@@ -5,12 +5,17 @@ import threading
 import traceback
 from collections import Counter
 from concurrent.futures import CancelledError, Future
+from typing import Any
 
 import pytest
 
 from guided_spec.errors import GrammarCompileError, GrammarError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
 from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.document import SpecDocument
+from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.markers import Markers
+from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique
@@ -51,6 +56,24 @@ def test_equal_specs_share_one_compile() -> None:
     assert one is other
     assert result(one) is result(compiling.submit(GrammarSpec.regex("slow")))
     assert backend.calls == {"slow": 1}
+    compiling.close()
+
+
+def test_a_schema_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, parsed, loads = '{"type": "string"}', list[str](), json.loads
+
+    def load(text: str) -> Any:
+        parsed.append(text)
+        return loads(text)
+
+    monkeypatch.setattr(json, "loads", load)
+    markers = Markers(BYTES, lambda text: list(text.encode()))
+    pipeline = GrammarPipeline(XGrammarBackend(BYTES), GrammarLimits(), markers=markers)
+    compiling = GrammarCompileQueue(pipeline, close_backend=pipeline.close)
+    result(compiling.submit(GrammarSpec("json_schema", source)))
+    assert parsed == [source]
+    result(compiling.submit(GrammarSpec("json_schema", source).after("cab")))
+    assert parsed == [source, source]
     compiling.close()
 
 
@@ -101,9 +124,9 @@ def test_the_size_of_a_compiled_grammar_counts() -> None:
     counting = Counter[str]()
 
     class Counting(XGrammarBackend):
-        def compile(self, spec: GrammarSpec) -> MaybeUnique[XGrammarGrammar]:
-            counting[spec.source] += 1
-            return super().compile(spec)
+        def compile_document(self, document: SpecDocument) -> MaybeUnique[XGrammarGrammar]:
+            counting[document.spec.source] += 1
+            return super().compile_document(document)
 
     compiling = GrammarCompileQueue(Counting(BYTES, compile_threads=1), cache_bytes=7_000_000)
     # Each takes about 5 MB, with its style.

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError, GrammarCompileError, GuidedSpecError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.document import SpecDocument, is_large
+from guided_spec.grammar.document import SpecDocument
 from guided_spec.grammar.limits import GrammarLimits, check_limits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
@@ -240,7 +240,7 @@ def test_real_sizes_are_within_the_defaults() -> None:
     ids=lambda value: str(value)[:40],
 )
 def test_large_at_sight(spec: GrammarSpec, large: bool) -> None:  # noqa: FBT001
-    assert is_large(spec) is large
+    assert SpecDocument(spec).is_large is large
 
 
 @given(st.text("ab\\()[]{}|,09.^\"'\n", max_size=60))
@@ -275,7 +275,7 @@ def test_the_check_is_quick() -> None:
         times = []
         for _ in range(20):
             start = time.perf_counter()
-            is_large(spec)
+            assert SpecDocument(spec).size
             times.append(time.perf_counter() - start)
         return min(times)
 
