@@ -18,14 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.activations import ACT2FN
-from transformers.integrations.moe import _default_apply_gate, _grouped_mm
+from transformers.integrations.moe import _grouped_mm
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.stock.experts import has_silu_gate
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.fp8_linear import fp8_linear, whole_matrix
 from guided_spec.ops.fp8_weight import FP8, Fp8Weight
@@ -144,11 +144,11 @@ class Fp8Experts(nn.Module):
     @staticmethod
     def fits(experts: Any) -> bool:
         """Whether a stock module is of the kind described above."""
-        names = ("has_gate", "has_bias", "is_transposed", "is_concatenated", "has_post_expert_norm")
-        form = [getattr(experts, name, False) for name in names]  # some came with a version
-        is_silu = type(getattr(experts, "act_fn", None)) is type(ACT2FN["silu"])
-        is_default = getattr(type(experts), "_apply_gate", None) is _default_apply_gate
-        return form == [True, False, False, True, False] and is_silu and is_default
+        is_known = isinstance(getattr(experts, "gate_up_proj", None), nn.Parameter)
+        if not is_known or not has_silu_gate(experts):
+            return False
+        # The second one came with transformers 5.20.
+        return not (experts.has_bias or getattr(experts, "has_post_expert_norm", False))
 
     def scale(self, name: str, parts: Sequence[Sequence[Tensor]], block: Block | None) -> None:
         """Take the scales of a projection.

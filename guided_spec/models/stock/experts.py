@@ -14,14 +14,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import (
+    ALL_EXPERTS_FUNCTIONS,
+    _default_apply_gate,
+    grouped_mm_experts_forward,
+)
 
 from guided_spec.models.target import implementing
 from guided_spec.ops.expert_linear import expert_linear
+from guided_spec.ops.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.routed_experts import close_experts, open_experts
 
-__all__ = ["EXPERTS", "few_experts", "using_few_experts"]
+__all__ = ["EXPERTS", "few_experts", "has_silu_gate", "using_few_experts"]
 
 EXPERTS = "guided_spec_experts"
+DEFAULT_GATE = _default_apply_gate  # which modules have that do not bring their own
 REPLACED = ("grouped_mm", "batched_mm")  # who asked for another has a reason
 
 
@@ -43,6 +51,11 @@ def few_experts(experts: Any, states: Tensor, expert_ids: Tensor, expert_weights
     experts: a stock module of them. states: [N, H]. expert_ids: int64 [N, K]; expert_weights of
     them: [N, K].
     """
+    if has_silu_gate(experts):
+        routes = Routes(expert_ids, expert_weights.float())
+        given = Projection(*_projection(experts, "gate_up_proj"))
+        opened = open_experts(states, expert_ids, given, Gating())
+        return close_experts(opened, routes, Projection(*_projection(experts, "down_proj")))
     chosen = expert_ids.flatten()
     opening = "gate_up_proj" if experts.has_gate else "up_proj"
     opened = expert_linear(states, chosen, *_projection(experts, opening))
@@ -51,6 +64,14 @@ def few_experts(experts: Any, states: Tensor, expert_ids: Tensor, expert_weights
     shares = expert_weights.to(found.dtype).unsqueeze(1)
     summed = torch.bmm(shares, found.unflatten(0, expert_ids.shape)).squeeze(1)
     return summed.to(states.dtype)
+
+
+def has_silu_gate(experts: Any) -> bool:
+    """Whether a stock module of experts has silu(gate) * up, of matrices with outputs first."""
+    names = ("has_gate", "is_transposed", "is_concatenated")
+    form = [getattr(experts, name, False) for name in names]
+    is_silu = type(getattr(experts, "act_fn", None)) is type(ACT2FN["silu"])
+    return form == [True, False, True] and is_silu and type(experts)._apply_gate is DEFAULT_GATE
 
 
 def _projection(experts: Any, name: str) -> tuple[Tensor, Tensor | None]:

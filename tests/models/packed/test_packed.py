@@ -26,7 +26,8 @@ from tests.models.tiny import build
 
 VOCAB = 64
 CPU = torch.device("cpu")
-FAMILY = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "qwen3_moe", "gpt_oss", "gemma3"]
+DENSE = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "gemma3"]
+FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss"]
 STOCK = ["bitnet", "glm4_moe"]  # stock modules, with the attention over slots
 OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3", "qwen3_5"]
 
