@@ -19,7 +19,7 @@ from torch.nn import functional
 from guided_spec.ops.fp8_weight import COUNTED, Fp8Weight
 from guided_spec.ops.launch_triton import await_previous, launch
 
-__all__ = ["fp8_linear", "multiply_out", "serves"]
+__all__ = ["fp8_linear", "multiply", "multiply_out", "serves"]
 
 MOST_TOKENS = 256  # behind which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
@@ -60,10 +60,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
     rows = x.reshape(-1, inputs)
     if len(rows) > MOST_TOKENS:
         return functional.linear(x, multiply_out(weight, x.dtype), bias)
-    product = rows.new_empty(len(rows), outputs)
-    if len(rows) > 0:
-        _multiply(rows.contiguous(), weight, bias, product)
-    return product.view(*x.shape[:-1], outputs)
+    return multiply(rows.contiguous(), weight, bias).view(*x.shape[:-1], outputs)
 
 
 def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
@@ -79,13 +76,18 @@ def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     return whole
 
 
-def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, product: Tensor) -> None:
+def multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
+    """``fp8_linear`` of rows [N, I], contiguous, by the kernel that reads the weight as it is."""
     (outputs, inputs), count = weight.values.shape, len(x)
+    product = x.new_empty(count, outputs)
+    if count == 0:
+        return product
     tiling = Tiling.of(count, weight)
     tiles = triton.cdiv(count, tiling.tokens), triton.cdiv(outputs, tiling.outputs)
     steps = triton.cdiv(inputs, tiling.step)
     wanted = min(triton.cdiv(PROGRAMS, tiles[0] * tiles[1]), steps // FEWEST_STEPS)
-    taken = triton.cdiv(steps, max(wanted, 1))
+    is_counted = tiles[0] * tiles[1] <= len(weight.arrived)
+    taken = triton.cdiv(steps, max(wanted, 1)) if is_counted else steps
     slices = triton.cdiv(steps, taken)
     parts = x.new_empty(slices if slices > 1 else 0, count, outputs, dtype=torch.float32)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -97,6 +99,7 @@ def _multiply(x: Tensor, weight: Fp8Weight, bias: Tensor | None, product: Tensor
             num_warps=tiling.num_warps,
             num_stages=tiling.num_stages,
         )
+    return product
 
 
 # Triton reads annotations as its own, so the arguments have none.

@@ -25,6 +25,7 @@ sizes = (
     (33, (40, 70), (40, 70)),
     (70, (150, 256), (1, 256)),
     (2, (65, 1100), (1, 1100)),
+    (200, (64, 1024), (1, 128)),  # more tiles than programs could count
 )
 for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 1e-2)):
     for count, shape, block in sizes:

@@ -1,0 +1,79 @@
+"""What a product with an fp8 weight costs: ``python -m benchmarks.products --device cuda``.
+
+Times it as the checkpoint has the weight, multiplied out first, and in bfloat16; on CUDA in a graph
+over so many weights that no cache holds them. Beside it the time that reading them would take.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Annotated
+
+import torch
+import typer
+from rich.table import Table
+from torch import Tensor
+from torch.nn import functional
+
+from benchmarks.device_time import graph_seconds, read_bandwidth
+from guided_spec.cli.console import stdout
+from guided_spec.ops import fp8_linear_triton
+from guided_spec.ops.fp8_linear import whole_matrix
+from guided_spec.ops.fp8_weight import FP8, Fp8Weight
+
+__all__ = ["main"]
+
+READ = 2**28  # bytes of a pass
+BLOCK = (128, 128)
+
+
+@torch.inference_mode()
+def main(
+    shapes: Annotated[str, typer.Option(help="Outputs x inputs.")] = "24576x4096,4096x12288",
+    tokens: Annotated[str, typer.Option(help="By commas.")] = "1,6,16,48,128,256,384,512,1024",
+    device: Annotated[str, typer.Option(help="A CUDA device.")] = "cuda",
+) -> None:
+    """Median microseconds of one product, by shape and number of tokens."""
+    place = torch.device(device)
+    bandwidth = read_bandwidth(place)
+    table = Table("weight", "tokens", "as it is us", "multiplied out us", "bfloat16 us", "bytes us")
+    for shape in shapes.split(","):
+        outputs, inputs = map(int, shape.split("x"))
+        weights = [_weight(outputs, inputs, place) for _ in range(-(-READ // (outputs * inputs)))]
+        whole = [whole_matrix(one, torch.bfloat16) for one in weights]
+        for count in map(int, tokens.split(",")):
+            x = torch.randn(count, inputs, device=place, dtype=torch.bfloat16)
+            ways = (
+                [partial(fp8_linear_triton.multiply, x, one, None) for one in weights],
+                [partial(_multiplied_out, x, one) for one in weights],
+                [partial(functional.linear, x, one) for one in whole],
+            )
+            shown = [f"{_seconds(way, place) * 1e6:.1f}" for way in ways]
+            read = outputs * inputs / bandwidth
+            table.add_row(shape, str(count), *shown, f"{read * 1e6:.1f}")
+    stdout().print(table)
+
+
+def _multiplied_out(x: Tensor, weight: Fp8Weight) -> Tensor:
+    return functional.linear(x, whole_matrix(weight, x.dtype))
+
+
+def _weight(outputs: int, inputs: int, device: torch.device) -> Fp8Weight:
+    values = torch.randn(outputs, inputs, device=device).to(FP8)
+    scales = torch.rand(outputs // BLOCK[0], inputs // BLOCK[1], device=device)
+    return Fp8Weight.of(values, scales, BLOCK)
+
+
+def _seconds(products: Sequence[Callable[[], Tensor]], device: torch.device) -> float:
+    """Of one of them."""
+
+    def run() -> None:
+        for product in products:
+            product()
+
+    return graph_seconds(run, device) / len(products)
+
+
+if __name__ == "__main__":
+    typer.run(main)
