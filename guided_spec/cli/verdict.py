@@ -20,8 +20,8 @@ from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import compare_steps, compare_texts, proven_table, tabled_part

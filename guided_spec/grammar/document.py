@@ -20,8 +20,8 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.lowered import Lowered, Unenforced, describe, escape, find, unescape
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
-from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, find, unescape
 from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

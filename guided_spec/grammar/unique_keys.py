@@ -26,7 +26,7 @@ from guided_spec.grammar.protocol import (
     legal_row,
 )
 from guided_spec.grammar.schema.keys import free_keys
-from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of
 

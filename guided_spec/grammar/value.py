@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from guided_spec.errors import ConfigError
-from guided_spec.grammar.schema.report import find
+from guided_spec.grammar.schema.lowered import find
 from guided_spec.grammar.schema.rewrite import find_unenforced
 
 __all__ = ["parse_partial", "parse_value", "regex_of", "schema_of"]

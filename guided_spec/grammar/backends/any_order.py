@@ -17,8 +17,7 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.schema.parts import all_parts
-from guided_spec.grammar.schema.report import Report, Unenforced, escape, unescape
+from guided_spec.grammar.schema.lowered import Report, Unenforced, all_parts, escape, unescape
 from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
 
 __all__ = ["AnyOrder", "any_order_grammar", "key_literal"]

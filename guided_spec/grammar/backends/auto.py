@@ -24,7 +24,7 @@ from guided_spec.grammar.document import (
     SpecDocument,
 )
 from guided_spec.grammar.protocol import CompiledGrammar
-from guided_spec.grammar.schema.report import is_narrowed
+from guided_spec.grammar.schema.lowered import is_narrowed
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 import xgrammar
 
 from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
-from guided_spec.grammar.schema.parts import change_parts
-from guided_spec.grammar.schema.report import Report, Unenforced, escape
+from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
 
 __all__ = [
     "any_order_ebnf",

@@ -18,7 +18,7 @@ from guided_spec.grammar.backends.registry import BackendFactory
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.document import DocumentCompiler, SpecDocument
 from guided_spec.grammar.protocol import CompiledGrammar, Matcher
-from guided_spec.grammar.schema.report import Unenforced
+from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -43,8 +43,15 @@ from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, require_first_token
 from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
-from guided_spec.grammar.schema.report import Lowered, Unenforced, describe, escape, narrowing
+from guided_spec.grammar.schema.lowered import (
+    HOLDS_PARTS,
+    Lowered,
+    Unenforced,
+    change_parts,
+    describe,
+    escape,
+    narrowing,
+)
 from guided_spec.grammar.schema.values import keep_valid, merge, values_within
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys

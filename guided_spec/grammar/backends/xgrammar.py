@@ -18,8 +18,8 @@ from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag, with
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import GrammarMatcher, require_first_token
 from guided_spec.grammar.regex import to_fullmatch
+from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.schema.prepare import require_enforced
-from guided_spec.grammar.schema.report import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -46,7 +46,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
     compile_threads: native threads that one compile may use.
 
     Every finished text satisfies its grammar. JSON schemas are first rewritten into what xgrammar
-    enforces (see ``schema.py`` for what that narrows), regexes into what it reads correctly; both
+    enforces (see ``schema`` for what that narrows), regexes into what it reads correctly; both
     also inside structural tags. EBNF and Lark are xgrammar's own dialects and pass as they are.
     """
 

@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
-from guided_spec.grammar.schema.parts import HOLDS_PARTS, change_parts
-from guided_spec.grammar.schema.report import escape, unescape
+from guided_spec.grammar.schema.lowered import HOLDS_PARTS, change_parts, escape, unescape
 
 __all__ = ["AdditionalProperties", "ClosedSchema", "close_objects"]
 

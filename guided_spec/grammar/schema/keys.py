@@ -8,7 +8,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, to_fullmatch
-from guided_spec.grammar.schema.parts import all_parts
+from guided_spec.grammar.schema.lowered import all_parts
 
 __all__ = [
     "FreeKeys",

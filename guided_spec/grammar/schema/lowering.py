@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.schema.dialect import Document, Target, spell
 from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.parts import change_parts
-from guided_spec.grammar.schema.report import Lowered, Report, escape
+from guided_spec.grammar.schema.lowered import Lowered, Report, change_parts, escape
 from guided_spec.grammar.schema.values import (
     ALL_TYPES,
     Disjointness,

@@ -24,7 +24,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.report import Lowered, describe, narrowing
+from guided_spec.grammar.schema.lowered import Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
 
 __all__ = [

@@ -22,7 +22,7 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend, prepare_for_llguidance
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.grammar.schema.report import Lowered
+from guided_spec.grammar.schema.lowered import Lowered
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.masks.walks import BYTES, accepts, walk
