@@ -18,7 +18,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.fp8_linear import can_read_fp8
 
-__all__ = ["close_experts", "open_experts", "route"]
+__all__ = ["are_served", "close_experts", "open_experts", "route"]
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
@@ -83,6 +83,11 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
     if closing.bias is not None:
         found = found + closing.bias[routes.experts].float()
     return torch.einsum("nko,nk->no", found, routes.shares).to(opened.dtype)
+
+
+def are_served(opening: Projection, closing: Projection) -> bool:
+    """Whether kernels read these matrices, on the device where they are."""
+    return opening.weight.is_cuda and _has_kernel(opening, 2) and _has_kernel(closing, 1)
 
 
 def _has_kernel(projection: Projection, parts: int) -> bool:

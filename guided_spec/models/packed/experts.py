@@ -1,8 +1,7 @@
 """The experts of a stock layer: routed and multiplied in few kernels over the same weights.
 
 Where there are fewer pairs of a token and an expert than experts, or in fp8 than four times as
-many, each pair is a product of its own; behind that the module takes torch's grouped product. Both
-follow the same choice.
+many, each pair is a product of its own; behind that the stock module takes torch's grouped product.
 """
 
 from __future__ import annotations
@@ -19,24 +18,22 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.stock.experts import REPLACED
-from guided_spec.ops.expert_matrices import Gating, Projection, Routes
-from guided_spec.ops.routed_experts import close_experts, open_experts, route
+from guided_spec.ops.expert_matrices import Gating, Projection
+from guided_spec.ops.routed_experts import are_served, close_experts, open_experts, route
 
 __all__ = ["PackedExperts"]
-
-DEVICES = ("cuda",)  # where pairs are products of their own: a CPU has no use for it
 
 
 class PackedExperts:
     """See the module's docstring; block: for which ``fits``.
 
-    Matrices that are stored inputs first are turned, so that outputs are: a kernel reads them twice
-    as fast. The stock parameters become views of the turned ones.
+    Matrices that are stored inputs first are turned: what an output takes is then in one piece, as
+    the kernels read it. The stock parameters become views of the turned ones.
     """
 
     def __init__(self, block: Any) -> None:
         is_gpt_oss = type(block) is GptOssMLP
-        self._experts: Any = block.experts
+        self._block, self._experts = block, block.experts
         router: Any = block.router if is_gpt_oss else block.gate
         self._router, self._count = router, int(router.top_k)
         self._router_bias: Tensor | None = router.bias if is_gpt_oss else None
@@ -45,6 +42,7 @@ class PackedExperts:
         self._is_normalized: bool = router.norm_topk_prob if is_qwen3 else True
         self._opening = self._projection("gate_up_proj")
         self._closing = self._projection("down_proj")
+        self._is_served = are_served(self._opening, self._closing)
         is_fp8 = isinstance(self._experts, Fp8Experts)
         self._most_pairs: int = self._experts.most_pairs if is_fp8 else len(self._opening.weight)
         self._gating = Gating()
@@ -65,18 +63,21 @@ class PackedExperts:
 
     def feed(self, states: Tensor) -> Tensor:
         """Normed states [N, H] to the experts' output [N, H]."""
+        if not self._are_few(states):
+            # It must choose by itself: nothing but kernels may go by what a kernel chose, because
+            # kernels that are compiled ahead choose anything.
+            found = self._block(states.unsqueeze(0))
+            output: Tensor = found[0] if isinstance(found, tuple) else found
+            return output.view(states.shape)
         logits = functional.linear(states, self._router.weight, self._router_bias)
         routes = route(logits, self._count, is_normalized=self._is_normalized)
-        if self._are_few(states, routes):
-            opened = open_experts(states, routes.experts, self._opening, self._gating)
-            return close_experts(opened, routes, self._closing)
-        output: Tensor = self._experts(states, routes.experts, routes.shares.to(states.dtype))
-        return output
+        opened = open_experts(states, routes.experts, self._opening, self._gating)
+        return close_experts(opened, routes, self._closing)
 
-    def _are_few(self, states: Tensor, routes: Routes) -> bool:
+    def _are_few(self, states: Tensor) -> bool:
         # Of other dtypes the grouped product is a loop on the host, which waits for the device.
-        is_few = routes.experts.numel() <= self._most_pairs
-        return states.device.type in DEVICES and (is_few or states.dtype != torch.bfloat16)
+        is_few = len(states) * self._count <= self._most_pairs
+        return self._is_served and (is_few or states.dtype != torch.bfloat16)
 
     def _projection(self, name: str) -> Projection:
         if isinstance(self._experts, Fp8Experts):
