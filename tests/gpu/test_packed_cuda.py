@@ -16,7 +16,7 @@ from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.loading import load_model
+from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
@@ -68,6 +68,22 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     while open_rows := [row for row in rows if not row.is_done]:
         speculate(lm, open_rows, source)
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "fp8"])
+def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_path: Path) -> None:
+    """Kernels are compiled ahead meanwhile, and leave anything behind."""
+    tokenizer = load_tokenizer(bundled_asset("target"))
+    kind = "qwen3_moe" if name == "fp8" else name
+    model = build(kind, vocab_size=len(tokenizer), hidden_size=64, head_dim=16)
+    if name == "fp8":
+        write_fp8(tmp_path, model, FORMS["compressed blocks"], with_experts=True)
+        model = load_model(tmp_path, dtype="bfloat16")
+    given = cast(Any, model).to(CUDA, None if name == "fp8" else torch.bfloat16)
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    with LLM(given, "ngram", tokenizer=tokenizer, max_model_len=256, max_batch_size=4) as llm:
+        outputs = llm.generate(["a b c a b c", "1 2 3"], params)
+    assert all(output.error is None for output in outputs)
 
 
 @pytest.mark.parametrize("batch", [1, 3])
