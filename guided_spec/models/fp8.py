@@ -28,12 +28,13 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.stock.experts import has_silu_gate
 from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.fp8_linear import fp8_linear, whole_matrix
-from guided_spec.ops.fp8_weight import FP8, Fp8Weight
+from guided_spec.ops.fp8_weight import FP8, Fp8Weight, scales_shape
 from guided_spec.ops.pointwise import silu_mul_packed
 from guided_spec.ops.routed_experts import close_experts, open_experts
 
 __all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]
 
+DEFAULT_BLOCK = (128, 128)  # where a configuration is silent, and scales are of blocks
 METHOD = "guided_spec_fp8"  # its name among transformers' quantizers
 SCALES = ("weight_scale_inv", "weight_scale")  # both are factors of the weight
 EXPERTS = ".experts"
@@ -234,6 +235,8 @@ def _weight(values: Tensor, scales: Tensor, block: Block | None) -> Fp8Weight:
     """scales: one, one for each output, or for each block. Raises ConfigError for others."""
     if block is None:
         block = (len(values) if scales.numel() == 1 else 1, values.shape[1])
+        if tuple(scales.shape) == scales_shape(values.shape, DEFAULT_BLOCK):
+            block = DEFAULT_BLOCK
     scales = scales.reshape(-1, 1) if scales.dim() < 2 else scales
     return Fp8Weight.of(values, scales.to(values.device).float(), block)
 

@@ -60,6 +60,7 @@ FORMS = {
         "weight_scale_inv",
         lambda _: (128, 128),
     ),
+    "no size of blocks": Form({"quant_method": "fp8"}, "weight_scale_inv", lambda _: (128, 128)),
     "small blocks": Form(
         {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 24]},
         "weight_scale_inv",
