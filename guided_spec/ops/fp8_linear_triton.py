@@ -67,11 +67,12 @@ def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """See ``guided_spec.ops.fp8_weight.multiply_out``."""
     outputs, inputs = weight.values.shape
     whole = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
-    tile = (16, 256)
+    tile, width = (32, WIDEST_STEP), weight.block[1]
+    is_one = width >= inputs or width % WIDEST_STEP == 0
     with torch.cuda.device_of(whole):  # Triton launches on the current device
         launch(_multiply_out, (triton.cdiv(outputs, tile[0]), triton.cdiv(inputs, tile[1])), whole)(
             *(weight.values, weight.scales, whole, outputs, inputs),
-            *(*weight.block, weight.scales.shape[1], *tile),
+            *(*weight.block, weight.scales.shape[1], is_one, *tile),
         )
     return whole
 
@@ -147,7 +148,7 @@ def _fp8_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
             states = tl.load(state + at[:, None], mask=is_token[None, :], other=0.0)
         else:
             inside = at < inputs
-            weight = tl.load(row + tl.where(inside, at, 0)[None, :])
+            weight = tl.load(row + at[None, :], mask=inside[None, :], other=0.0)
             states = tl.load(
                 state + at[:, None], mask=inside[:, None] & is_token[None, :], other=0.0
             )
@@ -182,16 +183,23 @@ def _multiply_out(  # type: ignore[no-untyped-def] # noqa: PLR0913
     block_rows,
     block_columns,
     scale_columns,
+    IS_ONE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
+    """A tile; IS_ONE: all of its columns have the scale of the first one."""
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     is_there = (row < outputs)[:, None] & (column < inputs)[None, :]
-    row, column = tl.minimum(row, outputs - 1), tl.minimum(column, inputs - 1)
+    row = tl.minimum(row, outputs - 1)
     place = row.to(tl.int64)[:, None] * inputs + column[None, :]
-    scale = (row // block_rows)[:, None] * scale_columns + (column // block_columns)[None, :]
-    found = tl.load(values + place).to(tl.float32) * tl.load(scales + scale)
+    scale_row = scales + (row // block_rows) * scale_columns
+    if IS_ONE:
+        scale = tl.load(scale_row + tl.program_id(1) * COLUMNS // block_columns)[:, None]
+    else:
+        block = (column // block_columns)[None, :]
+        scale = tl.load(scale_row[:, None] + block, mask=is_there, other=0.0)
+    found = tl.load(values + place, mask=is_there, other=0.0).to(tl.float32) * scale
     tl.store(whole + place, found.to(whole.dtype.element_ty), mask=is_there)
