@@ -94,7 +94,11 @@ class PackedForm(NamedTuple):
                     return None
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
                 tried = PackedLM(decoder, memory, tables)
-                trial.check_packed(lambda i, kind: tried.forward(i.token_ids, Rows(*i[1:]), kind))
+                trial.check_packed(
+                    lambda i, kind: tried.forward(
+                        i.token_ids, Rows(i.slots, i.starts, i.counts), kind
+                    )
+                )
         except ModelError as error:
             if kernels == "packed":
                 raise
@@ -192,8 +196,8 @@ class CausalLM:
         """
         if self._packed is not None:
             check_layers(hidden_layers, len(self._packed.memory))
-            token_ids, *rows = inputs
-            return self._packed.forward(token_ids, Rows(*rows), logits, hidden_layers)
+            rows = Rows(inputs.slots, inputs.starts, inputs.counts)
+            return self._packed.forward(inputs.token_ids, rows, logits, hidden_layers)
         return self._stock.forward(inputs, logits, hidden_layers)
 
     @torch.inference_mode()
@@ -218,13 +222,22 @@ class CausalLM:
         return self._packed.logits(states)
 
     @torch.inference_mode()
-    def capture(self, hidden_layers: tuple[int, ...]) -> Iterator[None]:
+    def capture(self, hidden_layers: tuple[int, ...], *, has_trees: bool = False) -> Iterator[None]:
         """Capture the CUDA graphs of forwards, one at each ``next``.
 
-        hidden_layers: that the forwards will be asked for.
+        hidden_layers: that the forwards will be asked for. has_trees: also those over trees.
         """
         if self._packed is not None and self.device.type == "cuda":
-            yield from self._packed.capture(hidden_layers)
+            yield from self._packed.capture(hidden_layers, has_trees=has_trees)
+
+    @torch.inference_mode()
+    def keep_branch(self, slots: Sequence[int], starts: Sequence[int], path: Tensor) -> None:
+        """Of the trees that a forward read, keep one branch each; of a packed model.
+
+        See ``PackedLM.keep_branch``. ``commit`` counts the tokens of the branch.
+        """
+        assert self._packed is not None
+        self._packed.keep_branch(slots, starts, path)
 
     @torch.inference_mode()
     def commit(self, keep: Sequence[int]) -> None:

@@ -167,7 +167,7 @@ def rotate_and_store(
 
     packed: [N, shape.width], contiguous, changed in place. rotation: of all positions.
     buffers: the layer's blocks, written to as ``slot_attention`` says. places: where the tokens go,
-        and so their positions.
+        and their positions.
 
     Returns the queries [N, Hq, D], a view of ``packed``. Computes in float32 and rounds once.
     On CUDA one kernel; never waits for the device.
@@ -179,7 +179,7 @@ def rotate_and_store(
         rotary_triton.rotate_and_store(packed, rotation, shape, norms, buffers, places)
         return heads[:, : shape.queries]
     turned = heads[:, : shape.queries + shape.keys]
-    positions = places.tokens[1].clamp_max(len(rotation.cos) - 1)
+    positions = places.positions.clamp_max(len(rotation.cos) - 1)
     at = Rotation(rotation.cos[positions], rotation.sin[positions])
     turned.copy_(_rotate(turned, at, shape, norms))
     query, key, value = heads.split([shape.queries, shape.keys, shape.keys], 1)

@@ -148,9 +148,11 @@ def rotate_and_store(
     cos, sin = rotation
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
     num_heads, memory = shape.queries + 2 * shape.keys, places.tables
+    tokens = places.tokens.contiguous()
+    tree = tokens if places.tree is None else places.tree.contiguous()
     with torch.cuda.device_of(packed):  # Triton launches on the current device
         launch(_rotate, (count, triton.cdiv(num_heads, HEADS)), packed)(
-            *(packed, cos, sin, len(cos), query, key, eps, *buffers, places.tokens.contiguous()),
+            *(packed, cos, sin, len(cos), query, key, eps, *buffers, tokens, tree),
             *(count, memory, memory.stride(0), places.max_length, buffers.keys.shape[2], width),
             queries=shape.queries,
             keys_count=shape.keys,
@@ -158,6 +160,7 @@ def rotate_and_store(
             half_block=triton.next_power_of_2(shape.size // 2),
             heads=HEADS,
             has_norms=norms is not None,
+            is_tree=places.tree is not None,
             num_warps=2,
         )
 
@@ -176,6 +179,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     keys,
     values,
     tokens,
+    tree,
     count,
     tables,
     table_row,
@@ -188,6 +192,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     half_block: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
+    is_tree: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
@@ -202,7 +207,8 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     source = packed + token * width + head[:, None] * size + at[None, :]
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
-    position = tl.load(tokens + count + token)
+    place = tl.load(tokens + count + token)
+    position = tl.load(tree + token) if is_tree else place
     turn = tl.minimum(position, positions - 1) * size + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
@@ -227,7 +233,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     tl.store(source, low_out.to(out), mask=written)
     tl.store(source + half, high_out.to(out), mask=written)
     slot = tl.load(tokens + token)
-    place = tl.minimum(position, max_length)
+    place = tl.minimum(place, max_length)
     found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]

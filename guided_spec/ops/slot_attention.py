@@ -25,6 +25,8 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 
 __all__ = [
+    "CHAIN",
+    "MAX_TREE",
     "HeadNorms",
     "HeadShape",
     "KeyValues",
@@ -38,9 +40,12 @@ __all__ = [
 # Written out, because not every supported version of torch infers it from postponed annotations.
 SCHEMA = (
     "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor tokens, "
-    "Tensor rows, Tensor tables, Tensor? sinks, Tensor? order, Tensor? groups, int max_length, "
-    "float scale, int window, int width, int view) -> Tensor"
+    "Tensor rows, Tensor tables, Tensor? sinks, Tensor? order, Tensor? groups, Tensor? tree, "
+    "int max_length, float scale, int window, int width, int view) -> Tensor"
 )
+
+CHAIN = -1  # of ``SlotPlaces.tree``: a token that sees all before it
+MAX_TREE = 64  # tokens of a row that is a tree: bits of an int64
 
 
 class KeyValues(NamedTuple):
@@ -85,6 +90,11 @@ class SlotPlaces(NamedTuple):
     width, view: about how many tokens a row has, and how many positions it will have at most: how
         CUDA kernels divide the work. They change no result. None: as many as there can be.
     shared: where texts begin alike; None: each is read by itself.
+    tree: int64 [2, N], where rows are trees of tokens; None: every token follows the one before it.
+        The position in its text that each token stands for, counted along its branch; and which
+        tokens of its row it sees, bit j for the j-th, itself among them. ``CHAIN`` stands for all
+        tokens before it. A row that is a tree has up to ``MAX_TREE`` tokens, none before the one
+        that it follows.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph. Rows of one slot must not overlap; they see each other, since all is written before
@@ -98,6 +108,12 @@ class SlotPlaces(NamedTuple):
     width: int | None = None
     view: int | None = None
     shared: SharedPositions | None = None
+    tree: Tensor | None = None
+
+    @property
+    def positions(self) -> Tensor:
+        """int64 [N]: the position in its text that each token stands for."""
+        return self.tokens[1] if self.tree is None else self.tree[0]
 
 
 class HeadShape(NamedTuple):
@@ -158,7 +174,9 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
 
     A token at position p of a slot writes its key and value there, or to position max_length if p
     is not below that. Then it sees the slot's positions 0 to p that lie before max_length and, with
-    a window, behind p - window; zeros come out where it sees none. An unused token writes nothing
+    a window, behind p - window; zeros come out where it sees none. In a tree it sees, of the
+    positions that its row writes, those of the tokens that it follows alone, and a window counts
+    the positions that tokens stand for. An unused token writes nothing
     that is ever seen, and its output may be anything. Positions that no token sees may hold
     anything, NaN included.
 
@@ -170,9 +188,10 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     width = len(query) if places.width is None else places.width
     view = places.max_length if places.view is None else places.view
     order, groups = (None, None) if places.shared is None else places.shared
-    where = (places.tokens, places.rows, places.tables, sinks, order, groups, places.max_length)
+    where = (places.tokens, places.rows, places.tables, sinks, order, groups, places.tree)
     attended: Tensor = _operator(
-        query, key, value, *buffers, *where, scale, window or 0, width, view
+        *(query, key, value, *buffers, *where),
+        *(places.max_length, scale, window or 0, width, view),
     )
     return attended
 
@@ -217,6 +236,7 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
     sinks: Tensor | None,
     order: Tensor | None,
     groups: Tensor | None,
+    tree: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
@@ -236,20 +256,32 @@ def _reference(  # noqa: PLR0913 - the schema of an operator is flat
         )
         if end > first and slot >= 0 and seen:
             kept = KeyValues(*(_read(buffer, tables[slot], seen) for buffer in (keys, values)))
-            mask = _visible(range(start, start + end - first), seen, window, query.device)
+            of_row = None if tree is None else tree[:, first:end]
+            mask = _visible(range(start, start + end - first), seen, window, of_row, query.device)
             asked = query[first:end]
             attended[first:end] = _attend_row(asked, kept, mask, scale, sinks).to(query.dtype)
         first = max(end, first)
     return attended
 
 
-def _visible(asking: range, seen: range, window: int, device: torch.device) -> Tensor | None:
-    """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all."""
+def _visible(
+    asking: range, seen: range, window: int, tree: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """bool [T, L]: which of the positions ``seen`` each of ``asking`` sees; None: all see all.
+
+    tree: int64 [2, T], the row's part of ``SlotPlaces.tree``.
+    """
     if len(asking) == 1 and not window and seen.stop <= asking.start + 1:
         return None
     positions = torch.arange(asking.start, asking.stop, device=device).unsqueeze(1)
     stored = torch.arange(seen.start, seen.stop, device=device)
     visible = stored <= positions
+    if tree is not None:
+        own = stored - asking.start  # which token of the row a position is of
+        ancestors = tree[1].unsqueeze(1)
+        visible &= (own < 0) | ((ancestors >> own.clamp(0, MAX_TREE - 1)) & 1 == 1)
+        positions = tree[0].unsqueeze(1)
+        stored = tree[0][own.clamp(0, len(asking) - 1)].where(own >= 0, stored)
     return visible & (stored > positions - window) if window else visible
 
 

@@ -112,6 +112,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     sinks: Tensor | None,
     order: Tensor | None,
     groups: Tensor | None,
+    tree: Tensor | None,
     max_length: int,
     scale: float,
     window: int,
@@ -122,7 +123,8 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
     """See ``guided_spec.ops.slot_attention``; the arguments on one CUDA device.
 
     key, value: None where the blocks hold them. window: 0 for none. order, groups: of
-    ``SharedPositions``, not looked at where there is a window. width, view: see ``SlotPlaces``.
+    ``SharedPositions``, not looked at where there is a window. tree, width, view: see
+    ``SlotPlaces``.
     tiling: by ``choose_tiling`` when None.
     """
     count, heads, size = query.shape
@@ -142,6 +144,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
         lines = _lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
     sunk = (query if sinks is None else sinks, sinks is not None)
+    grown = (rows if tree is None else tree.contiguous(), tree is not None)
 
     def attend(of: Tensor, how: Tiling, stage: int) -> Parts | None:
         """One pass over the rows or groups ``of``; None where it wrote the output itself."""
@@ -149,10 +152,10 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
         parts = None if is_whole else Parts.room(query, tiles, num_kv_heads, how)
         tiled = _tiles(keys, values, how, window)
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
-            *(query, keys, values, *(tiled or (None, None)), of, *shared, output),
+            *(query, keys, values, *(tiled or (None, None)), of, *shared, grown[0], output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
             *(*query.stride()[:2], how.splits, *fixed, _lines(of), lines, how.rows, how.block),
-            *(window, sunk[1], tiled is not None, stage, is_whole),
+            *(window, sunk[1], grown[1] and stage != SHARED, tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
         )
@@ -179,7 +182,7 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
             launch(_combine, (count, heads), query)(
                 *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
                 *(tile.splits, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
-                *(*of_shared, window, sunk[1]),
+                *(*of_shared, window, sunk[1], grown[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
     return output
@@ -302,14 +305,52 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
+    TREE: tl.constexpr,
 ):
     """The positions [low, end) that a tile sees below the limit, and a split's share of them."""
     last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
     end = tl.minimum(start + last + 1, limit)
     if WINDOW > 0:
-        low = tl.maximum(start + tile * ROWS // GROUP - WINDOW + 1, 0) // BLOCK * BLOCK
+        first = start if TREE else start + tile * ROWS // GROUP
+        low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
     return low, end, tl.cdiv(blocks, splits) * BLOCK
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _visible(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    tree,
+    count,
+    token,
+    num_tokens,
+    start,
+    stored,
+    is_there,
+    TREE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Which of the positions ``stored`` the tokens of a row see: [ROWS, BLOCK].
+
+    tree: from the row's first token on.
+    """
+    behind = (start + token)[:, None] - stored[None, :]  # how far behind the query it is
+    visible = (behind >= 0) & is_there[None, :]
+    if TREE:
+        own = stored - start  # which token of the row a position is of
+        asked = token < num_tokens
+        ancestors = tl.load(tree + count + token, mask=asked, other=0)
+        bit = tl.minimum(tl.maximum(own, 0), 63).to(tl.int64)
+        is_before = ((ancestors[:, None] >> bit[None, :]) & 1) == 1
+        visible = visible & ((own < 0)[None, :] | is_before)
+        if WINDOW > 0:
+            of_row = is_there & (own >= 0)
+            stands = tl.load(tree + own, mask=of_row, other=0)
+            stands = tl.where(of_row, stands, stored.to(tl.int64))
+            position = tl.load(tree + token, mask=asked, other=0)
+            behind = position[:, None] - stands[None, :]
+    if WINDOW > 0:
+        visible = visible & (behind < WINDOW)
+    return visible
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -324,6 +365,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     groups,
     count,
     num_groups,
+    tree,
     output,
     partial,
     lse,
@@ -347,6 +389,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    TREE: tl.constexpr,
     WHOLE: tl.constexpr,
     STAGE: tl.constexpr,
     IS_ONLY: tl.constexpr,
@@ -363,7 +406,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
         limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
         low, end, share = _span(
-            low, start, limit, within_row, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW
+            low, start, limit, within_row, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW, TREE
         )
         low += split * share
         end = tl.minimum(low + share, end)
@@ -380,7 +423,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
         gathered = tl.zeros([ROWS, PADDED], tl.float32)
         table, whole = tables + slot * table_row, low
         if WHOLE:  # what every query of the tile sees takes no mask
-            whole = tl.minimum(start + within_row * ROWS // GROUP + 1, end)
+            whole = tl.minimum(start + 1 + (0 if TREE else within_row * ROWS // GROUP), end)
             whole = low + tl.maximum(whole - low, 0) // BLOCK * BLOCK
             for first in range(low, whole, BLOCK):
                 found = tl.load(table + first // block) * HEADS + tl.program_id(1)
@@ -401,14 +444,12 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             if WIDTH != PADDED:
                 there = there & within[None, :]
             found = tl.load(table + stored // block, mask=is_there, other=0).to(tl.int64)
-            place = ((found * HEADS + head) * block + stored % block) * WIDTH
-            place = place[:, None] + column[None, :]
+            place = (((found * HEADS + head) * block + stored % block) * WIDTH)[:, None] + column
             tiled = tl.load(keys + place, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
-            behind = (start + token)[:, None] - stored[None, :]  # how far behind the query it is
-            visible = (behind >= 0) & is_there[None, :]
-            if WINDOW > 0:
-                visible = visible & (behind < WINDOW)
+            visible = _visible(
+                tree + first_token, count, token, num_tokens, start, stored, is_there, TREE, WINDOW
+            )
             scores = tl.where(visible, scores, -1e30)
             higher = tl.maximum(top, tl.max(scores, 1))
             probs = tl.where(visible, tl.exp2(scores - higher[:, None]), 0.0)
@@ -481,6 +522,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     SHARED_BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    TREE: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """Weighs the parts of one query by the sums that each of them found.
@@ -501,7 +543,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
     low, end, share = _span(
-        low, start, max_length, tile, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW
+        low, start, max_length, tile, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW, TREE
     )
     column = tl.arange(0, PADDED)
     part = tl.arange(0, PARTS)

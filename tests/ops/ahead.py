@@ -1,7 +1,8 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, those of paths through lattices, products with fp8 weights and steps of experts.
+masks of all kinds, those of paths through lattices, products with fp8 weights, steps of experts,
+and attention of chains and trees.
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from triton.runtime import driver
 from guided_spec.ops import fp8_linear_triton, launch_triton, routed_experts_triton
 from guided_spec.ops.expert_matrices import Gating, Projection
 from guided_spec.ops.fp8_weight import FP8, Fp8Weight
+from guided_spec.ops.kept_branch_triton import keep_branch
 from guided_spec.ops.lattice_paths_triton import first_legal_paths
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
+from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.table_rows import CURSOR
 from guided_spec.types import Draft, SamplingParams
 
@@ -114,6 +118,22 @@ def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: G
         routed_experts_triton.close_experts(opened, routes, in_fp8)
 
 
+def attend(*, is_tree: bool) -> None:
+    """Likewise, in one layer, over seven tokens in two rows; a branch of theirs is kept."""
+    line, rows = torch.zeros(2, 7, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    buffers = KeyValues(*torch.empty(2, 4, 2, 64, 128, dtype=torch.bfloat16))
+    tables = torch.zeros(2, 4, dtype=torch.int32)
+    query = torch.empty(7, 8, 128, dtype=torch.bfloat16)
+    tree = line if is_tree else None
+    where = (line, rows, tables)
+    slot_attention(
+        *(query, None, None, *buffers, *where, None, None, None, tree),
+        *(255, 1.0, 0, 4, 256),
+    )
+    if is_tree:
+        keep_branch(line[0, :2], buffers.keys, tables, line[:, :2], line)
+
+
 def main() -> None:
     made: Counter[str] = Counter()
 
@@ -137,6 +157,8 @@ def main() -> None:
         for count in (1, 6):
             ask_experts(count, 128, (8, 2048, 768), Gating())
             ask_experts(count, 32, (4, 2880, 2880), Gating(is_interleaved=True, limit=7.0))
+        for is_tree in (False, True):
+            attend(is_tree=is_tree)
     sys.stdout.write(json.dumps(made) + "\n")
 
 

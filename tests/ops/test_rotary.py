@@ -32,7 +32,7 @@ from tests.slot_lines import kept_positions
 for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
-            packed, rotation, places = make(shape, spans, block)
+            packed, rotation, places = make(shape, spans, block, is_tree=norms is None)
             buffers, expected = empty(shape, places, block), empty(shape, places, block)
             turned = packed.clone()
             rotate_and_store(turned, rotation, shape, norms, expected, places)
@@ -56,10 +56,14 @@ class Given(NamedTuple):
     places: SlotPlaces
 
 
-def make(shape: HeadShape, spans: list[Span] = SPANS, block: int = 4) -> Given:
+def make(
+    shape: HeadShape, spans: list[Span] = SPANS, block: int = 4, *, is_tree: bool = False
+) -> Given:
     torch.manual_seed(len(spans))
     unused = Unused(2, 1)
     places = places_of(spans, make_tables(NUM_SLOTS, LENGTH, block), LENGTH, unused)
+    if is_tree:  # tokens stand for other positions than those where they are kept
+        places = places._replace(tree=torch.stack([places.tokens[1] // 2, places.tokens[0]]))
     packed = torch.randn(places.tokens.shape[1], shape.width)
     cos, sin = (torch.randn(LENGTH, shape.size // 2).repeat(1, 2) for _ in range(2))
     return Given(packed, Rotation(cos, sin), places)
@@ -72,8 +76,11 @@ def empty(shape: HeadShape, places: SlotPlaces, block: int = 4) -> KeyValues:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_norms", [False, True])
-def test_it_is_what_transformers_computes(shape: HeadShape, *, has_norms: bool) -> None:
-    packed, rotation, places = make(shape)
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_it_is_what_transformers_computes(
+    shape: HeadShape, *, has_norms: bool, is_tree: bool
+) -> None:
+    packed, rotation, places = make(shape, is_tree=is_tree)
     heads = packed.clone().view(1, len(packed), -1, shape.size)
     query, key, value = heads.split([shape.queries, shape.keys, shape.keys], 2)
     norms = None
@@ -84,7 +91,8 @@ def test_it_is_what_transformers_computes(shape: HeadShape, *, has_norms: bool) 
         query, key = stock[0](query), stock[1](key)
         norms = HeadNorms(stock[0].weight.detach(), stock[1].weight.detach(), 1e-6)
     slots, positions = places.tokens
-    cos, sin = (part[positions.clamp_max(LENGTH - 1)].unsqueeze(0) for part in rotation)
+    turns = places.positions.clamp_max(LENGTH - 1)
+    cos, sin = (part[turns].unsqueeze(0) for part in rotation)
     query, key = apply_rotary_pos_emb(query, key, cos, sin, unsqueeze_dim=2)
     buffers = empty(shape, places)
     found = rotate_and_store(packed, rotation, shape, norms, buffers, places)

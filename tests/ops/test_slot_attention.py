@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ def written_by_hand(case: Case, data: Data) -> KeyValues:
     return buffers
 
 
-def text_of(case: Case, data: Data, buffer: Tensor, slot: int, seen: range) -> Tensor:
+def text_of(case: Case, data: Data, buffer: Tensor, slot: int, seen: Sequence[int]) -> Tensor:
     """[Hkv, L, D]: these positions of a slot, gathered one by one."""
     table = data.places.tables[slot]
     found = [buffer[table[at // case.block], :, at % case.block] for at in seen]
@@ -52,10 +53,11 @@ def by_hand(case: Case, data: Data) -> Tensor:
     buffers = written_by_hand(case, data)
     outputs = torch.zeros(data.query.shape)
     at = 0
-    for slot, start, count in case.spans:
-        for position in range(start, start + count):
-            low = 0 if case.window is None else max(position - case.window + 1, 0)
-            seen = range(low, min(position + 1, case.max_length))
+    for span, (slot, start, count) in enumerate(case.spans):
+        for token in range(count):
+            text = [*range(start), *(start + other for other in case.branch(span, token))]
+            low = 0 if case.window is None else max(len(text) - case.window, 0)
+            seen = [place for place in text[low:] if place < case.max_length]
             if slot >= 0 and seen:
                 keys, values = (text_of(case, data, buffer, slot, seen) for buffer in buffers)
                 keys, values = (part.repeat_interleave(case.group, 0) for part in (keys, values))
@@ -148,12 +150,13 @@ def test_half_precision_is_summed_in_full(dtype: torch.dtype) -> None:
 
 def test_the_operator_keeps_its_contract() -> None:
     spans = [Span(1, 5, 3), Span(-1, 0, 1), Span(3, 0, 2)]
-    data = make(Case(2, 2, 16, max_length=9, block=4, spans=spans, unused=Unused(2, 1)))
-    tokens, rows, tables, max_length, *_ = data.places
+    case = Case(2, 2, 16, max_length=9, block=4, spans=spans, unused=Unused(2, 1))
+    data = make(case._replace(parents=((0, 0), (), (0,))))
+    tokens, rows, tables, max_length, *_, tree = data.places
     buffers = [torch.nan_to_num(buffer) for buffer in data.buffers]
     alike = (torch.stack([torch.arange(tokens.shape[1])] * 2), torch.tensor([[1], [4], [3]]))
-    for sinks, shared in ((None, (None, None)), (torch.randn(4), alike)):
-        where = (tokens, rows, tables, sinks, *shared, max_length)
+    for sinks, shared, trees in ((None, (None, None), None), (torch.randn(4), alike, tree)):
+        where = (tokens, rows, tables, sinks, *shared, trees, max_length)
         arguments = (data.query, *data.new, *buffers, *where, 0.3, 4, 3, 9)
         torch.library.opcheck(torch.ops.guided_spec.slot_attention.default, arguments)
 

@@ -38,17 +38,23 @@ SHARED = WHOLE_TILES._replace(
     alike=(Alike((2, 1), 2), Alike((3,), 3)),
 )
 
+TREE = (0, 1, 0, 3, 1, 5)
+TREES = (TREE, (), (0, 0), TREE, (0,))
+
 
 @settings(max_examples=15, deadline=None, derandomize=True, database=None)
 @example(WHOLE_TILES, torch.float16, False)
 @example(SHARED, torch.float16, False)
 @example(SHARED._replace(has_sinks=True), torch.float32, True)
+@example(WHOLE_TILES._replace(parents=TREES[:2] + TREES[3:4]), torch.float16, False)
+@example(SHARED._replace(parents=TREES), torch.float16, False)
+@example(SHARED._replace(parents=TREES, alike=(), window=3), torch.float32, False)
 @given(cases(70, [8, 16, 24, 48, 64]), st.sampled_from(list(TOLERANCE)), st.booleans())
 def compare(case, dtype, is_stored):
     drawn = make(case).to(dtype)
-    tokens, rows, tables, max_length, _, _, shared = drawn.places
+    tokens, rows, tables, max_length, _, _, shared, tree = drawn.places
     cut = (max_length, 0.3, case.window or 0, 3, max_length)
-    places = (tokens, rows, tables, case.sinks(), *(shared or (None, None)), *cut)
+    places = (tokens, rows, tables, case.sinks(), *(shared or (None, None)), tree, *cut)
     kept, used = kept_positions(drawn.places, case.block), tokens[0] >= 0
     theirs = drawn.clone()
     expected = _reference(theirs.query, *theirs.new, *theirs.buffers, *places)

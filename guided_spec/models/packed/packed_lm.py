@@ -8,7 +8,7 @@ are: their launches take less time than their kernels.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from itertools import product
 from typing import NamedTuple
 
@@ -23,7 +23,8 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
-from guided_spec.ops.slot_attention import KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.kept_branch import LayerMemory, keep_branch
+from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 
 __all__ = [
     "LARGEST_GRAPH",
@@ -51,11 +52,15 @@ class Rows(NamedTuple):
 
     The rows' own tokens stand in one line, ``counts`` of each. Several rows may be pieces of one
     slot's text: a layer stores all keys before any is read.
+
+    tree: int64 [2, n], of the first n tokens of the line: how many tokens of its row each one
+    follows, and which, see ``SlotPlaces.tree``; None where all are chains.
     """
 
     slots: Sequence[int]
     starts: Sequence[int]
     counts: Sequence[int]
+    tree: NDArray[np.int64] | None = None
 
     def places_in(self, width: int) -> NDArray[np.int64]:
         """Where the tokens stand in rows of ``width``, [N]."""
@@ -93,10 +98,21 @@ class Rows(NamedTuple):
         rows[2, :batch] = np.cumsum(counts)
         return places
 
+    def grown(self, size: int) -> NDArray[np.int64]:
+        """``SlotPlaces.tree`` with room for ``size`` tokens, flat; behind ``tree`` are chains."""
+        assert self.tree is not None
+        total, known = sum(self.counts), self.tree.shape[1]
+        found = np.zeros((2, size), dtype=np.int64)
+        starts, steps = self._spread(np.array(self.starts)), self.steps()
+        steps[:known] = self.tree[0]
+        found[0, :total], found[1, :total] = starts + steps, CHAIN
+        found[1, :known] = self.tree[1]
+        return found.flatten()
+
     def alike(self, tables: Tables) -> tuple[Alike, ...]:
         """Groups of slots whose rows all stand behind what the slots have in common; if it pays."""
         starts: dict[int, int] = {}
-        for slot, start, count in zip(*self, strict=True):
+        for slot, start, count in zip(*self[:3], strict=True):
             if slot >= 0 and count > 0:
                 starts[slot] = min(start, starts.get(slot, start))
         found = (
@@ -126,7 +142,7 @@ class Rows(NamedTuple):
 
         Raises ModelError where none are free.
         """
-        for slot, start, count in zip(*self, strict=True):
+        for slot, start, count in zip(*self[:3], strict=True):
             if count > 0 and not tables.grow(slot, start + count):
                 raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
         tables.upload()
@@ -146,13 +162,14 @@ class LineShape(NamedTuple):
     """What a forward of so many tokens has room for; one of few, as kernels are compiled for each.
 
     size, num_rows: tokens and rows, some of which may be unused. width: as of ``SlotPlaces``.
-    num_groups: of texts that begin alike.
+    num_groups: of texts that begin alike. is_tree: whether rows may be trees.
     """
 
     size: int
     num_rows: int
     width: int
     num_groups: int = 0
+    is_tree: bool = False
 
     @classmethod
     def of(
@@ -237,6 +254,9 @@ class PackedLM:
         }
         if groups:
             inputs["shared"] = torch.from_numpy(rows.shared(shape.size, groups))
+        if rows.tree is not None:
+            shape = shape._replace(is_tree=True)
+            inputs["tree"] = torch.from_numpy(rows.grown(shape.size))
         body = partial(self._compute, shape.width, layers)
         if self._graphs is None or not shape.has_graph:
             states, hidden = body(upload(inputs, self._device))
@@ -254,7 +274,7 @@ class PackedLM:
     ) -> SlotOutput:
         """``forward_line`` of the rows' own tokens of int64 [B, T]; see ``CausalLM.forward``."""
         batch, width = token_ids.shape
-        rows = Rows(rows.slots, rows.starts, [min(count, width) for count in rows.counts])
+        rows = rows._replace(counts=[min(count, width) for count in rows.counts])
         index = torch.from_numpy(rows.places_in(width)).to(token_ids.device, non_blocking=True)
         (states, hidden), scores = self.forward_line(token_ids.flatten()[index], rows, layers), None
         if logits == "last":
@@ -271,24 +291,42 @@ class PackedLM:
         """``LineOutput.states`` [..., H] to logits [..., V]."""
         return self._decoder.logits(states)
 
-    def capture(self, layers: tuple[int, ...]) -> Iterator[None]:
+    def keep_branch(self, slots: Sequence[int], starts: Sequence[int], path: Tensor) -> None:
+        """Of the trees that a forward read, keep one branch each; nothing waits for the device.
+
+        slots, starts: [B], of the forward. path: int64 [B, D] on the device, see ``keep_branch``.
+        """
+        rows = torch.tensor([list(slots), list(starts)]).to(self._device, non_blocking=True)
+        for group in self._groups:
+            keep_branch(group, self._tables.tables, rows, path)
+
+    @cached_property
+    def _groups(self) -> tuple[LayerMemory, ...]:
+        return LayerMemory.group(self.memory)
+
+    def capture(self, layers: tuple[int, ...], *, has_trees: bool = False) -> Iterator[None]:
         """Capture the graphs of forwards of any size that has one, one at each ``next``.
 
         The largest come first: the others then find their memory. Those that have none run once.
+        has_trees: also those over trees.
         """
         if self._graphs is None:
             return
-        none = Rows((), (), ())
-        for size, num_groups in product((*UNCAPTURED, *reversed(SIZES)), (0, MOST_GROUPS)):
+        none = Rows((), (), (), np.zeros((2, 0), dtype=np.int64))
+        sizes, trees = (*UNCAPTURED, *reversed(SIZES)), (False, True)[: 1 + has_trees]
+        for size, num_groups, is_tree in product(sizes, (0, MOST_GROUPS), trees):
             if num_groups and size < SHARED_FROM:
                 continue
             shape = LineShape.of(size, 0, self._sizes, num_groups=num_groups)
+            shape = shape._replace(is_tree=is_tree)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
                 "places": torch.from_numpy(none.places(size, shape.num_rows)),
             }
             if num_groups:
                 inputs["shared"] = torch.from_numpy(none.shared(size, ()))
+            if is_tree:
+                inputs["tree"] = torch.from_numpy(none.grown(size))
             body = partial(self._compute, shape.width, layers)
             if not shape.has_graph:
                 body(upload(inputs, self._device))
@@ -304,7 +342,8 @@ class PackedLM:
         shared = None
         if "shared" in inputs:
             shared = SharedPositions(*split_places(inputs["shared"], len(token_ids)))
+        tree = inputs["tree"].view(2, -1) if "tree" in inputs else None
         tables, most = self._tables.tables, self._tables.max_length
-        where = SlotPlaces(*lines, tables, most, width, shared=shared)
+        where = SlotPlaces(*lines, tables, most, width, shared=shared, tree=tree)
         output = self._decoder.forward(token_ids, where, self.memory, layers)
         return output.states, output.hidden_states

@@ -210,7 +210,7 @@ class StockDecoder:
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
         """See ``PackedDecoder.forward``."""
-        positions = places.tokens[1].clamp_max(places.max_length - 1)
+        positions = places.positions.clamp_max(places.max_length - 1)
         with (
             using_slot_attention(self._config),
             using_few_experts(self._config),
