@@ -23,6 +23,7 @@ __all__ = [
     "DraftChoice",
     "dense_probs",
     "draft_at",
+    "draw",
     "proposed_probs",
     "rejection_sample",
 ]
@@ -96,7 +97,7 @@ def rejection_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accept
     """
     batch, num_draft = draft.token_ids.shape
     if num_draft == 0:
-        return Accepted(_race(target_probs[:, 0], noise.sample).unsqueeze(1), draft.num_tokens)
+        return Accepted(draw(target_probs[:, 0], noise.sample).unsqueeze(1), draft.num_tokens)
     depth = torch.arange(num_draft, device=target_probs.device)
     target = target_probs[:, :num_draft].gather(-1, draft.token_ids.unsqueeze(-1)).squeeze(-1)
     passed = (noise.accept[:, :num_draft] * proposed_probs(draft) < target) & (
@@ -121,13 +122,13 @@ def _draw_next(
     # Rounding can leave nothing of a residual that is not empty in exact arithmetic (target and
     # draft equal up to an ulp): the target itself is then the right distribution.
     refused = (num_accepted < draft.num_tokens) & (residual > 0).any(1)
-    return _race(torch.where(refused.unsqueeze(1), residual, probs), exponential)
+    return draw(torch.where(refused.unsqueeze(1), residual, probs), exponential)
 
 
-def _race(probs: Tensor, exponential: Tensor) -> Tensor:
-    """[B] int64: a draw from each row of [B, V], which need not sum to 1; -1 if it is all zeros.
+def draw(probs: Tensor, exponential: Tensor) -> Tensor:
+    """int64 [...]: a draw from each row of [..., V], of any sum; -1 if it is all zeros.
 
     The exponential race: the argmax of p / exponential(1) is distributed as p.
     """
-    winner = (probs / exponential).max(1)
+    winner = (probs / exponential).max(-1)
     return torch.where(winner.values > 0, winner.indices, -1)

@@ -24,6 +24,7 @@ from torch import Tensor
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
+from guided_spec.ops.sampling.tree import verify_tree
 from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise
 
@@ -61,15 +62,17 @@ KERNEL_VERIFIERS = frozenset({"rejection", "coupled"})
 
 
 def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRows) -> Accepted:
-    """Accept a prefix of every row's draft and draw one more token.
+    """Accept a prefix of every row's draft, or a branch of a tree, and draw one more token.
 
     logits: [B, K + 1, V] float32, bfloat16 or float16; row i follows the draft tokens before i.
     bitmask: int32 [B, K + 1, W], the tokens that the grammar allows; None allows all.
-    draft: K tokens a row.
+    draft: K tokens a row; of trees see ``verify_tree``, which runs as it is written everywhere.
 
     Changes none of them. All on one device, no sync. On CUDA the kernels compute masses in another
     order than the reference, so choices can differ where it is within rounding of a tie.
     """
+    if draft.tree is not None:
+        return verify_tree(logits, bitmask, draft, rows)
     has_kernel = rows.verifier in KERNEL_VERIFIERS and isinstance(rows.noise, NoiseKeys)
     kernel = _kernel() if logits.is_cuda and has_kernel else None
     if kernel is not None:
