@@ -18,6 +18,7 @@ Kernels = Literal["auto", "packed", "stock"]
 GrammarTables = Literal["auto", "always", "off"]
 
 LARGEST_DRAFT = 64
+LARGEST_TREE = 63  # tokens behind a text, all of which an int64 tells apart
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,6 +26,9 @@ class EngineConfig:
     """How much the engine drafts, batches and stores.
 
     num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
+    tree_nodes: tokens of a draft that is a tree at most, 0 to 63: besides the draft itself, the
+        best legal branches that a block head or PARD knows, where a step has few requests
+        (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.
     max_model_len: prompt and output tokens of one request at most; None takes the model's own
@@ -63,6 +67,7 @@ class EngineConfig:
     """
 
     num_draft_tokens: int = 5
+    tree_nodes: int = 0
     max_forced_tokens: int = 32
     max_batch_size: int = 16
     max_model_len: int | None = None
@@ -81,6 +86,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _require("num_draft_tokens", self.num_draft_tokens, low=0, high=LARGEST_DRAFT)
+        _require("tree_nodes", self.tree_nodes, low=0, high=LARGEST_TREE)
         _require("max_forced_tokens", self.max_forced_tokens, low=0, high=LARGEST_DRAFT)
         _require("max_batch_size", self.max_batch_size, low=1)
         _require("max_model_len", self.max_model_len, low=2)

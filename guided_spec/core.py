@@ -204,7 +204,8 @@ class Batches:
     def __init__(
         self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
     ) -> None:
-        depths = config.num_draft_tokens + config.max_forced_tokens + 1
+        longest = config.num_draft_tokens + config.max_forced_tokens
+        depths = max(longest, config.tree_nodes) + 1
         table_bytes = config.device_table_bytes
         self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
         self._verifier: Verifier = config.verifier
@@ -400,6 +401,11 @@ class Proposer(Protocol):
     def learn(self, texts: Sequence[FinishedText]) -> None:
         """Texts that have ended well, before their slots are released; only where it ``learns``."""
         del texts
+
+    @property
+    def has_options(self) -> bool:
+        """Whether it sets ``Lookahead.options`` where trees are asked for."""
+        return False
 
     def interrupts(self, batch: DecodeBatch, lookahead: Lookahead) -> Pause | None:
         """As the first of a chain: at which requests the others stop, so that it drafts again.

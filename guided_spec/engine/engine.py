@@ -216,7 +216,7 @@ class Engine:
 
     def capture(self) -> Iterator[None]:
         """Capture the CUDA graphs of steps of any size, one at each ``next``."""
-        yield from self.model.capture(self._layers)
+        yield from self.model.capture(self._layers, has_trees=self.config.tree_nodes > 0)
         yield from self._proposer.capture()
 
     @contextmanager
@@ -495,7 +495,8 @@ class Engine:
 
     def _decoding(self) -> list[Request]:
         """Those that decode in this step, each with room for the longest draft."""
-        most = self.config.num_draft_tokens + self.config.max_forced_tokens
+        longest = self.config.num_draft_tokens + self.config.max_forced_tokens
+        most = max(longest, self.config.tree_nodes)
         for request in self._scheduler.running(State.DECODE):
             if request.state is State.DECODE:  # else it had to go for one before it
                 # However little of a draft it may take itself: rows are as wide as the longest.
@@ -526,9 +527,11 @@ class Engine:
         )
         self._carry = step.carry
         with named_range("commit"):
+            if step.branch is not None:
+                step.lookahead.follow(step.branch.path.wait().tolist())
             committed = commit(batch, step.accepted, step.packed)
             num_accepted = [row.num_accepted for row in committed]
-            self._target.commit(batch, num_accepted, step.hidden_states)
+            self._target.commit(batch, num_accepted, step.hidden_states, step.branch)
         num_drafted = step.num_drafted.wait().tolist()
         _count(requests, step, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)

@@ -32,7 +32,9 @@ from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow
+from guided_spec.ops.sampling.tree import require_tree_verifier
 from guided_spec.proposers import build_proposer
+from guided_spec.proposers.draft_trees import DraftTrees
 
 __all__ = [
     "Options",
@@ -287,7 +289,7 @@ class Setup:
         vocabulary = context.vocabulary
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
-        engine = Engine(target, build_proposer(name, context), config, window)
+        engine = Engine(target, _build_proposer(name, context, target), config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
         logger.info("%s; drafts: %s", _describe(target, config), name)
@@ -327,6 +329,18 @@ def _drafter(proposer: str | None, context: ProposerContext) -> str:
     name = resolve_auto(proposer or DEFAULT_PROPOSER, context)
     is_default_on_cuda = proposer is None and context.device.type == "cuda"
     return "eagle3" if is_default_on_cuda and name == CHAIN_OF_GRAPHS else name
+
+
+def _build_proposer(name: str, context: ProposerContext, target: CausalLM) -> Proposer:
+    """By its name; where trees are asked for, they grow around what it drafts."""
+    proposer, nodes = build_proposer(name, context), context.config.tree_nodes
+    if not nodes:
+        return proposer
+    require_tree_verifier(context.config.verifier)
+    if not target.is_packed:
+        fix = "this model keeps whole slots, which hold no trees: pass 0, or kernels='packed'"
+        raise ConfigError("tree_nodes", nodes, fix)
+    return DraftTrees(name, proposer, context)
 
 
 def _describe(target: CausalLM, config: EngineConfig) -> str:

@@ -22,6 +22,7 @@ from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.host import host_integers, pad_ids
+from guided_spec.step import Branch
 from guided_spec.text import GuidedText
 
 __all__ = [
@@ -138,13 +139,14 @@ class SlotTarget:
         # What is behind the end of a shorter draft is fed like a token: it lands where nothing
         # valid is, and is overwritten before it can be seen. That spares a download of its length.
         pairs = zip(flight.most, starts, strict=True)
-        rows = Rows(
-            batch.slots, starts, [min(1 + count, longest - start) for count, start in pairs]
-        )
+        counts = [min(1 + count, longest - start) for count, start in pairs]
+        tree = flight.draft.tree
+        rows = Rows(batch.slots, starts, counts, None if tree is None else tree.line(counts))
         if self._model.is_packed:
             return self._verify_line(token_ids, rows, batch.prompts, flight.answer)
         assert not batch.prompts, "a stock model takes one row a slot"
-        inputs = SlotInputs(token_ids, *rows)
+        assert tree is None, "a stock model reads chains"
+        inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
         found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert found.logits is not None
         return TargetOutput(found.logits, found.hidden_states)
@@ -195,6 +197,7 @@ class SlotTarget:
             [*rows.slots, *(prompt.slot for prompt in prompts)],
             [*rows.starts, *(prompt.start for prompt in prompts)],
             [*rows.counts, *(len(prompt.token_ids) for prompt in prompts)],
+            rows.tree,
         )
         output = self._model.forward_line(token_ids, together, self._layers, answer)
         if output.hidden_states is not None and prompts:
@@ -207,12 +210,19 @@ class SlotTarget:
         return output
 
     def commit(
-        self, batch: DecodeBatch, num_accepted: Sequence[int], hidden_states: Tensor | None
+        self,
+        batch: DecodeBatch,
+        num_accepted: Sequence[int],
+        hidden_states: Tensor | None,
+        branch: Branch | None = None,
     ) -> None:
         """Keep the state of the last token and the accepted draft of every request.
 
-        hidden_states: as of ``TargetOutput``.
+        hidden_states: as of ``TargetOutput``. branch: of trees, what was accepted of them.
         """
+        if branch is not None:
+            starts = [len(context) - 1 for context in batch.contexts]
+            self._model.keep_branch(batch.slots, starts, branch.kept)
         keep = [accepted + 1 for accepted in num_accepted]
         self._model.commit(keep)
         if hidden_states is not None:

@@ -10,13 +10,20 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.host import named_range
 
-__all__ = ["RowFiller", "Walk", "cores"]
+__all__ = ["Branch", "RowFiller", "Walk", "cores"]
+
+
+class Branch(NamedTuple):
+    """A draft token, and the place of the one that it follows, see ``TokenTree``."""
+
+    parent: int
+    token_id: int
 
 
 class Walk:
@@ -29,9 +36,11 @@ class Walk:
     drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
     draft. starved: positions at which the drafter knew none of the legal tokens.
     is_tabled: the device takes its rows from a table, see ``Lookahead.leave``.
+    branches: what stands beside the draft, see ``Lookahead.grow``.
     """
 
     __slots__ = (
+        "branches",
         "drafted",
         "filled",
         "fork",
@@ -57,6 +66,7 @@ class Walk:
         self.is_paused = self.is_tabled = False
         self.refused: int | None = None
         self.starved = 0
+        self.branches: list[Branch] = []
 
     @property
     def num_rows(self) -> int:
@@ -86,6 +96,15 @@ class Walk:
         self.drafted.append(token_id)
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
+
+    def text_at(self, place: int) -> list[int]:
+        """The draft tokens from the text to a place of the tree."""
+        tail: list[int] = []
+        while place > len(self.drafted):
+            branch = self.branches[place - len(self.drafted) - 1]
+            tail.append(branch.token_id)
+            place = branch.parent
+        return [*self.drafted[:place], *reversed(tail)]
 
     def take(self, fork: Fork) -> None:
         """From here on the fork goes with the draft, of which there is nothing yet."""
@@ -144,6 +163,21 @@ class RowFiller:
                 self._fill_apart(missing, threads)
             else:
                 self._fill_here(missing)
+
+    def fill_branches(self, walks: Sequence[Walk]) -> None:
+        """Fill the missing rows of what stands beside the drafts, whose own rows are filled."""
+        for walk in walks:
+            fork = walk.fork
+            if fork is None or not walk.branches:
+                continue
+            first = len(walk.drafted) + 1
+            for place in range(first, first + len(walk.branches)):
+                if self._rows.has(walk.request, place):
+                    continue
+                fork.advance(walk.text_at(place))
+                if not fork.matcher.is_terminated():
+                    self._rows.fill(fork.matcher, walk.request, place)
+            fork.advance(walk.drafted)
 
     def _fill_patiently(self, walks: Sequence[Walk]) -> None:
         began = time.perf_counter()

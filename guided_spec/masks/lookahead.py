@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -18,13 +17,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.masks.constraint import Constraint, Fork
-from guided_spec.masks.filler import RowFiller, Walk
+from guided_spec.masks.filler import Branch, RowFiller, Walk
 from guided_spec.masks.rows import MaskRows
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.types import Draft
 
 __all__ = [
     "Lookahead",
+    "Options",
+    "Scored",
     "Turn",
 ]
 
@@ -50,6 +51,24 @@ class Turn(NamedTuple):
     starts: Sequence[int]
 
 
+class Options(Protocol):
+    """What else may stand in a draft, as its proposer sees it."""
+
+    def behind(self, depth: int, previous: int | None) -> Scored | None:
+        """What may stand ``depth`` tokens behind the text; None where nothing is known.
+
+        previous: the draft token before, None at depth 0.
+        """
+        ...
+
+
+class Scored(NamedTuple):
+    """Tokens, -1 for none, and their logits: int32 [C] and float32 [C]."""
+
+    token_ids: NDArray[np.int32]
+    scores: NDArray[np.float32]
+
+
 class Lookahead:
     """One step's forks. Made by ``fork``, thrown away after ``finish``.
 
@@ -71,6 +90,7 @@ class Lookahead:
         self._pause: Pause | None = None
         self._sources: Tensor | None = None  # of rows that the device takes from tables
         self.forced: list[list[int]] = [[] for _ in walks]
+        self.options: list[Options | None] = [None] * len(walks)  # for trees, by who drafted
         self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
 
@@ -322,6 +342,80 @@ class Lookahead:
         self.extend([row[:length] for row, length in zip(rows, lengths.tolist(), strict=True)])
         return draft.cut(width)._replace(num_tokens=lengths.to(draft.num_tokens.device))
 
+    def row_at(self, request: int, place: int) -> NDArray[np.int32] | None:
+        """The mask row behind a place of a request's tree, [W] on the host; None if it is free.
+
+        Read only. Where the text is complete, None as well. To be asked once nothing more is
+        appended to the draft itself.
+        """
+        self._wake()
+        walk = self._walks[request]
+        fork = walk.fork
+        if fork is None:
+            return None
+        if walk.num_missing:  # of the draft itself, behind which the fork stands
+            self._fill([walk])
+        if not self._rows.has(request, place):
+            fork.advance(walk.text_at(place))
+            if fork.matcher.is_terminated():
+                return None
+            self._rows.fill(fork.matcher, request, place)
+        return self._rows.words(request, place)
+
+    def can_grow(self, request: int) -> bool:
+        """Whether anything may stand beside the request's draft, which is done.
+
+        Not where the device has the rows, or where the draft ends with an illegal token.
+        """
+        walk = self._walks[request]
+        return not walk.is_tabled and walk.refused is None
+
+    def grow(self, request: int, parent: int, token_id: int) -> int | None:
+        """Append a token behind a place of the request's tree, beside the draft.
+
+        Place 0 is the text's last token, place i + 1 the draft's i-th; then come those that were
+        grown, in their order. Returns the new place; None, and no change, where the grammar refuses
+        the token or the text has ended there.
+        """
+        self._wake()
+        walk = self._walks[request]
+        if walk.fork is not None:
+            text = [*walk.text_at(parent), token_id]
+            if walk.fork.advance(text) < len(text):
+                return None
+        walk.branches.append(Branch(parent, token_id))
+        return len(walk.drafted) + len(walk.branches)
+
+    @property
+    def branches(self) -> list[list[Branch]]:
+        """[B]: what was grown beside each draft. Read only."""
+        return [walk.branches for walk in self._walks]
+
+    def follow(self, paths: Sequence[Sequence[int]]) -> None:
+        """From here on ``drafted`` is the branch that the verifier went along; before the commit.
+
+        paths: [B] its places, -1 behind its end. Nothing is grown any more.
+        """
+        for walk, path in zip(self._walks, paths, strict=True):
+            if walk.branches:
+                self._follow(walk, [place for place in path if place >= 0])
+
+    def _follow(self, walk: Walk, places: Sequence[int]) -> None:
+        tokens = walk.text_at(places[-1]) if places else []
+        pairs = enumerate(zip(tokens, walk.drafted, strict=False))
+        agreed = next((at for at, (one, other) in pairs if one != other), len(tokens))
+        self.forced[walk.request] = [at for at in self.forced[walk.request] if at < agreed]
+        constraint, fork = self._constraints[walk.request], walk.fork
+        if constraint is not None and fork is not None:
+            walk.filled = sum(self._rows.has(walk.request, place) for place in (0, *places))
+            if constraint.has_budget:  # the fork has to know again which of its rows it cut
+                fork.rollback_to(0)
+                self._rows.fill(fork.matcher, walk.request, 0)
+                for place, token_id in zip(places, tokens, strict=True):
+                    if fork.accept(token_id) and not fork.matcher.is_terminated():
+                        self._rows.fill(fork.matcher, walk.request, place)
+        walk.drafted, walk.branches = tokens, []
+
     def start(self) -> None:
         """Begin to fill the rows that are still missing, beside what runs next."""
         if self._is_asleep:  # nothing is drafted: one row each
@@ -329,7 +423,7 @@ class Lookahead:
         else:
             missing = sum(walk.num_missing for walk in self._walks)
         if self._is_constrained and missing >= ROWS_WORTH_A_THREAD:
-            self._filling = self._rows.fill_beside(partial(self._fill, self._walks))
+            self._filling = self._rows.fill_beside(self._fill_all)
 
     def finish(self, num_draft: int) -> Tensor | None:
         """int32 [B, num_draft + 1, W] on the device: the mask of every target row.
@@ -341,7 +435,7 @@ class Lookahead:
         if not self._is_constrained:
             return None
         if self._filling is None:
-            self._fill(self._walks)
+            self._fill_all()
         else:
             self._filling.result()
         return self._rows.first(len(self._walks), num_draft + 1, self._sources)
@@ -402,6 +496,12 @@ class Lookahead:
             for walk, constraint in zip(self._walks, self._constraints, strict=True):
                 if constraint is not None:
                     walk.take(constraint.fork())
+
+    def _fill_all(self) -> None:
+        self._fill(self._walks)
+        started = time.perf_counter()
+        self._filler.fill_branches(self._walks)
+        self.fill_seconds += time.perf_counter() - started
 
     def _fill(self, walks: Sequence[Walk]) -> None:
         self._wake()

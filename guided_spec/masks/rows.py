@@ -288,6 +288,10 @@ class MaskRows:
         rows = [depth * self._active + request for request, depth in places]
         self._block.fill_many(batch, matchers, rows)
 
+    def has(self, request: int, depth: int) -> bool:
+        """Whether the row is filled."""
+        return self._block.is_filled([self._at(request, depth)])
+
     def allows(self, request: int, depth: int, token_id: int) -> bool:
         """Whether the row admits the token; ids outside the vocabulary are never admitted."""
         return self._block.allows(self._at(request, depth), token_id)

@@ -20,8 +20,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.core import (
+    DecodeBatch,
+    DraftInFlight,
+    FinishedDraft,
+    TargetOutput,
+)
+from guided_spec.masks.lookahead import Lookahead, Scored
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.heads.block.candidates import (
     Block,
@@ -51,8 +56,9 @@ class Lattice(NamedTuple):
     """One text's block on the host; see ``Candidates``.
 
     token_ids: int32 [W, C]; -1 for what is not to be drafted, behind all others. likeliest: of
-    these the first few, as lists: of most places no other is asked for. scores: float32 [W, C].
-    gains: float32 [W, C, C]; both are None where places do not depend on one another.
+    these the first few, as lists: of most places no other is asked for. scores: float32 [W, C];
+    None where nobody asks for them. gains: float32 [W, C, C]; None where places do not depend on
+    one another.
     """
 
     token_ids: NDArray[np.int32]
@@ -85,15 +91,26 @@ class Lattice(NamedTuple):
             previous = drafted[-1] if at else None
             yield self.options(at, previous)
 
-    def _behind(self, place: int, previous: int | None) -> list[int]:
-        assert self.gains is not None
+    def behind(self, depth: int, previous: int | None) -> Scored | None:
+        """See ``guided_spec.masks.lookahead.Options``."""
+        if depth >= len(self):
+            return None
+        return Scored(self.token_ids[depth], self._scores(depth, previous))
+
+    def _scores(self, place: int, previous: int | None) -> NDArray[np.float32]:
         assert self.scores is not None
-        rows, scores = np.zeros(1, dtype=np.int64), self.scores[place]
+        scores: NDArray[np.float32] = self.scores[place]
+        if self.gains is None:
+            return scores
+        rows = np.zeros(1, dtype=np.int64)
         if place:
             rows = np.flatnonzero(self.token_ids[place - 1] == previous)
         if len(rows):
             scores = scores + self.gains[place, rows[0]]
-        order = np.argsort(-scores, kind="stable")
+        return scores
+
+    def _behind(self, place: int, previous: int | None) -> list[int]:
+        order = np.argsort(-self._scores(place, previous), kind="stable")
         return self.token_ids[place, order].tolist()  # type: ignore[no-any-return]
 
 
@@ -159,6 +176,7 @@ class BlockDrafter:
 
     argument: what stands behind the proposer's name: the draft policy of requests that do not ask
     for one, or nothing for paths.
+    has_trees: the lattices are told to the lookahead, and all paths are found on the host.
     vocabulary, transition: see ``choose_candidates``. policy: of requests that do not ask for one;
     None: paths.
 
@@ -170,8 +188,11 @@ class BlockDrafter:
         argument: str,
         vocabulary: DraftVocabulary | None,
         transition: Transition | None,
+        *,
+        has_trees: bool = False,
     ) -> None:
         self.policy: DraftPolicy | None = read_policy(argument, None)
+        self._has_trees = has_trees
         self._vocabulary, self._transition = vocabulary, transition
         self._known: dict[int, _Known] = {}
 
@@ -190,7 +211,7 @@ class BlockDrafter:
         if not own:
             return loop(others).in_flight()
         starts = lookahead.lengths
-        if not others and not any(starts):
+        if not others and not any(starts) and not self._has_trees:
             if not any(batch.constraints[row] for row in own):
                 free = DraftLoop(batch, lookahead, "validate", self._vocabulary, rows=own)
                 free.take(self._best(batch, own, compute))
@@ -273,6 +294,7 @@ class BlockDrafter:
         for row in rows:
             lattice, drafted = self._known[batch.slots[row]].lattice, lookahead.drafted[row]
             options[row] = lattice.first_paths(starts[row], drafted)
+            lookahead.options[row] = lattice if self._has_trees else None
         with lookahead.until(ends):
             return host_draft(batch, lookahead.extend_path(options))
 
@@ -291,7 +313,8 @@ class BlockDrafter:
         candidates = choose_candidates(
             block, self._num_candidates, self._vocabulary, self._transition
         )
-        lattices = zip(missing, _download(candidates), strict=True)
+        found = _download(candidates, has_scores=self._has_trees)
+        lattices = zip(missing, found, strict=True)
         for row, lattice in lattices:
             self._known[batch.slots[row]] = _Known(len(batch.contexts[row]), lattice)
 
@@ -325,18 +348,24 @@ def _spread(found: Tensor, rows: Sequence[int], blank: Tensor) -> Tensor:
     return blank.index_copy_(0, index, found)
 
 
-def _download(candidates: Candidates) -> list[Lattice]:
-    """All of it in one piece; waits until it is on the host."""
+def _download(candidates: Candidates, *, has_scores: bool) -> list[Lattice]:
+    """All of it in one piece; waits until it is on the host.
+
+    has_scores: also where places do not depend on one another, so that nobody needs them for paths.
+    """
     ids, scores, gains = candidates
     parts = [ids.masked_fill(scores.isneginf(), -1).int()]
+    if gains is not None or has_scores:
+        parts.append(scores.view(torch.int32))
     if gains is not None:
-        parts += [scores.view(torch.int32), gains.contiguous().view(torch.int32).flatten(2)]
+        parts.append(gains.contiguous().view(torch.int32).flatten(2))
     found = Download(torch.cat(parts, -1)).wait().numpy()
     size = ids.shape[-1]
     token_ids, rest = found[..., :size], found[..., size:].view(np.float32)
     listed = zip(token_ids, token_ids[..., :LISTED].tolist(), strict=True)
     if gains is None:
-        return [Lattice(*parts) for parts in listed]
+        scored = zip(listed, rest if has_scores else [None] * len(rest), strict=True)
+        return [Lattice(*own, scores) for own, scores in scored]
     gained = rest[..., size:].reshape(gains.shape)
     return [
         Lattice(*own, *scored)

@@ -217,6 +217,11 @@ class Chain(Proposer):
             yield from member.capture()
 
     @property
+    def has_options(self) -> bool:
+        """Whether any member has."""
+        return any(member.has_options for member in self._members)
+
+    @property
     def learns(self) -> bool:
         """Whether any member does."""
         return any(member.learns for member in self._members)

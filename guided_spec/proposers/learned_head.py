@@ -128,7 +128,8 @@ class LearnedHead(Proposer):
             self._policy = read_policy(context.argument, DEFAULT_POLICY)
         else:
             own = (head.vocabulary, self._block.transition)
-            self._paths = BlockDrafter(context.argument, *own)
+            has_trees = config.tree_nodes > 0
+            self._paths = BlockDrafter(context.argument, *own, has_trees=has_trees)
             self._policy = self._paths.policy or DEFAULT_POLICY
 
     def begin(
@@ -173,6 +174,11 @@ class LearnedHead(Proposer):
         if self._paths is not None and self._longest:
             self._paths.compile(self._longest, self._device)
             yield
+
+    @property
+    def has_options(self) -> bool:
+        """Whether it drafts blocks."""
+        return self._paths is not None
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""

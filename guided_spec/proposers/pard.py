@@ -39,7 +39,8 @@ class Pard(Proposer):
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: ProposerContext) -> None:
-        self._paths = BlockDrafter(context.argument, None, None)
+        has_trees = context.config.tree_nodes > 0
+        self._paths = BlockDrafter(context.argument, None, None, has_trees=has_trees)
         self._cache = DraftCache(context)
         if self._cache.model.has_linear_state:
             kind = self._cache.model.config.model_type
@@ -60,6 +61,11 @@ class Pard(Proposer):
         return self._paths.begin(
             batch, lookahead, rows, compute, partial(self._loop, batch, lookahead)
         )
+
+    @property
+    def has_options(self) -> bool:
+        """It drafts blocks."""
+        return True
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
