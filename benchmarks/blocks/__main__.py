@@ -42,7 +42,7 @@ def blocks(
     data: Annotated[Path | None, typer.Option(help="Documents; default: drawn ones.")] = None,
     workers: Annotated[int, typer.Option(help="Processes of each training.")] = HEADS.workers,
     methods: Annotated[str, typer.Option(help="Heads.")] = ",".join(HEADS.methods),
-    engines: Annotated[str, typer.Option(help="PROPOSER[@K] each.")] = ",".join(ENGINES),
+    engines: Annotated[str, typer.Option(help="PROPOSER[@K][/NODES] each.")] = ",".join(ENGINES),
     documents: Annotated[str, typer.Option(help="REQUESTS=DOCUMENTS each.")] = "1=16,64=128,8=32",
     workloads: Annotated[str, typer.Option(help="Of json and free.")] = "json,free",
     temperatures: Annotated[str, typer.Option(help="Such as 0,0.7.")] = "0,0.7",

@@ -37,7 +37,8 @@ Documents = Mapping[int, int]
 
 
 class RunKey(NamedTuple):
-    """engine: a proposer, and the draft tokens behind an @. workload: of ``WORKLOADS``."""
+    """engine: a proposer, the draft tokens behind an @, and the tokens of a tree behind a /.
+    workload: of ``WORKLOADS``."""
 
     engine: str
     batch: int
@@ -113,7 +114,7 @@ def measure_blocks(
         if not keys or clock.left <= 0:
             continue
         report(f"documents: {engine}")
-        method = next((name for name in re.split("[:+@]", engine) if name in METHODS), None)
+        method = next((name for name in re.split("[:+@/]", engine) if name in METHODS), None)
         if method is not None and method not in heads:
             yield BlockRun(keys[0], problem=f"there is no {method} head")
             continue
@@ -145,12 +146,14 @@ def _measure(
     plain: Texts,
     clock: Clock,
 ) -> Iterator[BlockRun]:
-    name, _, depth = keys[0].engine.partition("@")
+    chain, _, nodes = keys[0].engine.partition("/")
+    name, _, depth = chain.partition("@")
     draft_tokens = 0 if name == "none" else int(depth or plan.num_draft_tokens)
     items = json_documents(max(plan.documents.values()))
     prompts = [subject.tokenizer(str(item.prompt))["input_ids"] for item in items]
     config = EngineConfig(
         num_draft_tokens=draft_tokens,
+        tree_nodes=int(nodes or 0),
         max_batch_size=max(plan.documents),
         max_model_len=max(map(len, prompts)) + plan.max_tokens + 1,
         kv_memory_bytes=kv_budget(subject.model),
