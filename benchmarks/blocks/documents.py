@@ -29,7 +29,7 @@ __all__ = ["ENGINES", "BlockRun", "DocumentPlan", "RunKey", "measure_blocks"]
 
 ENGINES = (
     *("none", "eagle3@5", "dflash", "dspark", "p_eagle"),
-    *("dflash:mask", "dspark:mask", "p_eagle:mask"),
+    *("dflash:path", "dspark:path", "p_eagle:path"),
     *("dflash:validate", "dspark:validate", "p_eagle:validate"),
 )
 WORKLOADS = ("json", "free")

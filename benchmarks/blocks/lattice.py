@@ -35,7 +35,7 @@ from guided_spec.models.heads.block.candidates import (
 )
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.sampling.token_rules import TokenRules
-from guided_spec.proposers.block_draft import CANDIDATES, FOLLOWING, BlockDrafter
+from guided_spec.proposers.block_draft import CANDIDATES, FOLLOWING, BlockDrafter, BlockSource
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.types import SamplingParams
 
@@ -197,7 +197,7 @@ def _measure(
     config = EngineConfig(num_draft_tokens=plan.width, max_batch_size=count)
     batches = Batches(config, count, size, device)
     dice = torch.Generator().manual_seed(0)
-    drafter = BlockDrafter("", None, transition)
+    drafter = BlockDrafter("path", None, transition)
     whole, chosen, drafted = list[float](), list[float](), list[int]()
     for repeat in range(plan.repeats + 2):
         batch, following = texts.batch(batches, count, dice)
@@ -221,14 +221,15 @@ def _dtype(transition: Transition | None, device: torch.device) -> torch.dtype:
 
 
 def _draft(drafter: BlockDrafter, batch: DecodeBatch, lookahead: Lookahead, block: Block) -> Tensor:
-    def compute(rows: Sequence[int]) -> Block:
+    def compute(rows: Sequence[int], count: int) -> Block:
         assert len(rows) == len(batch)
+        assert count > 0
         return block
 
     def loop(rows: Sequence[int]) -> DraftLoop:
         raise AssertionError(f"no request asks for another policy, and so do {rows}")
 
-    flight = drafter.begin(batch, lookahead, range(len(batch)), compute, loop)
+    flight = drafter.begin(batch, lookahead, range(len(batch)), BlockSource(compute, loop))
     return flight.finish().token_ids
 
 

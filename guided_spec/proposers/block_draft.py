@@ -20,12 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from guided_spec.core import (
-    DecodeBatch,
-    DraftInFlight,
-    FinishedDraft,
-    TargetOutput,
-)
+from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead, Scored
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.heads.block.candidates import (
@@ -49,7 +44,7 @@ from guided_spec.proposers.drafting import (
 )
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
-__all__ = ["BlockDrafter", "Compute", "Lattice"]
+__all__ = ["BlockDrafter", "BlockSource", "Compute", "Lattice"]
 
 
 class Lattice(NamedTuple):
@@ -118,12 +113,24 @@ def _is_token(token_id: int) -> bool:
     return token_id >= 0
 
 
+PATH = "path"  # behind a proposer's name: legal paths
+PATH = "path"  # behind a proposer's name: legal paths
 LISTED = 4
 CANDIDATES = 256  # of a place: with fewer, drafts starve (docs/lattice.md)
 FOLLOWING = 32  # of them where each is scored behind each of the place before
 
-Compute = Callable[[Sequence[int]], Block]
-"""The blocks of some requests, by their rows."""
+Compute = Callable[[Sequence[int], int], Block]
+"""The blocks of some requests, by their rows. So many candidates of a place are wanted, 0 for none,
+which may be found along with it."""
+
+
+class BlockSource(NamedTuple):
+    """Where a drafter has its drafts from. loop: drafts some rows under the other policies.
+    carry_on: see ``FinishedDraft``."""
+
+    compute: Compute
+    loop: Callable[[Sequence[int]], DraftLoop]
+    carry_on: CarryOn | None = None
 
 
 class _Known(NamedTuple):
@@ -137,13 +144,14 @@ class _Path(NamedTuple):
     """A draft that the device found; see ``DraftInFlight``.
 
     told: int64 [B, 2 W] on its way to the host: at each place the token, or -1, and whether the
-    text is starved there.
+    text is starved there. carry_on: see ``FinishedDraft``.
     """
 
     draft: Draft
     most: tuple[int, ...]
     lookahead: Lookahead
     told: Download
+    carry_on: CarryOn | None
 
     @property
     def is_walked(self) -> bool:
@@ -167,15 +175,15 @@ class _Path(NamedTuple):
         token_ids = self.draft.token_ids
         return Draft(token_ids, lengths.to(token_ids.device, non_blocking=True))
 
-    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> None:
-        del accepted, output, packed
+    def carry(self, accepted: Accepted, output: TargetOutput, packed: Download) -> object | None:
+        return None if self.carry_on is None else self.carry_on(accepted, output, packed)
 
 
 class BlockDrafter:
     """Drafts the requests that ask for no other policy, and leaves the rest to a ``DraftLoop``.
 
     argument: what stands behind the proposer's name: the draft policy of requests that do not ask
-    for one, or nothing for paths.
+    for one, ``PATH``, or nothing: then "mask", and paths where there are trees.
     has_trees: the lattices are told to the lookahead, and all paths are found on the host.
     vocabulary, transition: see ``choose_candidates``. policy: of requests that do not ask for one;
     None: paths.
@@ -191,7 +199,8 @@ class BlockDrafter:
         *,
         has_trees: bool = False,
     ) -> None:
-        self.policy: DraftPolicy | None = read_policy(argument, None)
+        is_path = argument == PATH or (argument == "" and has_trees)
+        self.policy: DraftPolicy | None = None if is_path else read_policy(argument, "mask", PATH)
         self._has_trees = has_trees
         self._vocabulary, self._transition = vocabulary, transition
         self._known: dict[int, _Known] = {}
@@ -201,30 +210,29 @@ class BlockDrafter:
         batch: DecodeBatch,
         lookahead: Lookahead,
         rows: Sequence[int],
-        compute: Compute,
-        loop: Callable[[Sequence[int]], DraftLoop],
+        source: BlockSource,
     ) -> DraftInFlight:
-        """The draft of ``rows``; loop: what drafts some of them under the other policies."""
+        """The draft of ``rows``."""
         policies = used_policies(batch, self.policy)
         own = [row for row in rows if policies[row] is None]
         others = [row for row in rows if policies[row] is not None]
         if not own:
-            return loop(others).in_flight()
+            return source.loop(others).in_flight(source.carry_on)
         starts = lookahead.lengths
         if not others and not any(starts) and not self._has_trees:
             if not any(batch.constraints[row] for row in own):
                 free = DraftLoop(batch, lookahead, "validate", self._vocabulary, rows=own)
-                free.take(self._best(batch, own, compute))
-                return free.in_flight()
+                free.take(self._best(batch, own, source.compute))
+                return free.in_flight(source.carry_on)
             # Where nobody waits for the host, a chain's turns end as they should: one by one.
             texts = None if lookahead.turns else lookahead.tabled(own, batch.num_draft_tokens)
             if texts is not None and texts.is_alone:
-                return self._draft_on_device(batch, lookahead, own, compute, texts)
-        draft = self._draft(batch, lookahead, own, compute)
+                return self._draft_on_device(batch, lookahead, own, source, texts)
+        draft = self._draft(batch, lookahead, own, source.compute)
         if others:
-            draft = concatenate(draft, loop(others).finish())
+            draft = concatenate(draft, source.loop(others).finish())
         ends = zip(lookahead.lengths, starts, strict=True)
-        return FinishedDraft(draft, tuple(end - start for end, start in ends))
+        return FinishedDraft(draft, tuple(end - start for end, start in ends), source.carry_on)
 
     def compile(self, width: int, device: torch.device) -> None:
         """Have the kernel of paths ready, if the device has one."""
@@ -243,7 +251,7 @@ class BlockDrafter:
     def _best(self, batch: DecodeBatch, rows: Sequence[int], compute: Compute) -> Tensor:
         """int64 [B, W] on the device: the likeliest tokens whatever the grammars say; 0 for others
         than ``rows``. Nothing waits for the host, and no draft holds anything yet."""
-        block = self._first_places(batch, rows, compute)
+        block = self._first_places(batch, rows, compute, 1)
         found = choose_candidates(block, 1, self._vocabulary, self._transition).token_ids[:, :, 0]
         return _spread(found, rows, found.new_zeros(len(batch), found.shape[1]))
 
@@ -252,12 +260,12 @@ class BlockDrafter:
         batch: DecodeBatch,
         lookahead: Lookahead,
         rows: Sequence[int],
-        compute: Compute,
+        source: BlockSource,
         texts: TabledTexts,
     ) -> DraftInFlight:
         """The paths of ``rows`` along their tables; nothing waits for the host, and no draft holds
         anything yet. They are those that ``_draft`` finds."""
-        block = self._first_places(batch, rows, compute)
+        block = self._first_places(batch, rows, source.compute, self._num_candidates)
         found = choose_candidates(block, self._num_candidates, self._vocabulary, self._transition)
         cursors = texts.cursors[list(rows)].to(batch.device, non_blocking=True)
         paths = first_legal_paths(*found, cursors, num_mask_words(batch.vocab_size))
@@ -271,13 +279,21 @@ class BlockDrafter:
         most = tuple(min(end, width) for end in ends)
         token_ids = told[:, ::2].clamp_min(0)
         lengths = host_integers(most).to(batch.device, non_blocking=True)
-        return _Path(Draft(token_ids, lengths), most, lookahead, Download(told))
+        draft = Draft(token_ids, lengths)
+        return _Path(draft, most, lookahead, Download(told), source.carry_on)
 
-    def _first_places(self, batch: DecodeBatch, rows: Sequence[int], compute: Compute) -> Block:
-        """Of the blocks of ``rows`` what a draft may hold."""
-        block = self._adjusted(batch, [()] * len(batch), rows, compute(rows))
-        count = batch.num_draft_tokens
-        return Block(block.logits[:, :count], block.hidden[:, :count], block.last)
+    def _first_places(
+        self, batch: DecodeBatch, rows: Sequence[int], compute: Compute, count: int
+    ) -> Block:
+        """Of the blocks of ``rows`` what a draft may hold. count: see ``Compute``."""
+        return self._adjusted(batch, [()] * len(batch), rows, compute, count).first(
+            batch.num_draft_tokens
+        )
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """How many candidates of a place blocks are asked for; none where no request has a path."""
+        return (0, 1, self._num_candidates) if self.policy is None else ()
 
     @property
     def _num_candidates(self) -> int:
@@ -309,10 +325,9 @@ class BlockDrafter:
         missing = [row for row in rows if not self._is_known(batch, row)]
         if not missing:
             return
-        block = self._adjusted(batch, drafted, missing, compute(missing))
-        candidates = choose_candidates(
-            block, self._num_candidates, self._vocabulary, self._transition
-        )
+        count = self._num_candidates
+        block = self._adjusted(batch, drafted, missing, compute, count)
+        candidates = choose_candidates(block, count, self._vocabulary, self._transition)
         found = _download(candidates, has_scores=self._has_trees)
         lattices = zip(missing, found, strict=True)
         for row, lattice in lattices:
@@ -327,17 +342,22 @@ class BlockDrafter:
         batch: DecodeBatch,
         drafted: Sequence[Sequence[int]],
         rows: Sequence[int],
-        block: Block,
+        compute: Compute,
+        count: int,
     ) -> Block:
-        """The block under the requests' biases, bans and penalties, as they are where it begins."""
+        """The blocks under the requests' biases, bans and penalties, as they are where they begin.
+
+        count: see ``Compute``; under other logits candidates would be others.
+        """
         if batch.adjustments is None:
-            return block
+            return compute(rows, count)
+        block = compute(rows, 0)
         adjust = DraftAdjustments(batch, drafted, self._vocabulary)
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
         full = block.logits.new_zeros(len(batch), *block.logits.shape[1:])
         full = full.index_copy(0, index, block.logits)
         places = [adjust.apply(place)[index] for place in full.unbind(1)]
-        return block._replace(logits=torch.stack(places, 1))
+        return block.with_logits(torch.stack(places, 1))
 
 
 def _spread(found: Tensor, rows: Sequence[int], blank: Tensor) -> Tensor:

@@ -115,9 +115,10 @@ def _over_target(draft: Draft) -> Draft:
     return draft._replace(probs=probs, columns=None)
 
 
-def read_policy(argument: str, default: Policy) -> DraftPolicy | Policy:
+def read_policy(argument: str, default: Policy, *others: str) -> DraftPolicy | Policy:
     """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
 
+    others: words that the proposer has read already.
     Raises ConfigError for another word.
     """
     if argument == "":
@@ -125,7 +126,9 @@ def read_policy(argument: str, default: Policy) -> DraftPolicy | Policy:
     for policy in DRAFT_POLICIES:
         if argument == policy:
             return policy  # type: ignore[return-value]
-    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
+    raise ConfigError(
+        "draft policy", argument, f"must be one of {', '.join((*DRAFT_POLICIES, *others))}"
+    )
 
 
 def used_policies(batch: DecodeBatch, policy: Policy) -> list[DraftPolicy | Policy]:

@@ -28,6 +28,7 @@ from guided_spec.models.causal_lm import is_packed_on
 from guided_spec.models.heads.block.candidates import Block
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.block.runner import (
+    AheadReader,
     BlockReader,
     BlockRunner,
     ContextReader,
@@ -37,10 +38,12 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.block_head import PackedBlock
+from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
+from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead, WholeDrafts
 from guided_spec.ops.host import Download, pad_ids
 from guided_spec.ops.mailbox import can_share
-from guided_spec.proposers.block_draft import BlockDrafter
+from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import (
@@ -114,15 +117,17 @@ class LearnedHead(Proposer):
         config, length = context.config, context.max_model_len
         width = config.num_draft_tokens + 1
         limits = SlotLimits(context.num_slots, length, config.prefill_tokens, width)
-        self._head, self._packed, self._block = (run or _over_slots)(head, limits, context)
+        runner = (run or _over_slots)(head, limits, context)
+        self._head, self._packed, self._block, self._ahead = runner
         self._vocabulary = head.vocabulary
         target_ids = None if head.vocabulary is None else head.vocabulary.target_ids
         sources = None if self._packed is None else self._packed.graphs
         self._chooser = DraftChooser.on(context.device, target_ids, sources, context.window)
         self._masked: MaskedDrafter | None = None
+        self._whole = runner.whole(config.num_draft_tokens)
         self._can_wait = can_share(context.device)  # for the host, while a draft is made
-        if self._packed is not None and (self._can_wait or context.device.type == "cpu"):
-            self._masked = MaskedDrafter(self._packed, target_ids, context)
+        if self._whole is not None and (self._can_wait or context.device.type == "cpu"):
+            self._masked = MaskedDrafter(self._whole, target_ids, context)
         self._paths: BlockDrafter | None = None
         if self._block is None:
             self._policy = read_policy(context.argument, DEFAULT_POLICY)
@@ -145,16 +150,17 @@ class LearnedHead(Proposer):
             return self._draft(batch, lookahead, rows).in_flight(partial(self.read_ahead, batch))
         block, loop = self._block, partial(self._draft, batch, lookahead)
 
-        def compute(rows: Sequence[int]) -> Block:
-            return block.block([batch.slots[row] for row in rows])
+        def compute(rows: Sequence[int], count: int) -> Block:
+            return block.block([batch.slots[row] for row in rows], count)
 
-        return self._paths.begin(batch, lookahead, rows, compute, loop)
+        carry_on = partial(self.read_ahead, batch)
+        return self._paths.begin(batch, lookahead, rows, BlockSource(compute, loop, carry_on))
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
     ) -> object | None:
         """The head reads the accepted tokens while the host commits them; for ``begin``."""
-        head, lengths = self._packed, [len(context) for context in batch.contexts]
+        head, lengths = self._ahead, [len(context) for context in batch.contexts]
         if head is None or output.hidden_states is None or min(lengths) < 2:
             return None
         known = [head.length(slot) + 1 for slot in batch.slots]
@@ -169,11 +175,13 @@ class LearnedHead(Proposer):
         """Those of the head, and of whole drafts."""
         if self._packed is not None and self._longest:
             yield from self._packed.capture(self._longest)
-        if self._masked is not None and self._can_wait and self._longest:
-            yield from self._masked.capture()
-        if self._paths is not None and self._longest:
+        if self._block is not None and self._paths is not None and self._longest:
+            whole = 0 if self._whole is None else self._longest
+            yield from self._block.capture(self._paths.counts, whole)
             self._paths.compile(self._longest, self._device)
             yield
+        if self._masked is not None and self._can_wait and self._longest:
+            yield from self._masked.capture()
 
     @property
     def has_options(self) -> bool:
@@ -196,7 +204,7 @@ class LearnedHead(Proposer):
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
         """The loop behind its run, in which ``rows`` draft."""
-        if self._packed is not None:
+        if self._whole is not None:
             most = [min(limit, batch.num_draft_tokens) for limit in batch.limits]
             batch = replace(batch, limits=tuple(most))
         loop = DraftLoop(batch, lookahead, self._policy, self._vocabulary, self._chooser, rows)
@@ -232,7 +240,7 @@ class LearnedHead(Proposer):
     ) -> bool:
         """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks."""
         drafted = lookahead.drafted
-        head, slots, count = self._packed, batch.slots, batch.num_draft_tokens
+        head, slots, count = self._whole, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
         is_best = drafts_best(batch, self._policy)
@@ -269,14 +277,14 @@ class LearnedHead(Proposer):
         """
         drafted, slot = len(lookahead.drafted[row]), batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
-        if self._packed is not None and drafted >= batch.num_draft_tokens:
+        if self._whole is not None and drafted >= batch.num_draft_tokens:
             return False
         fits = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
         return fits and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
 
     def _commit_read_ahead(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
-        head = self._packed
+        head = self._ahead
         if not isinstance(carry, _ReadAhead) or head is None:
             return
         rows = carry.packed.wait().tolist()
@@ -356,11 +364,19 @@ class LearnedHead(Proposer):
 
 class _Runner(NamedTuple):
     """Who runs the head over its slots; ``packed``: the same where it runs as graphs; ``block``:
-    the same where it drafts blocks."""
+    the same where it drafts blocks; ``ahead``: the same where it reads what the host does not know
+    yet."""
 
     head: HeadRunner
     packed: PackedSlotHead | None = None
     block: BlockRunner | None = None
+    ahead: PackedSlotHead | BlockRunner | None = None
+
+    def whole(self, longest: int) -> WholeDrafts | None:
+        """Who makes drafts of ``longest`` tokens by one graph, if anybody does."""
+        if self.packed is not None or self.ahead is None or self.block is None:
+            return self.packed
+        return self.block if longest <= self.block.width else None
 
 
 Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]
@@ -372,15 +388,11 @@ def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Run
 
 def _packed(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
     """As graphs where there are kernels, and the head is of a kind that they serve."""
-    served = None
-    if is_packed_on(context.device, context.config.kernels):
-        served = PackedEagle3.of(head, limits.max_length)
+    served = PackedEagle3.of(head, limits.max_length) if _are_packed(context) else None
     if served is None:
         return _over_slots(head, limits, context)
-    where: Any = {"device": context.device, "dtype": context.dtype}
-    where |= {"blocks": context.blocks, "window": context.window}
-    packed = PackedSlotHead(served, limits, **where)
-    return _Runner(packed, packed)
+    packed = PackedSlotHead(served, limits, **_for_graphs(context))
+    return _Runner(packed, packed, ahead=packed)
 
 
 def eagle(context: ProposerContext) -> LearnedHead:
@@ -434,23 +446,46 @@ def p_eagle(context: ProposerContext) -> LearnedHead:
 
 
 def _over_blocks(head: BlockHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
-    where: Any = {"device": context.device, "dtype": context.dtype}
-    return _over_reader(
-        ContextReader(head, limits, blocks=context.blocks, **where), limits, context
-    )
-
-
-def _over_masks(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
-    where: Any = {"device": context.device, "dtype": context.dtype}
-    reader = MaskedReader(head, limits, context.config.num_draft_tokens, **where)
+    served = PackedBlock.of(head, limits.max_length) if _are_packed(context) else None
+    if served is not None:
+        packed = PackedContextReader(served, limits, **_for_graphs(context))
+        return _over_reader(packed, limits, context, packed)
+    reader = ContextReader(head, limits, blocks=context.blocks, **_where(context))
     return _over_reader(reader, limits, context)
 
 
-def _over_reader(reader: BlockReader, limits: SlotLimits, context: ProposerContext) -> _Runner:
-    where: Any = {"device": context.device, "dtype": context.dtype}
+def _over_masks(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
+    served = PackedEagle3.of(head, limits.max_length) if _are_packed(context) else None
     width = context.config.num_draft_tokens
-    runner = BlockRunner(reader, limits.num_slots, width, **where)
-    return _Runner(runner, block=runner)
+    if served is not None:
+        slots = PackedSlotHead(served, limits, **_for_graphs(context))
+        packed = PackedMaskedReader(head, slots, width)
+        return _over_reader(packed, limits, context, packed)
+    reader = MaskedReader(head, limits, width, **_where(context))
+    return _over_reader(reader, limits, context)
+
+
+def _over_reader(
+    reader: BlockReader,
+    limits: SlotLimits,
+    context: ProposerContext,
+    ahead: AheadReader | None = None,
+) -> _Runner:
+    width = context.config.num_draft_tokens
+    runner = BlockRunner(reader, limits.num_slots, width, ahead=ahead, **_where(context))
+    return _Runner(runner, block=runner, ahead=None if ahead is None else runner)
+
+
+def _are_packed(context: ProposerContext) -> bool:
+    return is_packed_on(context.device, context.config.kernels)
+
+
+def _where(context: ProposerContext) -> dict[str, Any]:
+    return {"device": context.device, "dtype": context.dtype}
+
+
+def _for_graphs(context: ProposerContext) -> dict[str, Any]:
+    return {**_where(context), "blocks": context.blocks, "window": context.window}
 
 
 def _build(method: str, context: ProposerContext, run: Run | None = None) -> LearnedHead:

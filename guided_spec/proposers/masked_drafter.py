@@ -17,7 +17,7 @@ from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
-from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed.slot_head import WholeDrafts
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
@@ -195,7 +195,7 @@ class MaskedDrafter:
     """
 
     def __init__(
-        self, head: PackedSlotHead, target_ids: Tensor | None, context: ProposerContext
+        self, head: WholeDrafts, target_ids: Tensor | None, context: ProposerContext
     ) -> None:
         self._head, self._target_ids, self._device = head, target_ids, context.device
         self._words = num_mask_words(context.vocabulary.vocab_size)

@@ -21,7 +21,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import SlotInputs
 from guided_spec.models.heads.block.candidates import Block
 from guided_spec.ops.host import host_integers, pad_ids
-from guided_spec.proposers.block_draft import BlockDrafter
+from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_model import DraftCache, fit_width
@@ -58,9 +58,8 @@ class Pard(Proposer):
         """Up to K tokens a request."""
         del carry  # the cache is behind the text by what was accepted, and reads it now
         rows, compute = self._cache.open_rows(batch, lookahead), partial(self._block, batch)
-        return self._paths.begin(
-            batch, lookahead, rows, compute, partial(self._loop, batch, lookahead)
-        )
+        source = BlockSource(compute, partial(self._loop, batch, lookahead))
+        return self._paths.begin(batch, lookahead, rows, source)
 
     @property
     def has_options(self) -> bool:
@@ -77,8 +76,12 @@ class Pard(Proposer):
         yield from self._cache.model.capture(())
         self._paths.compile(self._width, self._cache.model.device)
 
-    def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Block:
-        """The places behind the texts of ``rows``, by one forward; the masks are forgotten."""
+    def _block(self, batch: DecodeBatch, rows: Sequence[int], count: int) -> Block:
+        """The places behind the texts of ``rows``, by one forward; the masks are forgotten.
+
+        count: see ``Compute``.
+        """
+        del count  # they are found behind it
         cache, slots = self._cache, [batch.slots[row] for row in rows]
         cache.read_prompts(batch, rows, self._width)
         # The last token is fed again where the text has not grown: it predicts the first place.
@@ -111,7 +114,7 @@ class Pard(Proposer):
         if not rows:
             return loop
         starts = [len(lookahead.drafted[row]) for row in rows]
-        block, steps = self._block(batch, rows).logits, iter(range(self._width))
+        block, steps = self._block(batch, rows, 0).logits, iter(range(self._width))
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits(token_ids: Tensor | None = None) -> Tensor:

@@ -26,6 +26,7 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.models.heads.block.runner import BlockRunner
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.host import Download
@@ -37,7 +38,7 @@ from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 METHODS = list(TARGETS)
-BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")  # they draft paths unless told otherwise
+BLOCKS = ("dflash:path", "dflash2:path", "dspark:path", "p_eagle:path")
 SPECS = [
     *(f"{method}:{policy}" for method in METHODS for policy in ("mask", "validate")),
     *BLOCKS,
@@ -127,12 +128,50 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
         assert sum(sum(c.stats.accepted) for c in found) > 20
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int) -> None:
+    """And draft the same as the stock head, along tables or along the originals."""
+    known = taught(method)
+    mixed = [*PARAMS[:3], *FREE[3:]]
+    expected = tokens([*known.guided[:3], *known.free[3:]])
+    for proposer in (method, f"{method}:path", f"{method}:validate", f"chain:ngram+{method}"):
+        by_form = []
+        for kernels in ("packed", "stock"):
+            options: Any = {"max_batch_size": batch_size, "kernels": kernels}
+            by_form.append(known.generate(proposer, mixed, **options))
+            assert tokens(by_form[-1]) == expected
+        packed, stock = ([c.stats.accepted for c in found] for found in by_form)
+        assert packed == stock
+        assert sum(map(sum, packed)) > 20
+
+
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+def test_blocks_behind_a_prefix_that_another_text_left(taught: Any, method: str) -> None:
+    """What a block leaves behind its text is never taken for text."""
+    headed = taught(method).headed
+    prompt, found = [5 + at % 60 for at in range(150)], []
+    for prefix_cache in (True, False):
+        options: Any = {"prefix_cache": prefix_cache, "kernels": "packed", "max_batch_size": 2}
+        with make_llm(headed.target, method, headed.draft, **options) as llm:
+            params = SamplingParams(max_tokens=40, ignore_eos=True)
+            outputs = [llm.generate([prompt[:cut]], params)[0] for cut in (150, 140, 150)]
+        found.append(outputs)
+    cached, plain = found
+    assert [output.stats.cached_tokens > 0 for output in cached] == [False, True, True]
+    assert [o.token_ids for o in cached] == [o.token_ids for o in plain]
+    assert [o.stats.drafted for o in cached] == [o.stats.drafted for o in plain]
+    assert [o.stats.accepted for o in cached] == [o.stats.accepted for o in plain]
+
+
 @pytest.fixture
-def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+def ahead(monkeypatch: pytest.MonkeyPatch, spec: str) -> Counter[str]:
     """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
-    read_ahead, commit = PackedSlotHead.read_ahead, PackedSlotHead.commit
-    read, cut = PackedSlotHead.read, TakenStates.__getitem__
+    kind: Any = BlockRunner if f"{spec}:path" in BLOCKS else PackedSlotHead
+    read_ahead, commit, read = kind.read_ahead, kind.commit, kind.read
+    cut = TakenStates.__getitem__
 
     def reading(*arguments: Any) -> None:
         calls["read"] += 1
@@ -151,9 +190,9 @@ def ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         calls["asked"] += 1
         return cut(states, at)
 
-    monkeypatch.setattr(PackedSlotHead, "read_ahead", reading)
-    monkeypatch.setattr(PackedSlotHead, "commit", committing)
-    monkeypatch.setattr(PackedSlotHead, "read", told)
+    monkeypatch.setattr(kind, "read_ahead", reading)
+    monkeypatch.setattr(kind, "commit", committing)
+    monkeypatch.setattr(kind, "read", told)
     monkeypatch.setattr(TakenStates, "__getitem__", cutting)
     return calls
 
@@ -170,7 +209,9 @@ def read_another(
 READ_AHEAD = LearnedHead.read_ahead
 
 
-@pytest.mark.parametrize("spec", ["eagle3", "chain:grammar_forced+eagle3"])
+@pytest.mark.parametrize(
+    "spec", ["eagle3", "chain:grammar_forced+eagle3", "dflash", "dspark", "p_eagle"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_reading_ahead_changes_no_draft(
     monkeypatch: pytest.MonkeyPatch,
@@ -182,19 +223,21 @@ def test_reading_ahead_changes_no_draft(
     """Nor does it where the text becomes another; requests come and go, and slots are reused."""
     params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
     options: Any = {"max_batch_size": 2, "kernels": "packed"}
-    found = [taught("eagle3").generate(spec, params, **options)]
+    known = taught(spec.rpartition("+")[2])
+    found = [known.generate(spec, params, **options)]
     assert ahead["read"] > 10
     assert ahead["confirmed"] > 10
     texts = ahead["asked"] + ahead["confirmed"]  # read ahead: no need to ask
     ahead.clear()
     monkeypatch.setattr(LearnedHead, "read_ahead", read_another)
-    found.append(taught("eagle3").generate(spec, params, **options))
+    found.append(known.generate(spec, params, **options))
     assert ahead["read"] > 10
     assert ahead["confirmed"] == 0
-    monkeypatch.setattr(PackedSlotHead, "can_read_ahead", lambda *_: False)
+    for kind in (PackedSlotHead, BlockRunner):
+        monkeypatch.setattr(kind, "can_read_ahead", lambda *_: False)
     ahead.clear()
-    found.append(taught("eagle3").generate(spec, params, **options))
-    if spec == "eagle3":  # the last step of a chain may draft nothing and read nothing ahead
+    found.append(known.generate(spec, params, **options))
+    if "chain" not in spec:  # the last step of a chain may draft nothing and read nothing ahead
         assert ahead["asked"] == texts
     for one in found[:2]:
         assert tokens(one) == tokens(found[2])

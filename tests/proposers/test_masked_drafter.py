@@ -17,6 +17,7 @@ from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.models.packed import block_readers
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.models.packed.slot_head import Scored
@@ -93,15 +94,24 @@ class Device(GraphPool):
             cls.running.pop().join()
 
 
+class Headed(NamedTuple):
+    """name: of the proposer."""
+
+    name: str
+    written: HeadedTarget
+
+
 class Drafted(NamedTuple):
     draft: Draft
     drafted: list[list[int]]
     starved: list[int]
 
 
-@pytest.fixture(scope="module")
-def headed(tmp_path_factory: pytest.TempPathFactory) -> HeadedTarget:
-    return write_head(tmp_path_factory.mktemp("head"), "eagle3", VOCAB_SIZE)
+@pytest.fixture(scope="module", params=["eagle3", "dflash", "dspark", "p_eagle"])
+def headed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Headed:
+    """Heads that draft token by token, and that score a block at once."""
+    folder = tmp_path_factory.mktemp("head")
+    return Headed(request.param, write_head(folder, request.param, VOCAB_SIZE))
 
 
 @pytest.fixture(autouse=True)
@@ -126,15 +136,15 @@ def _in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DraftLoop, "in_flight", settled)
 
 
-def build(headed: HeadedTarget, *, is_waiting: bool, spec: str = "eagle3:mask") -> Any:
+def build(headed: Headed, *, is_waiting: bool) -> Any:
     config = EngineConfig(kernels="packed", num_draft_tokens=K)
-    context = toy_context(target=headed.target, draft=headed.draft, config=config)
+    context = toy_context(target=headed.written.target, draft=headed.written.draft, config=config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: is_waiting)
-        found: Any = build_proposer(spec, context)
-    if is_waiting:
-        head = found if spec.startswith("eagle3") else found._members[-1]
-        head._head.graphs = Device()
+        if is_waiting:
+            patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
+            patch.setattr(block_readers, "GraphPool", lambda *_: Device())
+        found: Any = build_proposer(f"{headed.name}:mask", context)
     return found
 
 
@@ -149,7 +159,7 @@ def make_batch(
 
 
 def draft(
-    headed: HeadedTarget,
+    headed: Headed,
     temperatures: Sequence[float],
     limits: Sequence[int],
     given: Sequence[int] = (0, 0, 0),
@@ -176,7 +186,7 @@ TEMPERATURES = pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=
 @TEMPERATURES
 @pytest.mark.parametrize("limits", [(3, 3, 3), (1, 3, 2), (0, 2, 0)])
 def test_the_same_draft(
-    headed: HeadedTarget, temperatures: Sequence[float], limits: Sequence[int]
+    headed: Headed, temperatures: Sequence[float], limits: Sequence[int]
 ) -> None:
     compare(headed, temperatures, limits, (0, 0, 0))
 
@@ -187,7 +197,7 @@ def test_the_same_draft(
     "given", [(2, 0, 0), (0, 0, 3), (K, 1, 2), (K + 1, K - 1, 0), (8, 0, 9), (6, 5, 7)]
 )
 def test_the_same_draft_behind_what_is_given(
-    headed: HeadedTarget,
+    headed: Headed,
     temperatures: Sequence[float],
     limits: Sequence[int],
     given: Sequence[int],
@@ -202,7 +212,7 @@ def test_the_same_draft_behind_what_is_given(
 
 
 def compare(
-    headed: HeadedTarget,
+    headed: Headed,
     temperatures: Sequence[float],
     limits: Sequence[int],
     given: Sequence[int],
@@ -224,15 +234,14 @@ def compare(
 
 
 @pytest.mark.parametrize("given", [(0, 0, 0), (1, 0, 4), (3, 2, 5)])
-def test_the_same_best_tokens_behind_what_is_given(
-    headed: HeadedTarget, given: Sequence[int]
-) -> None:
+def test_the_same_best_tokens_behind_what_is_given(headed: Headed, given: Sequence[int]) -> None:
     """Drafts without masks are one graph too: they are those of the stock head, one by one."""
     drafts = []
     for kernels in ("packed", "stock"):
         config = EngineConfig(kernels=kernels, num_draft_tokens=K)
-        context = toy_context(target=headed.target, draft=headed.draft, config=config)
-        proposer: Any = build_proposer("eagle3:validate", context)
+        written = headed.written
+        context = toy_context(target=written.target, draft=written.draft, config=config)
+        proposer: Any = build_proposer(f"{headed.name}:validate", context)
         batch = make_batch(proposer, (0.0,) * 3, (12, 12, 12))
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         every = tuple(range(VOCAB_SIZE))
@@ -248,7 +257,7 @@ ROWS = 32
 PREFIX = b'{"a'  # forced
 
 
-def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
+def test_the_law_behind_forced_text(headed: Headed) -> None:
     """The next token has the target's law, whatever the head drew behind what is forced."""
     rule = text_rule([PREFIX + bytes([one, other]) for one in b"abcd" for other in b'01"'])
     target, prompt = ToyTarget(3, scale=1.0), [4, 1]
@@ -256,10 +265,12 @@ def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(learned_head, "can_share", lambda _: True)
         patch.setattr(packed_slot_head, "GraphPool", lambda *_: Device())
+        patch.setattr(block_readers, "GraphPool", lambda *_: Device())
+        written = headed.written
         context = toy_context(
-            target=headed.target, draft=headed.draft, config=config, num_slots=ROWS
+            target=written.target, draft=written.draft, config=config, num_slots=ROWS
         )
-        proposer = build_proposer("chain:grammar_forced+eagle3:mask", context)
+        proposer = build_proposer(f"chain:grammar_forced+{headed.name}:mask", context)
     counts = torch.zeros(VOCAB_SIZE)
     accepted = 0
     for start in range(0, 40 * ROWS, ROWS):
@@ -284,7 +295,7 @@ def test_the_law_behind_forced_text(headed: HeadedTarget) -> None:
 
 
 def test_a_walk_that_fails_lets_the_device_go(
-    headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
+    headed: Headed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proposer = build(headed, is_waiting=True)
     batch = make_batch(proposer, (0.0,) * 3, (3, 3, 3))

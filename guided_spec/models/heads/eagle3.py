@@ -272,6 +272,13 @@ class FirstLayer(nn.Module):
         return output
 
 
+class Masks(NamedTuple):
+    """What P-EAGLE feeds at the places behind a text. hidden: [H], of the head's forward."""
+
+    token_id: int
+    hidden: Tensor
+
+
 class Eagle3Head(LayoutHead):
     """See the module's docstring."""
 
@@ -325,6 +332,16 @@ class Eagle3Head(LayoutHead):
             hidden_states = torch.cat(normed, -1)
         fused: Tensor = self.fc(hidden_states)
         return fused
+
+    @torch.inference_mode()
+    def masks(self) -> Masks:
+        """What stands at the places behind a text.
+
+        Raises ModelError for a head that has nothing to put there.
+        """
+        if self.mask_hidden is None or self.layout.mask_token_id is None:
+            raise ModelError(f"proposer='p_eagle': expected a head with a {MASK}, found none")
+        return Masks(self.layout.mask_token_id, self.features(self.mask_hidden))
 
     def forward(
         self,

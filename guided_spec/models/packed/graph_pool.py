@@ -88,7 +88,7 @@ class GraphPool:
     """
 
     def __init__(self, device: torch.device, window: CaptureWindow | None = None) -> None:
-        self._device = device
+        self.device = device
         self._window = window or CaptureWindow()
         self._is_cuda = device.type == "cuda"
         self._captured: dict[Hashable, Captured] = {}
@@ -115,7 +115,7 @@ class GraphPool:
         For a body that may not run with the inputs of the first call: these are others.
         """
         if self._window.stage is Stage.COMPILE:
-            body({**upload(inputs, self._device), **fixed})
+            body({**upload(inputs, self.device), **fixed})
             return
         self._captured[key] = self._capture(inputs, body, fixed)
 
@@ -170,7 +170,7 @@ class GraphPool:
             graph.replay()
             return
         # The driver takes a microsecond for each kernel: meanwhile this thread can answer.
-        stream = torch.cuda.current_stream(self._device)
+        stream = torch.cuda.current_stream(self.device)
         launched = _launcher().submit(_launch, graph, stream)
         try:
             beside()
@@ -179,13 +179,13 @@ class GraphPool:
 
     def _capture(self, inputs: Inputs, body: Callable[[Inputs], Any], fixed: Inputs) -> Captured:
         static = {
-            name: torch.empty_like(value, device=self._device).copy_(value)
+            name: torch.empty_like(value, device=self.device).copy_(value)
             for name, value in inputs.items()
         }
         if not (self._is_cuda and self._window.stage is Stage.CAPTURE):
             return Captured(None, static, None)
         given, graph = {**static, **fixed}, torch.cuda.CUDAGraph()
-        current = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         # Not by ``torch.cuda.graph``: it gives memory back before each capture, and there are many.
         with torch.cuda.stream(self._stream):

@@ -31,7 +31,7 @@ from guided_spec.ops.slot_attention import (
     slot_attention,
 )
 
-__all__ = ["Norm", "PackedLayer", "rotation_table"]
+__all__ = ["Norm", "PackedLayer", "PackedWeights", "pack", "rotation_table"]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -66,7 +66,7 @@ class PackedLayer:
         self.shape = HeadShape(
             attention.q_proj.out_features // size, attention.k_proj.out_features // size, size
         )
-        self._qkv = _pack([attention.q_proj, attention.k_proj, attention.v_proj])
+        self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
         self._output = attention.o_proj
         self._scale: float = attention.scaling
         self._window = window
@@ -85,23 +85,53 @@ class PackedLayer:
         return has_size and all(map(_is_plain, linears)) and _can_be_joined(linears[:3])
 
     def attend(
-        self, states: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
+        self,
+        states: Tensor,
+        rotation: Rotation,
+        memory: KeyValues,
+        places: SlotPlaces,
+        seen: SlotPlaces | None = None,
     ) -> Tensor:
         """Normed states [N, X] to the attention's output [N, H].
 
         rotation: of all positions. memory: the layer's blocks, where the tokens' keys and values
-            are kept.
+            are kept. seen: R rows of one token each, for states of R rows of equally many tokens:
+            all tokens of a row see what this one sees, one another too. None: each sees what is
+            before it. Not for a layer with sinks or a window.
         """
         packed = self._qkv.product(states)
         query = rotate_and_store(packed, rotation, self.shape, self._norms, memory, places)
-        mixed = slot_attention(
-            *(query, None, memory, places),
-            scale=self._scale,
-            window=self._window,
-            sinks=self._sinks,
-        )
+        if seen is None:
+            mixed = slot_attention(
+                *(query, None, memory, places),
+                scale=self._scale,
+                window=self._window,
+                sinks=self._sinks,
+            )
+        else:
+            mixed = self._attend_alike(query, memory, seen)
         output: Tensor = self._output(mixed.flatten(1))
         return output
+
+    def store(
+        self, packed: Tensor, rotation: Rotation, memory: KeyValues, places: SlotPlaces
+    ) -> None:
+        """Keep what the layer's key and value projections made of tokens.
+
+        packed: [N, 2 * Hkv * D], keys before values, contiguous, changed in place.
+        """
+        shape = self.shape._replace(queries=0)
+        rotate_and_store(packed, rotation, shape, self._norms, memory, places)
+
+    def _attend_alike(self, query: Tensor, memory: KeyValues, seen: SlotPlaces) -> Tensor:
+        """Queries [N, Hq, D] that see the same as the others of their row: they are more heads of
+        one token, so that each key is read once for all of them."""
+        rows, (_, count, size) = seen.tokens.shape[1], self.shape
+        heads = query.view(rows, -1, count, self.shape.queries // count, size).transpose(1, 2)
+        folded = heads.reshape(rows, -1, size)
+        mixed = slot_attention(folded, None, memory, seen, scale=self._scale)
+        spread = mixed.view(heads.shape).transpose(1, 2)
+        return spread.reshape(query.shape)
 
 
 def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = None) -> Rotation:
@@ -122,7 +152,7 @@ def _feed(mlp: Any) -> Callable[[Tensor], Tensor]:
 
 
 def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
-    gate_up, down, activation = _pack([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, mlp.act_fn
+    gate_up, down, activation = pack([mlp.gate_proj, mlp.up_proj]), mlp.down_proj, mlp.act_fn
     is_silu = isinstance(activation, type(ACT2FN["silu"]))
 
     def feed(states: Tensor) -> Tensor:
@@ -183,7 +213,8 @@ def _can_be_joined(linears: Sequence[Any]) -> bool:
     return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
 
 
-def _pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
+def pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
+    """The maps as one, whose weight the linears' own become views of, where they are not yet."""
     parts = [linear.weight.data for linear in linears]
     weight = _joined(parts)
     if weight is None:

@@ -48,6 +48,7 @@ __all__ = [
     "PackedEagle3",
     "PackedSlotHead",
     "Picker",
+    "WholeDrafts",
 ]
 
 
@@ -144,6 +145,27 @@ class Picker(Protocol):
         ...
 
 
+class WholeDrafts(Protocol):
+    """A head that makes a whole draft by one graph; see ``PackedSlotHead``."""
+
+    @property
+    def row_sizes(self) -> list[int]: ...
+    def depth(self, slot: int) -> int: ...
+    def rewind(self, slots: Sequence[int]) -> None: ...
+    def draft_greedily(
+        self, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> Tensor: ...
+    def draft_by(
+        self,
+        picker: Picker,
+        slots: Sequence[int],
+        count: int,
+        given: Tensor | None = None,
+        beside: Callable[[], None] | None = None,
+    ) -> None: ...
+    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None: ...
+
+
 class Scored(NamedTuple):
     """Where a forward left its rows: hidden [R, H] and logits [R, D]."""
 
@@ -200,6 +222,11 @@ class PackedSlotHead:
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
         self._has_appended = False  # whether the graph that appends stands where these rows do
+
+    @property
+    def num_slots(self) -> int:
+        """Texts at a time."""
+        return self._limits.num_slots
 
     def length(self, slot: int) -> int:
         """Verified positions that were read into the slot; 0: nothing to draft from."""
@@ -358,9 +385,37 @@ class PackedSlotHead:
             return self._scored[1].logits
         return self._packed.logits(self._hidden[self._index(slots)])
 
+    def masked(
+        self, slots: Tensor, token_ids: Tensor, hidden: Tensor, places: SlotPlaces
+    ) -> Tensor:
+        """As of ``SlotHead.masked``, for a graph. slots: int64 [R] on the device, -1 for an unused
+        row. places: of the R rows of T tokens."""
+        first = self._hidden[slots].unsqueeze(1)
+        if token_ids.shape[1] == 0:
+            return first
+        fed = token_ids.flatten(), hidden.flatten(0, 1)
+        found = self._packed.forward(*fed, places, self._memory)
+        return torch.cat([first, found.view(*token_ids.shape, -1)], 1)
+
     @torch.inference_mode()
     def capture(self, count: int) -> Iterator[None]:
         """Capture the graphs of reading, of single steps, and of greedy drafts of ``count``."""
+        yield from self.capture_reads()
+        head = self._packed.head
+        for size in self.row_sizes:
+            places = pack_places([[], []], size)
+            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
+            fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
+            self.graphs.prepare(("append", size), fed, self._append_one)
+            yield
+            body = partial(self._draft_best, count)
+            for given in (0, count):
+                self._capture_draft(("best", count), given, (2, size), body)
+                yield
+
+    @torch.inference_mode()
+    def capture_reads(self) -> Iterator[None]:
+        """Capture the graphs of reading."""
         fc, head = self._packed.head.fc, self._packed.head
         width = head.hidden_size if fc is None else fc.in_features
         for size in (*UNCAPTURED, *reversed(SIZES)):
@@ -377,16 +432,6 @@ class PackedSlotHead:
                 continue
             self.graphs.prepare(("read", shape), inputs, read)
             yield
-        for size in self.row_sizes:
-            places = pack_places([[], []], size)
-            fed = {"hidden": self._hidden.new_zeros(size, head.hidden_size), "places": places}
-            fed["token_ids"] = torch.zeros(size, dtype=torch.int64)
-            self.graphs.prepare(("append", size), fed, self._append_one)
-            yield
-            body = partial(self._draft_best, count)
-            for given in (0, count):
-                self._capture_draft(("best", count), given, (2, size), body)
-                yield
 
     @torch.inference_mode()
     def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:

@@ -182,7 +182,7 @@ def make_runner(
     head: Any = load_head(method, folder, target)
     reader = ContextReader(head, SlotLimits(4, 2 * BLOCK, piece=9), blocks=blocks, **WHERE)
     with torch.inference_mode():
-        for layer in reader._memory:
+        for layer in reader.slots.memory:
             for buffer in layer:
                 buffer.fill_(torch.nan)
     return BlockRunner(reader, 4, 6, **WHERE)

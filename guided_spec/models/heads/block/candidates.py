@@ -43,12 +43,24 @@ class Block(NamedTuple):
     """The W places behind R texts, as one forward has them.
 
     logits: [R, W, D], of each place by itself. hidden: [R, W, H], what they were made from. last:
-    int64 [R], target ids of the texts' last tokens.
+    int64 [R], target ids of the texts' last tokens. candidates: what ``choose_candidates`` makes of
+    the logits, where that was found with them; None: it was not.
     """
 
     logits: Tensor
     hidden: Tensor
     last: Tensor
+    candidates: Candidates | None = None
+
+    def first(self, count: int) -> Block:
+        """The first ``count`` places."""
+        found = self.candidates
+        cut = None if found is None else found.first(count)
+        return Block(self.logits[:, :count], self.hidden[:, :count], self.last, cut)
+
+    def with_logits(self, logits: Tensor) -> Block:
+        """The block under other logits [R, W, D], whose candidates nobody knows."""
+        return self._replace(logits=logits, candidates=None)
 
 
 class Transition(Protocol):
@@ -82,6 +94,16 @@ class Candidates(NamedTuple):
     scores: Tensor
     gains: Tensor | None
 
+    def first(self, count: int) -> Candidates:
+        """Those of the first ``count`` places."""
+        gains = None if self.gains is None else self.gains[:, :count]
+        return Candidates(self.token_ids[:, :count], self.scores[:, :count], gains)
+
+    def of_rows(self, count: int) -> Candidates:
+        """Those of the first ``count`` texts."""
+        gains = None if self.gains is None else self.gains[:count]
+        return Candidates(self.token_ids[:count], self.scores[:count], gains)
+
 
 def choose_candidates(
     block: Block,
@@ -95,6 +117,9 @@ def choose_candidates(
     candidates of a place are the likeliest ones behind the best candidate of the place before.
     """
     count = min(count, block.logits.shape[-1])
+    known = block.candidates
+    if known is not None and known.token_ids.shape[2] == count:
+        return known
     if transition is None:
         scores, found = _likeliest(block.logits, count)
         return Candidates(_to_target(found, vocabulary), scores.float(), None)

@@ -8,24 +8,25 @@ equations are in ``guided_spec.models.heads.eagle3``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.candidates import Block, Transition
+from guided_spec.models.heads.block.context_slots import ContextLine, ContextSlots
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
-from guided_spec.models.heads.draft_head import MASK
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
+from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
 from guided_spec.models.packed.blocks import BLOCK, Blocks
-from guided_spec.models.packed.packed_lm import Rows, split_places
+from guided_spec.models.packed.packed_lm import split_places
+from guided_spec.models.packed.slot_head import Picker
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
-__all__ = ["BlockReader", "BlockRunner", "ContextReader", "MaskedReader"]
+__all__ = ["AheadReader", "BlockReader", "BlockRunner", "ContextReader", "MaskedReader"]
 
 
 class BlockReader(Protocol):
@@ -54,8 +55,40 @@ class BlockReader(Protocol):
         """The outputs [R, width, H] of the places behind ``last``, int64 [R]; nothing is kept."""
         ...
 
+    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
+        """``draft`` with its logits. count: of the candidates that are asked for; 0: none. Whether
+        they are found here is the reader's choice."""
+        ...
+
     def logits(self, outputs: Tensor) -> Tensor:
         """Outputs [..., H] to logits [..., D], of each place by itself."""
+        ...
+
+
+class AheadReader(BlockReader, Protocol):
+    """A reader whose forwards are graphs; see ``PackedSlotHead``."""
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool: ...
+    def read_ahead(
+        self,
+        slots: Sequence[int],
+        token_ids: Tensor,
+        states: Tensor,
+        last: Tensor,
+        counts: Sequence[int],
+    ) -> None: ...
+    def commit(self, slot: int, count: int) -> None: ...
+    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
+        """Capture the graphs of reading, and of blocks with each of the ``counts``."""
+        ...
+
+    @property
+    def drafts(self) -> BlockGraphs:
+        """The graphs of its drafts."""
+        ...
+
+    def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
+        """The slots have blocks for drafts of ``width`` tokens behind ``last``, int64 [R]."""
         ...
 
 
@@ -63,7 +96,8 @@ class BlockRunner:
     """A ``HeadRunner`` whose drafts are blocks.
 
     width: tokens of a draft at most; there are no more than the reader's. Behind the block's last
-    place every logit is -inf: a draft is no longer than that.
+    place every logit is -inf: a draft is no longer than that. ahead: the reader, where its forwards
+    are graphs.
     """
 
     @torch.inference_mode()
@@ -75,16 +109,17 @@ class BlockRunner:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        ahead: AheadReader | None = None,
     ) -> None:
-        self._reader, self._device = reader, device
+        self._reader, self._ahead, self._device = reader, ahead, device
         self.max_length = reader.max_length
         self.width = min(width, reader.width)
-        self._depths, self._marks, self._last = ([0] * num_slots for _ in range(3))
+        self._depths, self._marks = ([0] * num_slots for _ in range(2))
         # Of each slot's block, where it has been computed since the last read.
         columns = max(self.width, 1)
         self._outputs = torch.zeros(num_slots, columns, reader.size, device=device, dtype=dtype)
         self._is_drafted = [False] * num_slots
-        # The last verified token, and the draft behind it, where a place depends on it.
+        # The last verified token, and where a place depends on it, the draft behind that.
         self._trail = torch.zeros(num_slots, columns + 1, device=device, dtype=torch.int64)
 
     def length(self, slot: int) -> int:
@@ -125,21 +160,85 @@ class BlockRunner:
             index, place = host_integers([[*slots], places]).to(self._device, non_blocking=True)
             self._trail[index, place] = token_ids
 
+    @torch.inference_mode()
     def read(
         self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
     ) -> None:
         """Read verified tokens; see ``SlotHead.read``."""
         self._reader.read(slots, tokens, states)
-        for slot, row in zip(slots, tokens, strict=True):
-            self._last[slot] = row[-1]
-            self._begin_draft(slot)
+        rows = host_integers([[*slots], [row[-1] for row in tokens]])
+        index, last = rows.to(self._device, non_blocking=True)
+        self._begin_drafts(slots, index, last)
 
+    @torch.inference_mode()
     def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
         """See ``SlotHead.copy_slot``."""
         self._reader.copy_slot(source, destinations)
-        for slot in destinations:
-            self._last[slot] = self._last[source]
-            self._begin_draft(slot)
+        self._begin_drafts(destinations, self._index(destinations), self._trail[source, 0])
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """Whether so many more tokens of each slot can be read before the host knows them."""
+        return self._ahead is not None and self._ahead.can_read_ahead(slots, counts)
+
+    @torch.inference_mode()
+    def read_ahead(
+        self,
+        slots: Sequence[int],
+        token_ids: Tensor,
+        states: Tensor,
+        last: Tensor,
+        counts: Sequence[int],
+    ) -> None:
+        """See ``PackedSlotHead.read_ahead``; where ``can_read_ahead``."""
+        assert self._ahead is not None
+        self._ahead.read_ahead(slots, token_ids, states, last, counts)
+        ends = token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+        self._begin_drafts(slots, self._index(slots), ends.clamp_min(0))
+
+    def commit(self, slot: int, count: int) -> None:
+        """The slot holds ``count`` of the tokens that were read ahead."""
+        assert self._ahead is not None
+        self._ahead.commit(slot, count)
+
+    def capture(self, counts: Sequence[int], whole: int = 0) -> Iterator[None]:
+        """Capture the graphs there are.
+
+        counts: of candidates, which ``block`` is asked for. whole: tokens of the drafts that
+        ``draft_greedily`` is asked for; 0: none.
+        """
+        if self._ahead is not None:
+            yield from self._ahead.capture(self.width, counts)
+            if whole:
+                yield from self._ahead.drafts.capture_best(whole)
+
+    @property
+    def row_sizes(self) -> list[int]:
+        """See ``WholeDrafts``."""
+        return self._graphs.row_sizes
+
+    @torch.inference_mode()
+    def draft_greedily(
+        self, slots: Sequence[int], count: int, given: Tensor | None = None
+    ) -> Tensor:
+        """See ``WholeDrafts``; count: ``width`` at most."""
+        return self._graphs.draft_greedily(self._rows(slots, count), count, given)
+
+    @torch.inference_mode()
+    def draft_by(
+        self,
+        picker: Picker,
+        slots: Sequence[int],
+        count: int,
+        given: Tensor | None = None,
+        beside: Callable[[], None] | None = None,
+    ) -> None:
+        """See ``WholeDrafts``; count: ``width`` at most."""
+        self._graphs.draft_by(picker, self._rows(slots, count), count, given, beside)
+
+    @torch.inference_mode()
+    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
+        """See ``WholeDrafts``."""
+        self._graphs.capture_by(picker, count, given, size)
 
     @torch.inference_mode()
     def logits(self, slots: Sequence[int]) -> Tensor:
@@ -165,12 +264,36 @@ class BlockRunner:
         return self._reader.transition
 
     @torch.inference_mode()
-    def block(self, slots: Sequence[int]) -> Block:
-        """All places behind each slot's verified tokens, W = ``width``."""
-        self._draft_missing(slots)
-        index = host_integers([*slots]).to(self._device, non_blocking=True)
-        outputs = self._outputs[index, : self.width]
-        return Block(self._reader.logits(outputs), outputs, self._trail[index, 0])
+    def block(self, slots: Sequence[int], count: int = 0) -> Block:
+        """All places behind each slot's verified tokens, W = ``width``.
+
+        count: of the candidates that are asked for, see ``BlockReader``. On CUDA the next block may
+        overwrite it.
+        """
+        if any(self._is_drafted[slot] for slot in slots):
+            self._draft_missing(slots)
+            index = self._index(slots)
+            outputs = self._outputs[index, : self.width]
+            return Block(self._reader.logits(outputs), outputs, self._trail[index, 0])
+        index = self._index(slots)
+        found = self._reader.block(slots, self._trail[index, 0], self.width, count)
+        self._keep(slots, index, found.hidden)
+        return found
+
+    @property
+    def _graphs(self) -> BlockGraphs:
+        assert self._ahead is not None
+        return self._ahead.drafts
+
+    def _rows(self, slots: Sequence[int], count: int) -> BlockRows:
+        assert self._ahead is not None
+        return self._ahead.rows(slots, self._trail[self._index(slots), 0], count)
+
+    def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
+        """last: int64 [R] or one for all, the tokens that the drafts stand behind."""
+        self._trail[index, 0] = last
+        for slot in slots:
+            self._begin_draft(slot)
 
     def _begin_draft(self, slot: int) -> None:
         self._depths[slot] = self._marks[slot] = 0
@@ -180,29 +303,22 @@ class BlockRunner:
         missing = [slot for slot in slots if not self._is_drafted[slot]]
         if not missing or not self.width:
             return
-        rows = host_integers([missing, [self._last[slot] for slot in missing]])
-        index, last = rows.to(self._device, non_blocking=True)
-        self._outputs[index] = self._reader.draft(missing, last, self.width)
-        self._trail[index, 0] = last
-        for slot in missing:
+        index = self._index(missing)
+        outputs = self._reader.draft(missing, self._trail[index, 0], self.width)
+        self._keep(missing, index, outputs)
+
+    def _keep(self, slots: Sequence[int], index: Tensor, outputs: Tensor) -> None:
+        self._outputs[index] = outputs
+        for slot in slots:
             self._is_drafted[slot] = True
 
-
-class _Line(NamedTuple):
-    """Positions of texts, one behind another: which, and the states [N, X] there."""
-
-    rows: Rows
-    states: Tensor
+    def _index(self, slots: Sequence[int]) -> Tensor:
+        return host_integers([*slots]).to(self._device, non_blocking=True)
 
 
 class ContextReader:
-    """A ``BlockReader``. blocks: the target's tables, by which the head keeps its own keys and
-    values; None: tables of its own.
+    """A ``BlockReader``, launch by launch. blocks: see ``ContextSlots``."""
 
-    What it keeps of a position depends on the target's hidden states there and on nothing else.
-    """
-
-    @torch.inference_mode()
     def __init__(
         self,
         head: BlockHead,
@@ -214,35 +330,16 @@ class ContextReader:
     ) -> None:
         self.head, self.max_length = head, limits.max_length
         self.width, self.size = head.layout.width, head.hidden_size
-        self._piece, self._device, self._dtype = limits.piece, device, dtype
-        self.blocks = blocks or Blocks.full(limits.num_slots, limits.max_length, device)
-        config = head.config
-        like = torch.empty(0, device=device, dtype=dtype)
-        self._memory = tuple(
-            # A position is read with its successor, as by heads that depend on it.
-            self.blocks.allocate(config.num_key_value_heads, config.head_dim, like, lag=1)
-            for _ in range(config.num_hidden_layers)
-        )
-        self._lengths = [0] * limits.num_slots
+        self._device, self._dtype = device, dtype
+        where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
+        self.slots = ContextSlots(head.config, limits, **where)
+        self.length, self.release = self.slots.length, self.slots.release
+        self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
 
     @property
     def transition(self) -> Transition | None:
         """The head's."""
         return self.head.transition
-
-    def length(self, slot: int) -> int:
-        """See ``HeadRunner``."""
-        return self._lengths[slot]
-
-    def release(self, slots: Sequence[int]) -> None:
-        """See ``HeadRunner``."""
-        for slot in slots:
-            self._lengths[slot] = 0
-
-    def adopt(self, slot: int) -> None:
-        """See ``HeadRunner``."""
-        if self._lengths[slot] == 0:
-            self._lengths[slot] = self.blocks.num_taken(slot)
 
     @torch.inference_mode()
     def read(
@@ -250,17 +347,8 @@ class ContextReader:
     ) -> None:
         """See ``HeadRunner``."""
         del tokens
-        for line in self._lines(slots, states):
+        for line in self.slots.lines(slots, states):
             self._read_line(line)
-
-    @torch.inference_mode()
-    def copy_slot(self, source: int, destinations: Sequence[int]) -> None:
-        """See ``HeadRunner``."""
-        length, count = self._lengths[source], len(destinations)
-        Rows(destinations, [0] * count, [length] * count).grow(self.blocks)
-        for slot in destinations:
-            self.blocks.copy_own(source, slot, length, self._memory)
-            self._lengths[slot] = length
 
     def logits(self, outputs: Tensor) -> Tensor:
         """See ``BlockReader``."""
@@ -268,47 +356,35 @@ class ContextReader:
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
         """See ``BlockReader``."""
-        self.blocks.upload()
-        lengths = [self._lengths[slot] for slot in slots]
+        blocks, lengths = self.slots.blocks, self.slots.lengths(slots)
+        blocks.upload()
         index, length = host_integers([[*slots], lengths]).to(self._device, non_blocking=True)
         longest = max(lengths)
-        tables = self.blocks.tables[index, : -(-longest // BLOCK)].long()
+        tables = blocks.tables[index, : -(-longest // BLOCK)].long()
         held = torch.arange(longest, device=self._device) < length.unsqueeze(1)
         layers = [
-            KeyValues(*(_gather(buffer, tables, held) for buffer in kept)) for kept in self._memory
+            KeyValues(*(_gather(buffer, tables, held) for buffer in kept))
+            for kept in self.slots.memory
         ]
         outputs: Tensor = self.head(last, width, BlockContext(layers, length))
         return outputs
 
-    def _lines(self, slots: Sequence[int], states: Sequence[Tensor]) -> Iterator[_Line]:
-        """The rows' new positions in lines of ``piece`` at most."""
-        starts = [self._lengths[slot] for slot in slots]
-        counts = [len(row) for row in states]
-        done = [0] * len(slots)
-        while any(have < count for have, count in zip(done, counts, strict=True)):
-            left, cuts = self._piece, list[int]()
-            for have, count in zip(done, counts, strict=True):
-                cuts.append(min(left, count - have))
-                left -= cuts[-1]
-            begins = [start + have for start, have in zip(starts, done, strict=True)]
-            parts = [
-                row[have : have + cut] for row, have, cut in zip(states, done, cuts, strict=True)
-            ]
-            yield _Line(Rows(slots, begins, cuts), torch.cat(parts))
-            done = [have + cut for have, cut in zip(done, cuts, strict=True)]
+    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
+        """See ``BlockReader``."""
+        del count
+        outputs = self.draft(slots, last, width)
+        return Block(self.logits(outputs), outputs, last)
 
-    def _read_line(self, line: _Line) -> None:
-        rows, count = line.rows, len(line.states)
-        rows.grow(self.blocks)
+    def _read_line(self, line: ContextLine) -> None:
+        rows, count, blocks = line.rows, len(line.states), self.slots.blocks
+        rows.grow(blocks)
         found = torch.from_numpy(rows.places(count, len(rows.slots)))
         of_tokens, of_rows = split_places(found.to(self._device, non_blocking=True), count)
-        places = SlotPlaces(of_tokens, of_rows, self.blocks.tables, self.blocks.max_length)
+        places = SlotPlaces(of_tokens, of_rows, blocks.tables, blocks.max_length)
         features = self.head.features(line.states.to(self._device, self._dtype))
-        for new, kept in zip(self.head.context(features, of_tokens[1]), self._memory, strict=True):
+        made = self.head.context(features, of_tokens[1])
+        for new, kept in zip(made, self.slots.memory, strict=True):
             store_keys_values(new, kept, places)
-        for slot, cut in zip(rows.slots, rows.counts, strict=True):
-            self._lengths[slot] += cut
-            self.blocks.mark_read(slot, self._lengths[slot])
 
 
 def _gather(buffer: Tensor, tables: Tensor, held: Tensor) -> Tensor:
@@ -325,7 +401,7 @@ class MaskedReader:
 
     width: tokens of a draft at most.
 
-    Raises ModelError for an EAGLE-3 head that has nothing to put at the places behind a text.
+    Raises ModelError for a head that has nothing to put at the places behind a text.
     """
 
     transition = None
@@ -339,9 +415,8 @@ class MaskedReader:
         device: torch.device,
         dtype: torch.dtype,
     ) -> None:
-        if head.mask_hidden is None:
-            raise ModelError(f"proposer='p_eagle': expected a head with a {MASK}, found none")
-        self.head, self.width, self.size = head, width, head.hidden_size
+        self.head, self._masks = head, head.masks()
+        self.width, self.size = width, head.hidden_size
         self._slots = SlotHead(head, limits, device=device, dtype=dtype)
         self.max_length = self._slots.max_length
         self.length, self.release = self._slots.length, self._slots.release
@@ -354,9 +429,12 @@ class MaskedReader:
 
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
         """See ``BlockReader``; the last token has been read already."""
-        head = self.head
-        assert head.mask_hidden is not None
-        assert head.layout.mask_token_id is not None
-        masks = last.new_full((len(slots), width - 1), head.layout.mask_token_id)
-        hidden = head.features(head.mask_hidden).expand(*masks.shape, -1)
+        masks = last.new_full((len(slots), width - 1), self._masks.token_id)
+        hidden = self._masks.hidden.expand(*masks.shape, -1)
         return self._slots.masked(slots, masks, hidden)
+
+    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
+        """See ``BlockReader``."""
+        del count
+        outputs = self.draft(slots, last, width)
+        return Block(self.logits(outputs), outputs, last)

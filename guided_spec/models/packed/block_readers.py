@@ -1,0 +1,223 @@
+"""Packed block heads over KV slots: ``AheadReader``s, whose forwards are CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from guided_spec.models.heads.block.candidates import Block, Transition
+from guided_spec.models.heads.block.context_slots import ContextSlots
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.slot_head import SlotLimits
+from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
+from guided_spec.models.packed.block_head import PackedBlock, places_of_blocks
+from guided_spec.models.packed.blocks import Blocks
+from guided_spec.models.packed.graph_pool import (
+    SIZES,
+    CaptureWindow,
+    GraphPool,
+    Inputs,
+    bucket,
+    pad_to,
+    upload,
+)
+from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
+from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.ops.slot_attention import SlotPlaces
+
+__all__ = ["PackedContextReader", "PackedMaskedReader"]
+
+
+class PackedContextReader:
+    """What ``ContextReader`` is, for the heads that ``PackedBlock`` serves.
+
+    blocks: see ``ContextSlots``. window: in which CUDA graphs are captured; None never closes.
+    """
+
+    def __init__(
+        self,
+        packed: PackedBlock,
+        limits: SlotLimits,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        blocks: Blocks | None = None,
+        window: CaptureWindow | None = None,
+    ) -> None:
+        head = packed.head
+        self._packed, self._device, self._dtype = packed, device, dtype
+        self.max_length, self.width, self.size = (
+            limits.max_length,
+            head.layout.width,
+            head.hidden_size,
+        )
+        self.slots = ContextSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
+        self.length, self.release = self.slots.length, self.slots.release
+        self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
+        self.commit = self.slots.commit
+        self.graphs = GraphPool(device, window)
+        self.drafts = BlockGraphs(self.graphs, self, limits.num_slots)
+
+    @property
+    def transition(self) -> Transition | None:
+        """The head's."""
+        return self._packed.head.transition
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The head's."""
+        return self._packed.head.vocabulary
+
+    @torch.inference_mode()
+    def read(
+        self, slots: Sequence[int], tokens: Sequence[Sequence[int]], states: Sequence[Tensor]
+    ) -> None:
+        """See ``HeadRunner``."""
+        del tokens
+        for line in self.slots.lines(slots, states):
+            self._read_rows(line.rows, line.states)
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """See ``PackedSlotHead``."""
+        pairs = zip(self.slots.lengths(slots), counts, strict=True)
+        longest = max(length + count for length, count in pairs)
+        return sum(counts) <= LARGEST_GRAPH and longest <= self.max_length
+
+    @torch.inference_mode()
+    def read_ahead(
+        self,
+        slots: Sequence[int],
+        token_ids: Tensor,
+        states: Tensor,
+        last: Tensor,
+        counts: Sequence[int],
+    ) -> None:
+        """See ``PackedSlotHead``."""
+        del last
+        rows = Rows(slots, self.slots.lengths(slots), counts)
+        index = torch.from_numpy(rows.places_in(token_ids.shape[1]))
+        index = index.to(self._device, non_blocking=True)
+        self._read_rows(rows, states.flatten(0, 1)[index])
+
+    @torch.inference_mode()
+    def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
+        """See ``BlockReader``; on CUDA the next forward overwrites it."""
+        return self.drafts.outputs(self.rows(slots, last, width), width)
+
+    @torch.inference_mode()
+    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
+        """See ``BlockReader``; on CUDA the next forward overwrites it."""
+        return self.drafts.block(self.rows(slots, last, width), width, count)
+
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """See ``BlockForward``."""
+        count = self._packed.places_for(width)
+        places = places_of_blocks(slots, starts, count, self.slots.blocks)
+        return self._packed.draft(last, width, places, self.slots.memory)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See ``BlockReader``."""
+        return self._packed.head.logits(outputs)
+
+    @torch.inference_mode()
+    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
+        """See ``AheadReader``."""
+        columns = self._packed.head.fc.in_features
+        for size in (*UNCAPTURED, *reversed(SIZES)):
+            inputs = {
+                "states": torch.zeros(size, columns, dtype=self._dtype),
+                "places": torch.from_numpy(Rows((), (), ()).places(size, 0)),
+            }
+            if size > LARGEST_GRAPH:
+                self._read(upload(inputs, self._device))
+                continue
+            self.graphs.prepare(("read", size), inputs, self._read)
+            yield
+        yield from self.drafts.capture(width, counts)
+
+    def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
+        """See ``AheadReader``."""
+        starts, count = self.slots.lengths(slots), self._packed.places_for(width)
+        Rows(slots, starts, [count] * len(slots)).grow(self.slots.blocks)
+        return BlockRows(slots, starts, last)
+
+    def _read_rows(self, rows: Rows, states: Tensor) -> None:
+        """Positions in one line, and the states [N, X] there."""
+        rows.grow(self.slots.blocks)
+        size = bucket(len(states))
+        places = rows.places(size, len(rows.slots))[: 2 * size]
+        inputs = {
+            "states": pad_to(states, (size, states.shape[1])),
+            "places": torch.from_numpy(places),
+        }
+        if size <= LARGEST_GRAPH:
+            self.graphs.run(("read", size), inputs, self._read)
+        else:
+            self._read(upload(inputs, self._device))
+
+    def _read(self, inputs: Inputs) -> None:
+        tokens, blocks = inputs["places"].view(2, -1), self.slots.blocks
+        nobody = tokens.new_empty(3, 0)  # attends
+        places = SlotPlaces(tokens, nobody, blocks.tables, blocks.max_length)
+        self._packed.read(inputs["states"].to(self._dtype), places, self.slots.memory)
+
+
+class PackedMaskedReader:
+    """What ``MaskedReader`` is, over a packed ``head``. width: tokens of a draft at most.
+
+    Raises ModelError for a head that has nothing to put at the places behind a text.
+    """
+
+    transition = None
+
+    def __init__(self, head: Eagle3Head, slots: PackedSlotHead, width: int) -> None:
+        self._head, self._masks = head, head.masks()
+        self.width, self.size, self.max_length = width, head.hidden_size, slots.max_length
+        self.slots, self.graphs = slots, slots.graphs
+        self.length, self.release = slots.length, slots.release
+        self.adopt, self.read = slots.adopt, slots.read
+        self.copy_slot, self.commit = slots.copy_slot, slots.commit
+        self.can_read_ahead, self.read_ahead = slots.can_read_ahead, slots.read_ahead
+        self.drafts = BlockGraphs(self.graphs, self, slots.num_slots)
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None:
+        """The head's."""
+        return self._head.vocabulary
+
+    @torch.inference_mode()
+    def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
+        """See ``BlockReader``; on CUDA the next forward overwrites it."""
+        return self.drafts.outputs(self.rows(slots, last, width), width)
+
+    @torch.inference_mode()
+    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
+        """See ``BlockReader``; on CUDA the next forward overwrites it."""
+        return self.drafts.block(self.rows(slots, last, width), width, count)
+
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """See ``BlockForward``; the last token has been read already."""
+        del last
+        count = width - 1
+        token_ids = slots.new_full((len(slots), count), self._masks.token_id)
+        hidden = self._masks.hidden.expand(*token_ids.shape, -1)
+        places = places_of_blocks(slots, starts, count, self.slots.blocks)
+        return self.slots.masked(slots, token_ids, hidden, places)
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """See ``BlockReader``."""
+        return self._head.logits(outputs)
+
+    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
+        """See ``AheadReader``."""
+        yield from self.slots.capture_reads()
+        yield from self.drafts.capture(width, counts)
+
+    def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
+        """See ``AheadReader``."""
+        starts = [self.slots.length(slot) for slot in slots]
+        Rows(slots, starts, [width - 1] * len(slots)).grow(self.slots.blocks)
+        return BlockRows(slots, starts, last)
