@@ -23,6 +23,7 @@ from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 pytestmark = pytest.mark.gpu
 FLOAT = torch.float32
+BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")
 
 
 def on_cuda(folder: Path, method: str, dtype: torch.dtype) -> HeadedTarget:
@@ -52,6 +53,8 @@ def test_greedy_equals_plain(tmp_path: Path, method: str) -> None:
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     plain = generate(headed, "none", 0.0)
     proposers = [f"{method}:{policy}" for policy in ("mask", "validate")]
+    if method in BLOCKS:
+        proposers.append(f"{method}:path")
     for proposer in (*proposers, f"chain:grammar_forced+{method}"):
         found = generate(headed, proposer, 0.0)
         assert [output.error for output in found] == [None] * len(PROMPTS)
@@ -70,11 +73,15 @@ def test_sampled_in_bfloat16(tmp_path: Path, method: str, policy: str) -> None:
     assert outputs[3].text in ("cat", "dog", "cattle")
 
 
+GRAPHED = pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark", "p_eagle"])
+
+
+@GRAPHED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_graph_that_waits_for_masks_drafts_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, temperature: float
 ) -> None:
-    headed = on_cuda(tmp_path / "head", "eagle3", torch.float32)
+    headed = on_cuda(tmp_path / "head", method, torch.float32)
     walks: list[int] = []
     begin = MaskedDrafter.begin
 
@@ -83,24 +90,25 @@ def test_a_graph_that_waits_for_masks_drafts_the_same(
         return begin(*arguments)
 
     monkeypatch.setattr(MaskedDrafter, "begin", watched)
-    found = generate(headed, "eagle3:mask", temperature)
+    found = generate(headed, f"{method}:mask", temperature)
     assert len(walks) > 10
     assert max(walks) == 3
     monkeypatch.setattr(learned_head, "can_share", lambda _: False)
-    expected = generate(headed, "eagle3:mask", temperature)
+    expected = generate(headed, f"{method}:mask", temperature)
     assert [output.error for output in found] == [None] * len(PROMPTS)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [o.stats.drafted for o in found] == [o.stats.drafted for o in expected]
     assert [o.stats.accepted for o in found] == [o.stats.accepted for o in expected]
 
 
+@GRAPHED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("at_a_time", [1, 3])
 def test_a_graph_that_walks_along_tables_drafts_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, temperature: float, at_a_time: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, temperature: float, at_a_time: int
 ) -> None:
     """Alone, where nobody waits for the host, and beside texts without a table."""
-    headed = on_cuda(tmp_path / "head", "eagle3", torch.float32)
+    headed = on_cuda(tmp_path / "head", method, torch.float32)
     waits: list[bool] = []
     begin = MaskedDrafter.begin
 
@@ -112,10 +120,10 @@ def test_a_graph_that_walks_along_tables_drafts_the_same(
     untabled = GrammarSpec.json_schema(SCHEMA).with_backend("llguidance")
     options: dict[str, Any] = {"max_batch_size": at_a_time, "grammar_tables": "always"}
     options["grammars"] = [GRAMMARS[0], untabled, GRAMMARS[1], GRAMMARS[3]]
-    found = generate(headed, "eagle3:mask", temperature, **options)
+    found = generate(headed, f"{method}:mask", temperature, **options)
     assert True in waits
     assert False in waits or at_a_time == 3
-    expected = generate(headed, "eagle3:mask", temperature, **options, device_table_bytes=0)
+    expected = generate(headed, f"{method}:mask", temperature, **options, device_table_bytes=0)
     assert [output.error for output in found] == [None] * len(PROMPTS)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     assert [o.stats.drafted for o in found] == [o.stats.drafted for o in expected]
@@ -126,7 +134,7 @@ def test_a_graph_that_walks_along_tables_drafts_the_same(
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["mtp", "dspark", "draft_model"])
+@pytest.mark.parametrize("method", ["mtp", "dflash2", "draft_model"])
 def test_a_loop_that_walks_along_tables_drafts_the_same(
     tmp_path: Path, method: str, temperature: float
 ) -> None:
@@ -157,8 +165,8 @@ def test_paths_along_tables_are_those_of_the_host(
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     options: dict[str, Any] = {"max_batch_size": 3, "grammar_tables": "always"}
     options["grammars"] = [GRAMMARS[0], GRAMMARS[1], GRAMMARS[3]]
-    found = generate(headed, method, temperature, **options)
-    expected = generate(headed, method, temperature, **options, device_table_bytes=0)
+    found = generate(headed, f"{method}:path", temperature, **options)
+    expected = generate(headed, f"{method}:path", temperature, **options, device_table_bytes=0)
     assert [output.error for output in found] == [None] * len(found)
     assert [output.token_ids for output in found] == [output.token_ids for output in expected]
     for name in ("drafted", "accepted", "tabled", "starved"):
