@@ -76,6 +76,11 @@ class Workers:
         with self._lock:
             return {worker.process.pid for worker in self._all}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether there will be no more workers."""
+        return self._closed
+
     def close(self) -> None:
         """End the workers, also those at work; large grammars then fail. May be called again."""
         with self._lock:
@@ -201,7 +206,8 @@ class RuleReader:
             if not self._workers.pids:
                 self._workers.start_one()
         except GrammarCompileError as error:
-            _LOG.warning("the rules of grammars are read in this process: %s", error)
+            if not self._workers.is_closed:
+                _LOG.warning("the rules of grammars are read in this process: %s", error)
         with self._lock:
             self._until_start = _FEW
 

@@ -218,6 +218,25 @@ def test_a_worker_that_ends_over_rules_fails_their_request_alone() -> None:
         assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_worker_that_rules_wait_for_may_not_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_closed: bool
+) -> None:
+    monkeypatch.setattr(isolation, "_FEW", 1)
+    endings, backend = EndingsCache(BYTES), XGrammarBackend(BYTES, compile_threads=1)
+    make = None if is_closed else os._exit
+    with closing(GrammarPipeline(backend, endings=endings, make=make)) as pipeline:
+        assert isinstance(endings.of(pipeline.compile(numbered(0))), RuleEndings)
+        if is_closed:
+            pipeline.close()
+        for thread in threading.enumerate():
+            if thread.name == "grammar-reader":
+                thread.join(WAIT)
+        assert not pids(pipeline)
+        assert ("does not start" in caplog.text) == (not is_closed)
+        assert isinstance(endings.of(pipeline.compile(numbered(1))), RuleEndings)
+
+
 def numbered(number: int) -> GrammarSpec:
     return GrammarSpec.json_schema(
         {
