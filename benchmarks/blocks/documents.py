@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -268,11 +269,9 @@ def _drive(engine: Engine, requests: Sequence[Request], batch: int) -> int:
     """Returns how many steps it took."""
     waiting, running, steps = iter(requests), list[Request](), 0
     while True:
-        for request in waiting:
+        for request in islice(waiting, batch - len(running)):
             running.append(request)
             engine.add(request)
-            if len(running) == batch:
-                break
         if not running:
             return steps
         engine.step()

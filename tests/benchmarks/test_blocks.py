@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,12 +13,13 @@ from typer.testing import CliRunner
 
 from benchmarks.blocks.__main__ import app
 from benchmarks.blocks.clock import Clock
-from benchmarks.blocks.documents import DocumentPlan, RunKey
+from benchmarks.blocks.documents import DocumentPlan, RunKey, _drive
 from benchmarks.blocks.heads import HeadPlan, head_folders, train_heads, widen
 from benchmarks.blocks.lattice import LatticePlan
 from benchmarks.blocks.run import BlocksPlan, Records, merge, run_blocks, table_of
 from benchmarks.widening.models import write_wide, write_wide_head
 from benchmarks.widening.shape import Shape
+from guided_spec.engine.request import State
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.loading import load_model
@@ -112,6 +114,29 @@ def test_what_is_known_is_not_run_again(work: Path, records: Records) -> None:
         f"documents: {lost_key.engine}"
     ]
     assert len(kept["documents"]) == len(records["documents"])
+
+
+@pytest.mark.parametrize("batch", [1, 2, 5])
+def test_so_many_run_at_a_time(batch: int) -> None:
+    """The next one comes when one has ended, and not before."""
+    lengths, seen = [3, 1, 2, 4], list[int]()
+    running = dict[int, int]()
+
+    class Engine:
+        def add(self, request: Any) -> None:
+            running[request.number] = lengths[request.number]
+
+        def step(self) -> None:
+            seen.append(len(running))
+            for number in [*running]:
+                running[number] -= 1
+                if not running[number]:
+                    del running[number]
+                    requests[number].state = State.FINISHED
+
+    requests: list[Any] = [SimpleNamespace(number=at, state=None) for at in range(len(lengths))]
+    assert _drive(cast("Any", Engine()), requests, batch) == len(seen)
+    assert seen == {1: [1] * 10, 2: [2, 2, 2, 1, 1, 1, 1], 5: [4, 3, 2, 1]}[batch]
 
 
 def test_nothing_begins_once_the_time_is_over(work: Path, tmp_path: Path) -> None:
