@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor  # specs are read where torch is not loaded
 
     from guided_spec.grammar.spec import GrammarSpec
-    from guided_spec.ops.token_tree import TokenTree
+    from guided_spec.ops.trees.token_tree import TokenTree
 
 __all__ = [
     "DRAFT_POLICIES",

@@ -2,9 +2,9 @@
 
 transformers multiplies such weights out where there is no GPU, and needs kernels from a hub where
 there is one. Here the layers keep their bytes and their scales, and are multiplied by
-``guided_spec.ops.fp8_linear``. Which layers are quantized, the tensors of the checkpoint say; from
-its configuration is the size of blocks alone. Scales of activations are not read: activations keep
-their precision.
+``guided_spec.ops.linear.fp8_linear``. Which layers are quantized, the tensors of the checkpoint
+say; from its configuration is the size of blocks alone. Scales of activations are not read:
+activations keep their precision.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.stock.experts import has_silu_gate
-from guided_spec.ops.expert_matrices import Gating, Projection, Routes
-from guided_spec.ops.fp8_linear import fp8_linear, whole_matrix
-from guided_spec.ops.fp8_weight import FP8, Fp8Weight, scales_shape
+from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.linear.fp8_linear import fp8_linear, whole_matrix
+from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight, scales_shape
+from guided_spec.ops.linear.routed_experts import close_experts, open_experts
 from guided_spec.ops.pointwise import silu_mul_packed
-from guided_spec.ops.routed_experts import close_experts, open_experts
 
 __all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]
 

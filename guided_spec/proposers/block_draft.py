@@ -31,9 +31,9 @@ from guided_spec.models.heads.block.candidates import (
 )
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers
-from guided_spec.ops.lattice_paths import first_legal_paths
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR
+from guided_spec.ops.trees.lattice_paths import first_legal_paths
 from guided_spec.proposers.draft_loop import DraftAdjustments, DraftLoop
 from guided_spec.proposers.drafting import (
     concatenate,

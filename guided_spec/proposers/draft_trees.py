@@ -27,7 +27,7 @@ from guided_spec.core import (
 )
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Options, Pause, Scored
-from guided_spec.ops.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.drafting import concatenate, host_draft
 
 __all__ = ["DraftTrees"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.lattice_paths import first_legal_paths
-from tests.ops.lattice_walks import compare
+from guided_spec.ops.trees.lattice_paths import first_legal_paths
+from tests.ops.trees.lattice_walks import compare
 
 pytestmark = pytest.mark.gpu
 

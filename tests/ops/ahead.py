@@ -21,11 +21,10 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from guided_spec.ops import fp8_linear_triton, launch_triton, routed_experts_triton
-from guided_spec.ops.expert_matrices import Gating, Projection
-from guided_spec.ops.fp8_weight import FP8, Fp8Weight
-from guided_spec.ops.kept_branch_triton import keep_branch
-from guided_spec.ops.lattice_paths_triton import first_legal_paths
+from guided_spec.ops import launch_triton
+from guided_spec.ops.linear import fp8_linear_triton, routed_experts_triton
+from guided_spec.ops.linear.expert_matrices import Gating, Projection
+from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
@@ -33,6 +32,8 @@ from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.ops.slot_attention import KeyValues
 from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.table_rows import CURSOR
+from guided_spec.ops.trees.kept_branch_triton import keep_branch
+from guided_spec.ops.trees.lattice_paths_triton import first_legal_paths
 from guided_spec.types import Draft, SamplingParams
 
 CANDIDATES = 64

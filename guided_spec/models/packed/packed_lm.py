@@ -23,8 +23,8 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
-from guided_spec.ops.kept_branch import LayerMemory, keep_branch
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
+from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
 __all__ = [
     "LARGEST_GRAPH",

@@ -34,7 +34,7 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs, draw, proposed_probs
 from guided_spec.ops.sampling.warp import VerifyRows, warp
-from guided_spec.ops.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = ["TREE_VERIFIERS", "couple_tree", "reject_tree", "require_tree_verifier", "verify_tree"]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.ops.host import pad_ids
-from guided_spec.ops.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree
 from tests.models.packed.test_packed import FAMILY, STOCK, VOCAB, make
 from tests.models.speculation import prompts_of
 

@@ -25,7 +25,7 @@ from guided_spec.ops.sampling.tree import (
 )
 from guided_spec.ops.sampling.verify import coupled_sample, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams
 from tests.toys import CPU, chi_square_p_value
 

@@ -2,8 +2,8 @@
 
 ``route`` chooses, ``open_experts`` is gate, up and activation, ``close_experts`` is down and the
 sum by the weights of the choice. The torch code here is the definition; on CUDA each step is one
-kernel of ``guided_spec.ops.routed_experts_triton``, which reads the matrices of the chosen experts
-where they lie. For inference: they have no gradient.
+kernel of ``guided_spec.ops.linear.routed_experts_triton``, which reads the matrices of the chosen
+experts where they lie. For inference: they have no gradient.
 
 Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer"
 (2017); Shazeer, "GLU variants improve transformer" (2020).
@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.expert_matrices import Gating, Projection, Routes
-from guided_spec.ops.fp8_linear import can_read_fp8
+from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.linear.fp8_linear import can_read_fp8
 
 __all__ = ["are_served", "close_experts", "open_experts", "route"]
 
@@ -32,7 +32,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
     if not 1 <= count <= logits.shape[-1]:
         raise ConfigError("count", count, f"must be 1 to {logits.shape[-1]}, of the experts")
     if logits.is_cuda:
-        from guided_spec.ops import routed_experts_triton
+        from guided_spec.ops.linear import routed_experts_triton
 
         return routed_experts_triton.route(logits, count, is_normalized=is_normalized)
     wide = logits.float()
@@ -51,7 +51,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     """
     _check(x, experts, opening.weight)
     if x.is_cuda and _has_kernel(opening, 2):
-        from guided_spec.ops import routed_experts_triton
+        from guided_spec.ops.linear import routed_experts_triton
 
         return routed_experts_triton.open_experts(x, experts, opening, gating)
     both = torch.einsum("nkoi,ni->nko", opening.of(experts), x.float())
@@ -76,7 +76,7 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
     """
     _check(opened, routes.experts, closing.weight)
     if opened.is_cuda and _has_kernel(closing, 1):
-        from guided_spec.ops import routed_experts_triton
+        from guided_spec.ops.linear import routed_experts_triton
 
         return routed_experts_triton.close_experts(opened, routes, closing)
     found = torch.einsum("nkoi,nki->nko", closing.of(routes.experts), opened.float())
@@ -93,7 +93,7 @@ def are_served(opening: Projection, closing: Projection) -> bool:
 def _has_kernel(projection: Projection, parts: int) -> bool:
     if projection.scales is not None and not can_read_fp8(projection.weight.get_device()):
         return False
-    from guided_spec.ops import routed_experts_triton
+    from guided_spec.ops.linear import routed_experts_triton
 
     return routed_experts_triton.serves(projection, parts)
 

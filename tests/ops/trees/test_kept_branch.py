@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.kept_branch import LayerMemory, keep_branch
 from guided_spec.ops.slot_attention import KeyValues
-from tests.ops.branches import PATHS, ROWS, make_branches
+from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 from tests.ops.interpreted import run_interpreted
+from tests.ops.trees.branches import PATHS, ROWS, make_branches
 
 
 def test_a_branch_moves_behind_its_text_and_nothing_else_does() -> None:
@@ -44,4 +44,4 @@ def test_layers_of_one_shape_are_moved_together() -> None:
 @pytest.mark.slow
 def test_the_kernel_does_the_same() -> None:
     pytest.importorskip("triton", minversion="3.9")
-    assert run_interpreted("-m", "tests.ops.branches") == "equal"
+    assert run_interpreted("-m", "tests.ops.trees.branches") == "equal"

@@ -18,7 +18,7 @@ WORDS = 1024  # of a row at a time, where its only legal token is looked for
 def first_legal_paths(
     token_ids: Tensor, scores: Tensor, gains: Tensor | None, cursors: Tensor, words: int
 ) -> TablePaths:
-    """See ``guided_spec.ops.lattice_paths``; all on one CUDA device."""
+    """See ``guided_spec.ops.trees.lattice_paths``; all on one CUDA device."""
     count, width, size = token_ids.shape
     tokens = token_ids.new_empty(count, width)
     starved = torch.empty_like(tokens)

@@ -15,7 +15,7 @@ __all__ = ["keep_branch"]
 def keep_branch(
     addresses: Tensor, like: Tensor, tables: Tensor, rows: Tensor, path: Tensor
 ) -> None:
-    """See ``guided_spec.ops.kept_branch``; the arguments on one CUDA device.
+    """See ``guided_spec.ops.trees.kept_branch``; the arguments on one CUDA device.
 
     addresses: of ``LayerMemory``. like: one of its buffers.
     """

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from guided_spec.ops.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.launch_triton import await_previous, launch
+from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
 
 __all__ = ["close_experts", "open_experts", "route", "serves"]
 
@@ -52,7 +52,7 @@ def _columns(projection: Projection, most: int) -> int:
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
-    """See ``guided_spec.ops.routed_experts.route``; on one CUDA device."""
+    """See ``guided_spec.ops.linear.routed_experts.route``; on one CUDA device."""
     rows, num_experts = logits.shape
     experts = logits.new_empty(rows, count, dtype=torch.int64)
     shares = logits.new_empty(rows, count, dtype=torch.float32)
@@ -67,7 +67,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
 
 
 def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
-    """See ``guided_spec.ops.routed_experts.open_experts``; the arguments on one CUDA device."""
+    """See ``routed_experts.open_experts``; the arguments on one CUDA device."""
     (outputs, inputs), width = opening.weight.shape[1:], opening.weight.shape[1] // 2
     opened = x.new_empty(*experts.shape, width)
     columns = _columns(opening, OPENING_BYTES)
@@ -86,7 +86,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
 
 
 def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor:
-    """See ``guided_spec.ops.routed_experts.close_experts``; the arguments on one CUDA device."""
+    """See ``routed_experts.close_experts``; the arguments on one CUDA device."""
     (outputs, inputs), count = closing.weight.shape[1:], routes.experts.shape[1]
     total = opened.new_empty(len(opened), outputs)
     columns = _columns(closing, CLOSING_BYTES)

@@ -17,7 +17,7 @@ OUTPUTS_FIRST = (64, 64)
 
 
 def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """See ``guided_spec.ops.expert_linear``; the arguments on one CUDA device."""
+    """See ``guided_spec.ops.linear.expert_linear``; the arguments on one CUDA device."""
     pairs, (outputs, inputs) = len(experts), weight.shape[1:]
     product = x.new_empty(pairs, outputs)
     tile = INPUTS_FIRST if weight.stride(2) == 1 else OUTPUTS_FIRST

@@ -1,4 +1,4 @@
-"""``python -m tests.ops.branches``: the kernel that keeps a branch does what torch does."""
+"""``python -m tests.ops.trees.branches``: the kernel that keeps a branch does what torch does."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.ops import kept_branch, kept_branch_triton
-from guided_spec.ops.kept_branch import LayerMemory
 from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.trees import kept_branch, kept_branch_triton
+from guided_spec.ops.trees.kept_branch import LayerMemory
 from tests.slot_lines import NUM_SLOTS, make_tables
 
 LENGTH = 40

@@ -16,8 +16,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
-from guided_spec.ops.fp8_weight import COUNTED, Fp8Weight
 from guided_spec.ops.launch_triton import await_previous, launch
+from guided_spec.ops.linear.fp8_weight import COUNTED, Fp8Weight
 
 __all__ = ["fp8_linear", "multiply", "multiply_out", "serves"]
 
@@ -55,7 +55,7 @@ def serves(weight: Fp8Weight) -> bool:
 
 
 def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
-    """See ``guided_spec.ops.fp8_linear``; the arguments on one CUDA device."""
+    """See ``guided_spec.ops.linear.fp8_linear``; the arguments on one CUDA device."""
     outputs, inputs = weight.values.shape
     rows = x.reshape(-1, inputs)
     if len(rows) > MOST_TOKENS:
@@ -64,7 +64,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 
 def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """See ``guided_spec.ops.fp8_weight.multiply_out``."""
+    """See ``guided_spec.ops.linear.fp8_weight.multiply_out``."""
     outputs, inputs = weight.values.shape
     whole = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
     tile, width = (32, WIDEST_STEP), weight.block[1]

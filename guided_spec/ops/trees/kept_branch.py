@@ -79,6 +79,6 @@ def _keep(memory: LayerMemory, tables: Tensor, rows: Tensor, path: Tensor) -> No
 def _kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
     if find_spec("triton") is None:  # it exists for Linux only
         return None
-    from guided_spec.ops import kept_branch_triton  # imported here: it needs triton
+    from guided_spec.ops.trees import kept_branch_triton  # imported here: it needs triton
 
     return kept_branch_triton.keep_branch

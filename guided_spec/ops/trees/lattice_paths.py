@@ -101,6 +101,6 @@ def _only(row: Row | None) -> int:
 
 @cache
 def _kernels() -> ModuleType:
-    from guided_spec.ops import lattice_paths_triton  # imported here: it needs triton
+    from guided_spec.ops.trees import lattice_paths_triton  # imported here: it needs triton
 
     return lattice_paths_triton

@@ -3,7 +3,7 @@
 torch's grouped product sorts its rows by experts and takes three times what reading the weights
 takes where each expert has a row or two. There a row and a slice of its matrix are enough work for
 a program. The torch code here is the definition; on CUDA, one kernel of
-``guided_spec.ops.expert_linear_triton`` runs. For inference: it has no gradient.
+``guided_spec.ops.linear.expert_linear_triton`` runs. For inference: it has no gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
     if count == 0 or pairs % count != 0:
         raise ConfigError("experts", pairs, f"must be a multiple of the {count} rows of x")
     if x.is_cuda:
-        from guided_spec.ops import expert_linear_triton
+        from guided_spec.ops.linear import expert_linear_triton
 
         return expert_linear_triton.expert_linear(x, experts, weight, bias)
     rows = x.repeat_interleave(pairs // count, 0).float().unsqueeze(-1)

@@ -135,7 +135,7 @@ def _compare_sources(case: Case, sources: Tensor) -> None:
 
 
 if __name__ == "__main__":
-    from guided_spec.ops.lattice_paths_triton import first_legal_paths
+    from guided_spec.ops.trees.lattice_paths_triton import first_legal_paths
 
     assert compare(first_legal_paths, torch.device("cpu")) > 5
     sys.stdout.write("equal\n")

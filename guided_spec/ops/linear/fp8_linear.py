@@ -3,7 +3,7 @@
 The weights alone are rounded, as the checkpoint has them; the states they are multiplied with keep
 their precision. So a text depends on the checkpoint, and neither on the device nor on its company
 in the batch, up to the usual rounding. The torch code here is the definition; on CUDA devices that
-can read fp8, kernels of ``guided_spec.ops.fp8_linear_triton`` run.
+can read fp8, kernels of ``guided_spec.ops.linear.fp8_linear_triton`` run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.fp8_weight import Fp8Weight, multiply_out
+from guided_spec.ops.linear.fp8_weight import Fp8Weight, multiply_out
 
 __all__ = ["can_read_fp8", "fp8_linear", "whole_matrix"]
 
@@ -33,7 +33,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
     if x.shape[-1] != weight.values.shape[1]:
         raise ConfigError("x", tuple(x.shape), f"must be [..., {weight.values.shape[1]}]")
     if _has_kernels(x, weight):
-        from guided_spec.ops import fp8_linear_triton
+        from guided_spec.ops.linear import fp8_linear_triton
 
         return fp8_linear_triton.fp8_linear(x, weight, bias)
     return functional.linear(x, multiply_out(weight, x.dtype), bias)
@@ -42,7 +42,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
 def _has_kernels(x: Tensor, weight: Fp8Weight) -> bool:
     if not x.is_cuda or not can_read_fp8(x.get_device()):
         return False
-    from guided_spec.ops import fp8_linear_triton
+    from guided_spec.ops.linear import fp8_linear_triton
 
     return fp8_linear_triton.serves(weight)
 
@@ -51,7 +51,7 @@ def whole_matrix(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """``multiply_out``, by a kernel where there is one."""
     if not _has_kernels(weight.values, weight):
         return multiply_out(weight, dtype)
-    from guided_spec.ops import fp8_linear_triton
+    from guided_spec.ops.linear import fp8_linear_triton
 
     return fp8_linear_triton.multiply_out(weight, dtype)
 

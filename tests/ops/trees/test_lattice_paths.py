@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.lattice_paths import first_legal_paths
+from guided_spec.ops.trees.lattice_paths import first_legal_paths
 from tests.ops.interpreted import run_interpreted
-from tests.ops.lattice_walks import compare
+from tests.ops.trees.lattice_walks import compare
 
 
 def test_paths_are_those_of_the_host() -> None:
@@ -17,4 +17,4 @@ def test_paths_are_those_of_the_host() -> None:
 @pytest.mark.slow
 def test_the_kernel_does_the_same() -> None:
     pytest.importorskip("triton")
-    assert run_interpreted("-m", "tests.ops.lattice_walks") == "equal"
+    assert run_interpreted("-m", "tests.ops.trees.lattice_walks") == "equal"

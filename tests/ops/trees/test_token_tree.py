@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.ops.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree
 
 WIDTH = 63
 
