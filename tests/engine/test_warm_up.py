@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from guided_spec.engine import warm_up as warming
 from guided_spec.engine.outputs import Chunk
@@ -14,6 +16,8 @@ from guided_spec.engine.setup import Options, Setup, bundled_asset
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.proposers.chain import Chain
 from guided_spec.types import SamplingParams
+from tests.learned_heads import write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 SPEC = GrammarSpec.json_schema({"type": "object", "properties": {"name": {"type": "string"}}})
 
@@ -58,6 +62,32 @@ def test_no_step_captures_behind_it(
             assert chunk.completion.error is None
     assert len(graphs) == before
     setup.grammars.queue.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["dflash", "dflash:path", "dspark:path", "p_eagle:path"])
+def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None:
+    """Neither under the policy of the proposer, nor under that of a request, nor for free texts."""
+    headed = write_head(tmp_path, spec.partition(":")[0], VOCAB_SIZE)
+    options: dict[str, Any] = {"kernels": "packed", "max_batch_size": 2, "max_model_len": 128}
+    with make_llm(headed.target, spec, headed.draft, **options) as llm:
+        setup: Any = llm._runner.setup
+        with torch.inference_mode():
+            for _ in setup.engine.capture():
+                pass
+        graphs = setup.engine._proposer._block._ahead.graphs
+        before = len(graphs)
+        assert before > 36  # of reading alone there are as many
+        grammar = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
+        policies: list[Any] = [None, "validate", "mask"]
+        params = [
+            SamplingParams(max_tokens=9, grammar=one, draft_policy=policy)
+            for policy in policies
+            for one in (grammar, None)
+        ]
+        outputs = llm.generate([[5, 6, 7]] * len(params), params)
+        assert [output.error for output in outputs] == [None] * len(params)
+        assert len(graphs) == before
 
 
 @pytest.mark.slow
