@@ -80,7 +80,7 @@ def test_greedy_text_is_that_of_plain_decoding(
     headed, params = heads(method), PARAMS if is_guided else FREE
     expected = tokens(generate(headed, "none", params, max_batch_size=1))
     options: Any = {"max_batch_size": batch_size}
-    chain = generate(headed, method, params, **options)
+    chain = generate(headed, f"{method}:path", params, **options)
     assert not beside
     tree = generate(headed, method, params, tree_nodes=NODES, **options)
     assert tokens(tree) == tokens(chain) == expected
