@@ -20,8 +20,14 @@ from typing import Any, Unpack, overload
 
 from tqdm.auto import tqdm
 
-from guided_spec.engine.chat import Chat, ChatOptions, ChatOutput, ChatRequest
-from guided_spec.engine.chat_stream import ChatChunk, ChatStream
+from guided_spec.engine.chat import (
+    Chat,
+    ChatChunk,
+    ChatOptions,
+    ChatOutput,
+    ChatRequest,
+    ChatStream,
+)
 from guided_spec.engine.choices import Chooser
 from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats
 from guided_spec.engine.parallel import SeedSource

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from guided_spec.engine.chat_stream import ChatChunk
+from guided_spec.engine.chat import ChatChunk
 from guided_spec.engine.llm import LLM
 from guided_spec.types import SamplingParams
 from tests.chat_templates import TEMPLATES, THINKING

@@ -10,8 +10,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from guided_spec.engine.chat import ChatCompletion, ChatOptions, ChatRequest
-from guided_spec.engine.chat_stream import ChatChunk, ChatStream
+from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatOptions, ChatRequest, ChatStream
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
 from guided_spec.server.endpoints.bodies import ChatBody

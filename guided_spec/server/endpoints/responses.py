@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing, contextmanager
 from typing import Any
 
-from guided_spec.engine.chat_stream import ChatChunk, ChatStream, ToolCallDelta
+from guided_spec.engine.chat import ChatChunk, ChatStream, ToolCallDelta
 from guided_spec.errors import GuidedSpecError
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun

@@ -10,7 +10,7 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from guided_spec.engine.chat_stream import ChatChunk, ToolCallDelta
+from guided_spec.engine.chat import ChatChunk, ToolCallDelta
 from guided_spec.server.endpoints.bodies import ResponsesBody
 from guided_spec.server.endpoints.replies import CallItem, MessageItem, ReasoningItem
 from guided_spec.server.endpoints.responses import ResponseItems, as_chat
