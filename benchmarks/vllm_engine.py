@@ -234,7 +234,7 @@ def main(  # noqa: PLR0913 - the options of a command
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
     memory_share: Annotated[float, typer.Option(help="Of the device, for vLLM.")] = 0.75,
-    limit: Annotated[float, typer.Option(help="Seconds for each way.")] = 170.0,
+    limit: Annotated[float, typer.Option(help="Seconds for each way.")] = 300.0,
     logs: Annotated[Path, typer.Option(help="Folder for vLLM's output.")] = Path(),
     output: Annotated[Path | None, typer.Option(help="Write the figures here as JSON.")] = None,
 ) -> None:
