@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ __all__ = ["Pard"]
 
 
 class Pard(Proposer):
-    """Drafts paths, or by the policy that the context's argument names; see ``BlockDrafter``.
+    """Drafts by the policy that the context's argument names, or paths; see ``BlockDrafter``.
 
     Raises what ``DraftCache`` and ``BlockDrafter`` raise, and ModelError for a draft whose
     config.json has no ``pard_token``, or which needs the target's hidden states (PARD-2).
@@ -76,12 +77,12 @@ class Pard(Proposer):
         yield from self._cache.model.capture(())
         self._paths.compile(self._width, self._cache.model.device)
 
-    def _block(self, batch: DecodeBatch, rows: Sequence[int], count: int) -> Block:
+    def _block(self, batch: DecodeBatch, rows: Sequence[int], wanted: int) -> Block:
         """The places behind the texts of ``rows``, by one forward; the masks are forgotten.
 
-        count: see ``Compute``.
+        wanted: candidates, see ``Compute``.
         """
-        del count  # they are found behind it
+        del wanted  # they are found behind it
         cache, slots = self._cache, [batch.slots[row] for row in rows]
         cache.read_prompts(batch, rows, self._width)
         # The last token is fed again where the text has not grown: it predicts the first place.
@@ -114,7 +115,7 @@ class Pard(Proposer):
         if not rows:
             return loop
         starts = [len(lookahead.drafted[row]) for row in rows]
-        block, steps = self._block(batch, rows, 0).logits, iter(range(self._width))
+        block, steps = self._block(batch, rows, 0).logits, count()
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits(token_ids: Tensor | None = None) -> Tensor:

@@ -30,6 +30,11 @@ class Fields:
         self._refused = torch.full((size,), -1)
         self._is_open = limits > 0
         self._is_held = False
+        self.turns: list[Any] = []  # one proposer makes the whole draft
+
+    def tabled(self, requests: Sequence[int], ahead: int) -> None:
+        """No text has a table on the device."""
+        del requests, ahead
 
     @property
     def drafted(self) -> list[list[int]]:
