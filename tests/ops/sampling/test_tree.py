@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import pack_bitmask
+from guided_spec.ops.sampling import tree as tree_verifier
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.rejection import rejection_sample
@@ -137,15 +138,17 @@ def joint(known: World) -> Tensor:
     return law
 
 
-def p_value(verifier: str, kind: str) -> float:
-    """Of 400,000 texts, by trees of a kind, against the target's law."""
+def p_value(
+    verifier: str, kind: str, spoil: Callable[[Noise], Noise] = lambda noise: noise
+) -> float:
+    """Of 400,000 texts, by trees of a kind, against the target's law. spoil: what noise is used."""
     known, generator = world(), torch.Generator().manual_seed(11)
     grown = grow(known, kind, generator)
     accept = torch.rand(ROWS, len(PARENTS), generator=generator)
     shape = (ROWS, SIZE) if verifier == "rejection" else (ROWS, DEPTHS, SIZE)
     sample = torch.empty(shape).exponential_(generator=generator).clamp_min(1e-30)
     decide = reject_tree if verifier == "rejection" else couple_tree
-    found = decide(grown.target, grown.draft, Noise(accept, sample))
+    found = decide(grown.target, grown.draft, spoil(Noise(accept, sample)))
     check_shape(found, grown)
     counts = torch.bincount(complete(found.token_ids, known, generator), minlength=SIZE**DEPTHS)
     return chi_square_p_value(counts, joint(known))
@@ -156,6 +159,52 @@ def p_value(verifier: str, kind: str) -> float:
 @pytest.mark.parametrize("verifier", ["rejection", "coupled"])
 def test_the_law_is_the_targets(verifier: str, kind: str) -> None:
     assert p_value(verifier, kind) > UNLIKELY
+
+
+def _nothing_left_out(residual: Tensor, *_: object) -> Tensor:
+    """What is refused leaves the target's distribution as it was."""
+    return residual
+
+
+def _as_if_certain(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor:
+    """A token that was drawn takes itself alone from what is left."""
+    del mass
+    return residual.scatter(-1, draft.token_ids.gather(1, at).unsqueeze(-1), 0.0)
+
+
+def _as_if_likely(draft: Draft) -> Tensor:
+    """Every token is tested as one with probability 1."""
+    return torch.ones_like(draft.token_ids, dtype=torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "fault", "kind"),
+    [
+        ("_without", _nothing_left_out, "best"),
+        ("_without", _nothing_left_out, "unlike"),
+        ("_without", _as_if_certain, "sampled"),
+        ("_without", _as_if_certain, "unlike"),
+        ("proposed_probs", _as_if_likely, "sampled"),
+        ("proposed_probs", _as_if_likely, "unlike"),
+    ],
+)
+def test_faults_of_rejection_change_the_law(
+    monkeypatch: pytest.MonkeyPatch, name: str, fault: Callable[..., Tensor], kind: str
+) -> None:
+    monkeypatch.setattr(tree_verifier, name, fault)
+    assert p_value("rejection", kind) < UNLIKELY
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", ["rejection", "coupled"])
+def test_noise_that_is_used_twice_changes_the_law(verifier: str) -> None:
+    def spoil(noise: Noise) -> Noise:
+        if verifier == "coupled":  # of all positions the first one's
+            return noise._replace(sample=noise.sample[:, :1].expand_as(noise.sample))
+        return noise._replace(accept=noise.accept[:, :1].expand_as(noise.accept))
+
+    assert p_value(verifier, "best", spoil) < UNLIKELY
 
 
 def chain_of(rows: int, width: int) -> TokenTree:
