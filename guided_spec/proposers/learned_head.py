@@ -40,7 +40,8 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead, WholeDrafts
+from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import Download, pad_ids
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.block_draft import BlockDrafter, BlockSource

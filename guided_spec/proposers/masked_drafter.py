@@ -17,7 +17,7 @@ from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
-from guided_spec.models.packed.slot_head import WholeDrafts
+from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
@@ -301,7 +301,7 @@ class _Depth(NamedTuple):
 
 
 class _Picker(NamedTuple):
-    """See ``guided_spec.models.packed.slot_head.Picker``; batch: rows that are used.
+    """See ``guided_spec.models.packed.whole_drafts.Picker``; batch: rows that are used.
 
     cursors: int64 [batch, 6] on the host, see ``TabledTexts``; None where no text has a table.
     """

@@ -26,7 +26,7 @@ from guided_spec.models.packed.graph_pool import (
     upload,
 )
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
-from guided_spec.models.packed.slot_head import Picker
+from guided_spec.models.packed.whole_drafts import Picker
 
 __all__ = ["BlockForward", "BlockGraphs", "BlockRows"]
 

@@ -1,15 +1,13 @@
 """A packed EAGLE-3 head over KV slots: its steps, and whole drafts, as CUDA graphs.
 
 The forward of an EAGLE-3 head over KV slots, in few kernels; see ``packed.decoder``.
-
-How the tokens of a draft are picked inside of the graph that makes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,6 +38,7 @@ from guided_spec.models.packed.packed_lm import (
     Rows,
     split_places,
 )
+from guided_spec.models.packed.whole_drafts import Picker
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
@@ -47,8 +46,6 @@ from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 __all__ = [
     "PackedEagle3",
     "PackedSlotHead",
-    "Picker",
-    "WholeDrafts",
 ]
 
 
@@ -116,54 +113,6 @@ def _is_served(head: Eagle3Head) -> bool:
     if any(getattr(layer.self_attn, "sliding_window", None) for layer in layers):
         return False
     return all(PackedLayer.fits(layer.self_attn) for layer in layers)
-
-
-class Picker(Protocol):
-    """Picks the tokens of a draft inside of its graph.
-
-    key: says all that ``pick`` depends on besides its arguments. ticket: of this draft, see
-    ``Mailbox``.
-    """
-
-    @property
-    def key(self) -> Hashable: ...
-    @property
-    def ticket(self) -> int: ...
-
-    def inputs(self, graph: Hashable, size: int) -> Inputs:
-        """What ``pick`` reads, for ``size`` rows; see ``GraphPool.run``.
-
-        graph: the same for calls with the same key; it keeps what is left out.
-        """
-        ...
-
-    def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
-        """int64 [R] target ids from logits [R, D]; ticket: int64 [1].
-
-        Nothing is waited for where the ticket is ``UNTICKETED``.
-        """
-        ...
-
-
-class WholeDrafts(Protocol):
-    """A head that makes a whole draft by one graph; see ``PackedSlotHead``."""
-
-    @property
-    def row_sizes(self) -> list[int]: ...
-    def depth(self, slot: int) -> int: ...
-    def rewind(self, slots: Sequence[int]) -> None: ...
-    def draft_greedily(
-        self, slots: Sequence[int], count: int, given: Tensor | None = None
-    ) -> Tensor: ...
-    def draft_by(
-        self,
-        picker: Picker,
-        slots: Sequence[int],
-        count: int,
-        given: Tensor | None = None,
-        beside: Callable[[], None] | None = None,
-    ) -> None: ...
-    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None: ...
 
 
 class Scored(NamedTuple):

@@ -22,7 +22,7 @@ from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.packed_lm import split_places
-from guided_spec.models.packed.slot_head import Picker
+from guided_spec.models.packed.whole_drafts import Picker
 from guided_spec.ops.host import host_integers
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
