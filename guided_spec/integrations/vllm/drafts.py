@@ -269,13 +269,15 @@ def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_model(self: Any, target_model: Any) -> Any:
         result = original(self, target_model)
         if is_covered(self):
-            # Drawn tokens have probabilities, and ranks that share a model run it together.
-            is_alone = self.draft_logits is None and self.dp_size == 1
+            # Drawn tokens have probabilities. Ranks that share a model have to run it together, and
+            # one that has sampled another text than the others would wait for them forever.
+            parallel = self.vllm_config.parallel_config
+            is_alone = parallel.tensor_parallel_size == 1 and self.dp_size == 1
             Drafting(
                 self,
                 self.num_speculative_steps,
                 lambda before, count: self.draft_tokens[:count, before],
-                self.draft_tokens if is_alone else None,
+                self.draft_tokens if is_alone and self.draft_logits is None else None,
             )
         return result
 

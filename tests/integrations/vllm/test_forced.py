@@ -163,6 +163,21 @@ def test_graphs_that_would_draw_what_is_known_are_not_run(speculative: dict[str,
         assert bool((probs.amax(-1) == 1).all())
 
 
+@pytest.mark.parametrize("split", ["data_parallel_size", "tensor_parallel_size"])
+def test_ranks_that_share_a_model_run_every_graph(split: str) -> None:
+    config = config_of()
+    setattr(config.parallel_config, split, 2)
+    params = sampling_params(config, regex=LONG)
+    drafter = V2(config, letters_table(), graphs="step")
+    assert drafter.drafting._draft is None
+    if split == "data_parallel_size":
+        return  # its ranks agree on a batch first, which takes processes
+    graphs = started(drafter, request=params).drafter.decode_cudagraph_manager
+    counted = _counted(graphs)
+    assert drafter.step({"request": encode("x")})["request"] == encode(WORDS * 2)[:NUM_DRAFT]
+    assert counted() == NUM_DRAFT - 1
+
+
 def _counted(graphs: Any) -> Callable[[], int]:
     """How many replays there were since."""
     own = graphs.run_fullgraph.args[0].__self__
