@@ -1,9 +1,10 @@
-"""Drafts of block heads: a legal path through the lattice of each request's block.
+"""Drafts of block heads: by a policy, or a legal path through the lattice of each request's block.
 
-One forward gives the scores of all places of a block. The likeliest tokens of every place come to
-the host in one download, and the draft is a path that the grammar takes. Its tokens are certain: it
-is verified as such (``Draft.probs`` is None), which is exact under either verifier whatever the
-draft is. So nothing has to be known of the head's own distribution.
+Under a policy a ``DraftLoop`` has the tokens chosen from left to right. For a path, the likeliest
+tokens of every place come to the host in one download, and the draft is a path that the grammar
+takes. Its tokens are certain: it is verified as such (``Draft.probs`` is None), which is exact
+under either verifier whatever the draft is. So nothing has to be known of the head's own
+distribution.
 
 Where every text of the step has a table on the device, the path is found there, and the host
 follows it while the target verifies it.
@@ -113,7 +114,6 @@ def _is_token(token_id: int) -> bool:
     return token_id >= 0
 
 
-PATH = "path"  # behind a proposer's name: legal paths
 PATH = "path"  # behind a proposer's name: legal paths
 LISTED = 4
 CANDIDATES = 256  # of a place: with fewer, drafts starve (docs/lattice.md)
