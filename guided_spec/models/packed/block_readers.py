@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.candidates import Block, Transition
+from guided_spec.models.heads.block.candidates import Transition
 from guided_spec.models.heads.block.context_slots import ContextSlots
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
@@ -107,11 +107,6 @@ class PackedContextReader:
         """See ``BlockReader``; on CUDA the next forward overwrites it."""
         return self.drafts.outputs(self.rows(slots, last, width), width)
 
-    @torch.inference_mode()
-    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
-        """See ``BlockReader``; on CUDA the next forward overwrites it."""
-        return self.drafts.block(self.rows(slots, last, width), width, count)
-
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
         """See ``BlockForward``."""
         count = self._packed.places_for(width)
@@ -192,11 +187,6 @@ class PackedMaskedReader:
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
         """See ``BlockReader``; on CUDA the next forward overwrites it."""
         return self.drafts.outputs(self.rows(slots, last, width), width)
-
-    @torch.inference_mode()
-    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
-        """See ``BlockReader``; on CUDA the next forward overwrites it."""
-        return self.drafts.block(self.rows(slots, last, width), width, count)
 
     def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
         """See ``BlockForward``; the last token has been read already."""

@@ -55,11 +55,6 @@ class BlockReader(Protocol):
         """The outputs [R, width, H] of the places behind ``last``, int64 [R]; nothing is kept."""
         ...
 
-    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
-        """``draft`` with its logits. count: of the candidates that are asked for; 0: none. Whether
-        they are found here is the reader's choice."""
-        ...
-
     def logits(self, outputs: Tensor) -> Tensor:
         """Outputs [..., H] to logits [..., D], of each place by itself."""
         ...
@@ -267,16 +262,16 @@ class BlockRunner:
     def block(self, slots: Sequence[int], count: int = 0) -> Block:
         """All places behind each slot's verified tokens, W = ``width``.
 
-        count: of the candidates that are asked for, see ``BlockReader``. On CUDA the next block may
-        overwrite it.
+        count: of the candidates that are asked for; 0: none. They are found here where the block is
+        a graph. On CUDA the next block may overwrite it.
         """
-        if any(self._is_drafted[slot] for slot in slots):
+        index = self._index(slots)
+        if self._ahead is None or any(self._is_drafted[slot] for slot in slots):
             self._draft_missing(slots)
-            index = self._index(slots)
             outputs = self._outputs[index, : self.width]
             return Block(self._reader.logits(outputs), outputs, self._trail[index, 0])
-        index = self._index(slots)
-        found = self._reader.block(slots, self._trail[index, 0], self.width, count)
+        rows = self._ahead.rows(slots, self._trail[index, 0], self.width)
+        found = self._graphs.block(rows, self.width, count)
         self._keep(slots, index, found.hidden)
         return found
 
@@ -369,12 +364,6 @@ class ContextReader:
         outputs: Tensor = self.head(last, width, BlockContext(layers, length))
         return outputs
 
-    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
-        """See ``BlockReader``."""
-        del count
-        outputs = self.draft(slots, last, width)
-        return Block(self.logits(outputs), outputs, last)
-
     def _read_line(self, line: ContextLine) -> None:
         rows, count, blocks = line.rows, len(line.states), self.slots.blocks
         rows.grow(blocks)
@@ -432,9 +421,3 @@ class MaskedReader:
         masks = last.new_full((len(slots), width - 1), self._masks.token_id)
         hidden = self._masks.hidden.expand(*masks.shape, -1)
         return self._slots.masked(slots, masks, hidden)
-
-    def block(self, slots: Sequence[int], last: Tensor, width: int, count: int) -> Block:
-        """See ``BlockReader``."""
-        del count
-        outputs = self.draft(slots, last, width)
-        return Block(self.logits(outputs), outputs, last)
