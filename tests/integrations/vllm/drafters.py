@@ -25,7 +25,7 @@ from guided_spec.integrations.vllm import drafts as vllm_drafts
 from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.drafts import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, SWITCHES, make_graphs
-from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, use_cpu
+from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, tokenizer, use_cpu
 
 __all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
 
@@ -328,6 +328,20 @@ class V2(Drafter):
                 torch.full((SLOTS,), temperature), torch.arange(SLOTS) * 7919 + self.seed,
             )  # fmt: skip
         return dict(zip(names, drafts.tolist(), strict=True))
+
+
+def encode(text: str) -> list[int]:
+    found: list[int] = tokenizer().encode(text, add_special_tokens=False)
+    return found
+
+
+def started(drafter: Any, **requests: Any) -> Any:
+    """The drafter with these requests, whose prompts it has read."""
+    for name, params in requests.items():
+        drafter.add(name, params)
+    drafter.step(dict.fromkeys(requests, ()))
+    drafter.wait(*(name for name, params in requests.items() if params.structured_outputs))
+    return drafter
 
 
 def _attention_of(count: int) -> Any:

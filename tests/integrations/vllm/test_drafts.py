@@ -20,6 +20,8 @@ from tests.integrations.vllm.drafters import (  # noqa: E402
     VOCABULARY,
     Table,
     config_of,
+    encode,
+    started,
     use_loops,
 )
 from tests.integrations.vllm.parts import (  # noqa: E402
@@ -63,11 +65,6 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda config, table, **options: V2(config, table, graphs=graphs, **options)
 
 
-def encode(text: str) -> list[int]:
-    found: list[int] = tokenizer().encode(text, add_special_tokens=False)
-    return found
-
-
 def letter(text: str) -> int:
     (found,) = encode(text)
     return found
@@ -80,15 +77,6 @@ def free(config: Any) -> Any:
 def without(*missing: int) -> torch.Tensor:
     """A draft vocabulary of all tokens but these."""
     return torch.tensor([token for token in range(VOCABULARY) if token not in missing])
-
-
-def started(drafter: Any, **requests: Any) -> Any:
-    """The drafter with these requests, whose prompts it has read."""
-    for name, params in requests.items():
-        drafter.add(name, params)
-    drafter.step(dict.fromkeys(requests, ()))
-    drafter.wait(*(name for name, params in requests.items() if params.structured_outputs))
-    return drafter
 
 
 def accepted(draft: Sequence[int], answer: Sequence[int]) -> int:

@@ -16,6 +16,8 @@ from tests.integrations.vllm.drafters import (  # noqa: E402
     VOCABULARY,
     Table,
     config_of,
+    encode,
+    started,
     use_loops,
 )
 from tests.integrations.vllm.parts import (  # noqa: E402
@@ -48,22 +50,9 @@ def make(request: pytest.FixtureRequest) -> Make:
     return lambda config, table, **options: V2(config, table, graphs=graphs, **options)
 
 
-def encode(text: str) -> list[int]:
-    found: list[int] = tokenizer().encode(text, add_special_tokens=False)
-    return found
-
-
 def spelled(text: str) -> list[int]:
     """``text`` in letters, which is how no tokenizer would have it."""
     return [token for letter in text for token in encode(letter)]
-
-
-def started(drafter: Any, **requests: Any) -> Any:
-    for name, params in requests.items():
-        drafter.add(name, params)
-    drafter.step(dict.fromkeys(requests, ()))
-    drafter.wait(*(name for name, params in requests.items() if params.structured_outputs))
-    return drafter
 
 
 WORDS = ' "temperature": '
