@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ __all__ = [
     "host_integers",
     "named_range",
     "pad_ids",
+    "to_device",
     "zeros_on_demand",
 ]
 
@@ -49,6 +51,18 @@ def host_integers(values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
     the time that torch takes.
     """
     return torch.from_numpy(np.array(values, dtype=np.int64))
+
+
+def to_device(
+    values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """``values`` on a device, int64 or float32, in their shape; rows have to be of one length.
+
+    Does not wait for what the device still has to do, as ``torch.tensor(values, device=device)``
+    would.
+    """
+    kind = np.int64 if dtype == torch.int64 else np.float32
+    return torch.from_numpy(np.array(values, dtype=kind)).to(device, non_blocking=True)
 
 
 def pad_ids(rows: Sequence[Sequence[int]], width: int) -> Tensor:

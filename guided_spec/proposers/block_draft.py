@@ -31,7 +31,7 @@ from guided_spec.models.heads.block.candidates import (
     choose_candidates,
 )
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.host import Download, host_integers, to_device
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR
 from guided_spec.ops.trees.lattice_paths import first_legal_paths
@@ -278,7 +278,7 @@ class BlockDrafter:
         ends = draft_ends(batch, lookahead, rows)
         most = tuple(min(end, width) for end in ends)
         token_ids = told[:, ::2].clamp_min(0)
-        lengths = host_integers(most).to(batch.device, non_blocking=True)
+        lengths = to_device(most, batch.device)
         draft = Draft(token_ids, lengths)
         return _Path(draft, most, lookahead, Download(told), source.carry_on)
 
@@ -353,7 +353,7 @@ class BlockDrafter:
             return compute(rows, count)
         block = compute(rows, 0)
         adjust = DraftAdjustments(batch, drafted, self._vocabulary)
-        index = torch.tensor(rows).to(batch.device, non_blocking=True)
+        index = to_device(rows, batch.device)
         full = block.logits.new_zeros(len(batch), *block.logits.shape[1:])
         full = full.index_copy(0, index, block.logits)
         places = [adjust.apply(place)[index] for place in full.unbind(1)]
@@ -364,7 +364,7 @@ def _spread(found: Tensor, rows: Sequence[int], blank: Tensor) -> Tensor:
     """``found`` [R, ...] as the ``rows`` of a batch; others are those of ``blank`` [B, ...]."""
     if len(rows) == len(blank):
         return found
-    index = torch.tensor(rows).to(found.device, non_blocking=True)
+    index = to_device(rows, found.device)
     return blank.index_copy_(0, index, found)
 
 

@@ -27,7 +27,7 @@ from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft,
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.tables import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.host import Download, host_integers
+from guided_spec.ops.host import Download, host_integers, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
@@ -72,7 +72,7 @@ class DraftAdjustments:
         padded = [[*row, *[NO_TOKEN] * (width - len(row))] for row in drafted]
         tokens = torch.tensor(padded, dtype=torch.int64).view(len(batch), width)
         self._tokens = tokens.to(batch.device, non_blocking=True)
-        self._lengths = torch.tensor(lengths).to(batch.device, non_blocking=True)
+        self._lengths = to_device(lengths, batch.device)
 
     def apply(self, logits: Tensor) -> Tensor:
         """Logits [B, D] of the next token to such logits, in float32 where anything is adjusted."""
@@ -274,7 +274,7 @@ class DraftLoop:
         ids = self._ids()
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
-        lengths = host_integers(most).to(ids.device, non_blocking=True)
+        lengths = to_device(most, ids.device)
         return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
 
     @property
@@ -373,9 +373,7 @@ class DraftLoop:
         """Which noise the token is drawn with that follows ``starts`` [B] draft tokens."""
         pairs = zip(self._batch.contexts, starts, strict=True)
         positions = [len(context) + start for context, start in pairs]
-        return self._batch.draft_keys(
-            torch.tensor(positions).to(self._batch.device, non_blocking=True)
-        )
+        return self._batch.draft_keys(to_device(positions, self._batch.device))
 
     def _own(self, rows: list[list[int]]) -> list[list[int]]:
         """[B] lists: the tokens of the requests that are walked now, as far as there are any."""

@@ -15,7 +15,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed.blocks import Blocks
-from guided_spec.ops.host import pad_ids
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts
@@ -182,7 +182,7 @@ class _Feeder:
             (len(batch), batch.vocab_size), float("-inf"), dtype=model.dtype, device=batch.device
         )
         self._model = model
-        self._rows = torch.tensor(list(rows), device=batch.device)
+        self._rows = to_device(rows, batch.device)
 
     def feed(self, tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> None:
         """Feed each row its tokens, behind ``starts`` of them; rows without any are left alone."""
@@ -208,7 +208,7 @@ class _Feeder:
         if len(fed) == len(self.logits):
             self.logits = logits
             return
-        kept = torch.tensor(fed, device=logits.device)
+        kept = to_device(fed, logits.device)
         self.logits = self.logits.index_copy(0, self._rows[kept], logits[kept])
 
 

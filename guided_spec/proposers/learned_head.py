@@ -42,7 +42,7 @@ from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.models.packed.whole_drafts import WholeDrafts
-from guided_spec.ops.host import Download, pad_ids
+from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
 from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
@@ -216,7 +216,7 @@ class LearnedHead(Proposer):
         self._append_drafted(slots, [drafted[row] for row in rows], batch.device)
         index = None  # nothing has to be picked or spread
         if len(rows) < len(batch):
-            index = torch.tensor(rows).to(batch.device, non_blocking=True)
+            index = to_device(rows, batch.device)
 
         def logits() -> Tensor:
             scores = self._head.logits(slots)
@@ -358,7 +358,7 @@ class LearnedHead(Proposer):
         tokens = pad_ids(missing, longest).to(device, non_blocking=True)
         for depth in range(longest):
             rows = [row for row, one in enumerate(missing) if len(one) > depth]
-            column = tokens[torch.tensor(rows).to(device, non_blocking=True), depth]
+            column = tokens[to_device(rows, device), depth]
             self._head.append([slots[row] for row in rows], column)
         self._head.mark(slots)
 

@@ -18,7 +18,7 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.tables import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.whole_drafts import WholeDrafts
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import to_device
 from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     def of(cls, rows: Sequence[Sequence[int]], width: int, device: torch.device) -> Given:
         """rows: [B] tokens, fewer than ``width`` each."""
         padded = [[*row, *[-1] * (width - len(row))] for row in rows]
-        counts = host_integers([len(row) for row in rows]).to(device, non_blocking=True)
+        counts = to_device([len(row) for row in rows], device)
         return cls(torch.tensor(padded), counts)
 
     def behind(self, drawn: Tensor) -> Tensor:

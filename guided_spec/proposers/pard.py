@@ -21,7 +21,7 @@ from guided_spec.errors import ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import SlotInputs
 from guided_spec.models.heads.block.candidates import Block
-from guided_spec.ops.host import host_integers, pad_ids
+from guided_spec.ops.host import pad_ids, to_device
 from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
@@ -100,9 +100,10 @@ class Pard(Proposer):
         cache.model.commit([len(tokens) for tokens in pending])
         for slot, row in zip(slots, rows, strict=True):
             cache.lengths[slot] = len(batch.contexts[row])
-        last, first = host_integers(
-            [[tokens[-1] for tokens in pending], [len(tokens) - 1 for tokens in pending]]
-        ).to(batch.device, non_blocking=True)
+        last, first = to_device(
+            [[tokens[-1] for tokens in pending], [len(tokens) - 1 for tokens in pending]],
+            batch.device,
+        )
         places = first.unsqueeze(1) + torch.arange(self._width, device=first.device)
         index = places.unsqueeze(2).expand(-1, -1, logits.shape[2])
         found = fit_width(logits.gather(1, index), batch.vocab_size)

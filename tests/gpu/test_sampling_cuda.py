@@ -10,8 +10,10 @@ import torch
 
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.logprobs import LogprobsPlan
 from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import coupled_sample
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.types import Draft, Noise, SamplingParams
 from tests.gpu.test_engine_cuda import GRAMMARS, PROMPTS
 from tests.tiny_llm import make_llm, near_copy, tiny_model
@@ -27,6 +29,25 @@ EVERYTHING: dict[str, Any] = {
     "frequency_penalty": 0.4,
     "presence_penalty": 0.2,
 }
+
+
+def test_a_batch_is_made_while_the_device_is_busy() -> None:
+    params = [SamplingParams(**EVERYTHING), SamplingParams(logprobs=2), SamplingParams(top_p=0.5)]
+    rules = [TokenRules(one, ((3, 4), (9,)), (1,)) for one in params]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        sampling = Sampling.stack(params, [1, 2, 3], CUDA)
+        plan = LogprobsPlan.stack(params, CUDA)
+        table = RuleTable.stack(rules, 257, CUDA)
+        adjustments = Adjustments.stack(table, [[3, 7, 7, 3], [1, 2], [5, 6, 9]], [2, 1, 1])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert plan is not None
+    assert adjustments is not None
+    assert sampling.seeds.tolist() == [1, 2, 3]
+    assert sampling.top_p.tolist() == [1.0, 1.0, 0.5]
+    assert [one.tolist() for one in plan.rows.values()] == [[1]]
+    assert adjustments.num_output.tolist() == [2, 1, 2]
 
 
 def test_adjustments_decide_alike() -> None:

@@ -16,7 +16,7 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = ["DraftMasks", "Lead"]
@@ -157,7 +157,7 @@ class DraftMasks:
             is_lost = is_starved & (only < 0)
             words = torch.where(is_lost.unsqueeze(1), -1, mask)
         if any(token >= 0 for token in known):
-            given = host_integers(known).to(mask.device, non_blocking=True)
+            given = to_device(known, mask.device)
             only = given if only is None else torch.where(given < 0, only, given)
             words = torch.where(given.unsqueeze(1) < 0, words, 0)
         self._words[:count] = words

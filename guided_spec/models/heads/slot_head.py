@@ -20,7 +20,7 @@ from torch.nn.utils.rnn import pad_sequence
 from guided_spec.models.attention import MaskBuilder, shape_free_kernels
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
-from guided_spec.ops.host import pad_ids
+from guided_spec.ops.host import pad_ids, to_device
 
 __all__ = ["HeadRunner", "SlotHead", "SlotLimits"]
 
@@ -184,7 +184,7 @@ class SlotHead:
             chosen = [slots[row] for row in rows]
             tokens = token_ids
             if len(rows) < len(slots):
-                tokens = token_ids[torch.tensor(rows).to(self._device, non_blocking=True)]
+                tokens = token_ids[to_device(rows, self._device)]
             if module < modules:
                 self._append_by_module(module, skip, chosen, tokens)
             else:
@@ -300,7 +300,7 @@ class SlotHead:
     def _index(self, slots: Sequence[int]) -> Tensor:
         key = tuple(slots)
         if self._indexed is None or self._indexed[0] != key:
-            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+            self._indexed = (key, to_device(key, self._device))
         return self._indexed[1]
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.host import host_integers, zeros_on_demand
+from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["BLOCK", "Alike", "Blocks", "Prefix", "Tables", "WholeSlots"]
@@ -300,7 +300,7 @@ class Blocks:
             return
         rows = [[*place, block] for place, block in self._changes.items()]
         self._changes.clear()
-        found = host_integers(rows).to(self.tables.device, non_blocking=True)
+        found = to_device(rows, self.tables.device)
         self.tables[found[:, 0], found[:, 1]] = found[:, 2].int()
 
     def _append(self, slot: int, block: int) -> None:

@@ -23,6 +23,7 @@ from guided_spec.models.packed.decoder import PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
+from guided_spec.ops.host import to_device
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
@@ -296,7 +297,7 @@ class PackedLM:
 
         slots, starts: [B], of the forward. path: int64 [B, D] on the device, see ``keep_branch``.
         """
-        rows = torch.tensor([list(slots), list(starts)]).to(self._device, non_blocking=True)
+        rows = to_device([list(slots), list(starts)], self._device)
         for group in self._groups:
             keep_branch(group, self._tables.tables, rows, path)
 

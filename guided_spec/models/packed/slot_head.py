@@ -39,7 +39,7 @@ from guided_spec.models.packed.packed_lm import (
     split_places,
 )
 from guided_spec.models.packed.whole_drafts import Picker
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -562,5 +562,5 @@ class PackedSlotHead:
     def _index(self, slots: Sequence[int]) -> Tensor:
         key = tuple(slots)
         if self._indexed is None or self._indexed[0] != key:
-            self._indexed = (key, torch.tensor(key).to(self._device, non_blocking=True))
+            self._indexed = (key, to_device(key, self._device))
         return self._indexed[1]

@@ -39,7 +39,7 @@ from transformers.cache_utils import (
 )
 
 from guided_spec.errors import ModelError
-from guided_spec.ops.host import zeros_on_demand
+from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = [
@@ -204,7 +204,7 @@ class SlotLinearLayer(LinearAttentionLayer):
             return
         if plan.fresh:
             # By way of the CPU: a tensor made on a GPU from a list would wait for the GPU.
-            fresh = torch.tensor(plan.fresh).to(self._conv.device, non_blocking=True)
+            fresh = to_device(plan.fresh, self._conv.device)
             self._conv.index_fill_(0, fresh, 0)
             self._recurrent.index_fill_(0, fresh, 0)
         # A copy: a kernel may work in place, and the state before the forward is needed again.
@@ -266,13 +266,13 @@ class SlotLinearLayer(LinearAttentionLayer):
     def save(self, slots: Sequence[int]) -> SavedState:
         """A copy of the states of ``slots``."""
         conv, recurrent = self._states()
-        rows = torch.tensor(list(slots), device=conv.device)
+        rows = to_device(slots, conv.device)
         return SavedState(conv.index_select(0, rows), recurrent.index_select(0, rows))
 
     def load(self, slots: Sequence[int], saved: SavedState) -> None:
         """Put copies made by ``save`` into ``slots``."""
         conv, recurrent = self._states()
-        rows = torch.tensor(list(slots), device=conv.device)
+        rows = to_device(slots, conv.device)
         conv.index_copy_(0, rows, saved.conv)
         recurrent.index_copy_(0, rows, saved.recurrent)
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.token_rules import ANY, Bans, Penalties, RuleTable
 
 __all__ = ["Adjustments"]
@@ -61,8 +62,8 @@ class Adjustments:
             in_prompt, counts = _count(table, texts, prompts)
         return cls(
             table=table,
-            num_output=torch.tensor(lengths, device=device),
-            tails=torch.tensor(tails, dtype=torch.int64, device=device).view(len(texts), depth),
+            num_output=to_device(lengths, device),
+            tails=to_device(tails, device).view(len(texts), depth),
             in_prompt=in_prompt,
             counts=counts,
         )
@@ -145,9 +146,9 @@ def _count(
     texts = [text if one.has_penalty else () for text, one in zip(texts, table.rules, strict=True)]
     width = max(map(len, texts))
     padded = [[*text, *[NO_TOKEN] * (width - len(text))] for text in texts]
-    ids = torch.tensor(padded, dtype=torch.int64).to(table.device, non_blocking=True)
+    ids = to_device(padded, table.device)
     is_token = (ids >= 0) & (ids < table.vocab_size)
-    starts = torch.tensor(list(prompts), device=table.device).unsqueeze(1)
+    starts = to_device(prompts, table.device).unsqueeze(1)
     is_output = torch.arange(width, device=table.device) >= starts
     ids = ids.clamp(0, table.vocab_size - 1)
     zeros = torch.zeros(len(texts), table.vocab_size, device=table.device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import LogprobsMode, SamplingParams, TokenLogprobs, TopLogprob
@@ -77,7 +78,7 @@ class LogprobsPlan:
             return None
         return cls(
             counts=tuple(one.logprobs for one in params),
-            rows={mode: torch.tensor(asking, device=device) for mode, asking in rows.items()},
+            rows={mode: to_device(asking, device) for mode, asking in rows.items()},
             order=tuple(request for asking in rows.values() for request in asking),
         )
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.ops.bitmask import unpack_bitmask
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.logprobs import Scores
 from guided_spec.ops.sampling.rejection import proposed_probs
 from guided_spec.types import Draft
@@ -68,7 +68,7 @@ def gather_step_probs(
 
     Computes in float32 on the device of the scores, which are not changed; no sync.
     """
-    rows = host_integers(requests).to(token_ids.device, non_blocking=True)
+    rows = to_device(requests, token_ids.device)
     chosen = token_ids[rows].clamp_min(0)
     drafted = torch.nn.functional.pad(draft.token_ids[rows], (0, 1))
     pairs = torch.stack([drafted, chosen], -1)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.host import to_device
 from guided_spec.types import SamplingParams
 
 __all__ = [
@@ -126,7 +127,7 @@ class RuleTable:
         return cls(
             rules=listed,
             requests=tuple(used),
-            index=torch.tensor(list(used), device=device),
+            index=to_device(list(used), device),
             batch_size=len(rules),
             vocab_size=vocab_size,
             bias=_stack_bias(listed, vocab_size, device),
@@ -158,7 +159,7 @@ def _stack_bias(
         if one.params.logit_bias:
             tokens, values = zip(*dict(one.params.logit_bias).items(), strict=True)
             row.index_add_(0, torch.tensor(tokens), torch.tensor(values))
-    return bias.to(device)
+    return bias.to(device, non_blocking=True)
 
 
 def _stack_bans(rules: Sequence[TokenRules], device: torch.device) -> Bans | None:
@@ -178,10 +179,10 @@ def _stack_bans(rules: Sequence[TokenRules], device: torch.device) -> Bans | Non
     depth = max(len(prefix) for _, _, prefix, _ in bans)
     prefixes = [[ANY] * (depth - len(prefix)) + list(prefix) for _, _, prefix, _ in bans]
     return Bans(
-        owners=torch.tensor([row for row, *_ in bans], device=device),
-        tokens=torch.tensor([token for _, token, *_ in bans], device=device),
-        prefixes=torch.tensor(prefixes, dtype=torch.int64, device=device).view(len(bans), depth),
-        until=torch.tensor([until for *_, until in bans], device=device),
+        owners=to_device([row for row, *_ in bans], device),
+        tokens=to_device([token for _, token, *_ in bans], device),
+        prefixes=to_device(prefixes, device).view(len(bans), depth),
+        until=to_device([until for *_, until in bans], device),
     )
 
 
@@ -190,7 +191,7 @@ def _stack_penalties(rules: Sequence[TokenRules], device: torch.device) -> Penal
         return None
     names = ("repetition_penalty", "frequency_penalty", "presence_penalty")
     values = [[float(getattr(one.params, name)) for name in names] for one in rules]
-    columns = torch.tensor(values, device=device).view(len(rules), 3, 1, 1)
+    columns = to_device(values, device, torch.float32).view(len(rules), 3, 1, 1)
     return Penalties(*columns.unbind(1))
 
 

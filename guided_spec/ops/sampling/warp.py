@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from guided_spec.ops.host import to_device
 from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.types import Noise, SamplingParams, Verifier
@@ -45,11 +46,11 @@ class Sampling:
     ) -> Sampling:
         """One row for each of ``params``, on ``device``."""
         return cls(
-            temperature=torch.tensor([p.temperature for p in params], device=device),
-            top_k=torch.tensor([p.top_k for p in params], device=device),
-            top_p=torch.tensor([p.top_p for p in params], device=device),
-            min_p=torch.tensor([p.min_p for p in params], device=device),
-            seeds=torch.tensor(list(seeds), dtype=torch.int64, device=device),
+            temperature=to_device([p.temperature for p in params], device, torch.float32),
+            top_k=to_device([p.top_k for p in params], device),
+            top_p=to_device([p.top_p for p in params], device, torch.float32),
+            min_p=to_device([p.min_p for p in params], device, torch.float32),
+            seeds=to_device(seeds, device),
             all_greedy=all(p.temperature == 0 for p in params),
             any_top_k=any(p.top_k > 0 for p in params),
             any_top_p=any(p.top_p < 1 for p in params),

@@ -23,7 +23,7 @@ from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.packed_lm import split_places
 from guided_spec.models.packed.whole_drafts import Picker
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
 __all__ = ["AheadReader", "BlockReader", "BlockRunner", "ContextReader", "MaskedReader"]
@@ -152,7 +152,7 @@ class BlockRunner:
             self._depths[slot] += 1
         if self._reader.transition is not None:
             places = [min(self._depths[slot], self.width) for slot in slots]
-            index, place = host_integers([[*slots], places]).to(self._device, non_blocking=True)
+            index, place = to_device([[*slots], places], self._device)
             self._trail[index, place] = token_ids
 
     @torch.inference_mode()
@@ -308,7 +308,7 @@ class BlockRunner:
             self._is_drafted[slot] = True
 
     def _index(self, slots: Sequence[int]) -> Tensor:
-        return host_integers([*slots]).to(self._device, non_blocking=True)
+        return to_device([*slots], self._device)
 
 
 class ContextReader:
@@ -353,7 +353,7 @@ class ContextReader:
         """See ``BlockReader``."""
         blocks, lengths = self.slots.blocks, self.slots.lengths(slots)
         blocks.upload()
-        index, length = host_integers([[*slots], lengths]).to(self._device, non_blocking=True)
+        index, length = to_device([[*slots], lengths], self._device)
         longest = max(lengths)
         tables = blocks.tables[index, : -(-longest // BLOCK)].long()
         held = torch.arange(longest, device=self._device) < length.unsqueeze(1)
