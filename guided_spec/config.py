@@ -27,7 +27,7 @@ class EngineConfig:
 
     num_draft_tokens: K, what a drafter proposes a step at most, 0 to 64.
     tree_nodes: tokens of a draft that is a tree at most, 0 to 63: besides the draft itself, the
-        best legal branches that a block head or PARD knows, where a step has few requests
+        best legal branches that its head or model knows, where a step has few requests
         (docs/lattice.md). 0 drafts chains; models that keep whole slots can do no other.
     max_forced_tokens: what the grammar may add to one draft where it leaves no choice, 0 to 64.
     max_batch_size: requests that decode together at most; more wait in a queue.

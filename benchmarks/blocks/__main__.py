@@ -13,7 +13,6 @@ import typer
 from benchmarks.blocks.clock import Clock
 from benchmarks.blocks.documents import ENGINES, DocumentPlan
 from benchmarks.blocks.heads import HeadPlan
-from benchmarks.blocks.lattice import LatticePlan
 from benchmarks.blocks.run import PARTS, BlocksPlan, Records, merge, run_blocks, table_of
 from benchmarks.gpu.run import read_engine_options
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
@@ -36,7 +35,6 @@ def blocks(
     parts: Annotated[str, typer.Option(help="Some of them, comma-separated.")] = ",".join(PARTS),
     limit_seconds: Annotated[float, typer.Option(help="For all parts.")] = 540.0,
     train_seconds: Annotated[float, typer.Option(help="Of these for training at most.")] = 240.0,
-    lattice_seconds: Annotated[float, typer.Option(help="And for lattices.")] = 60.0,
     tokens: Annotated[int, typer.Option(help="That each head is trained on.")] = HEADS.tokens,
     batch_tokens: Annotated[int, typer.Option(help="Of a step of that.")] = HEADS.batch_tokens,
     data: Annotated[Path | None, typer.Option(help="Documents; default: drawn ones.")] = None,
@@ -51,9 +49,6 @@ def blocks(
     engine_option: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE of EngineConfig; may be repeated.")
     ] = None,
-    batches: Annotated[str, typer.Option(help="Requests with lattices.")] = "1,8,64",
-    repeats: Annotated[int, typer.Option(help="Lattices of each size.")] = LatticePlan().repeats,
-    vocab_size: Annotated[int | None, typer.Option(help="Of lattices; the target's.")] = None,
     model: Annotated[str | None, typer.Option(help="Default: the widened one in WORK.")] = None,
     device: Annotated[str, typer.Option(help="cuda, cuda:1, ... or cpu.")] = "cuda",
     dtype: Annotated[str, typer.Option(help="bfloat16 or float32.")] = "bfloat16",
@@ -86,11 +81,9 @@ def _plan(asked: Mapping[str, Any]) -> BlocksPlan:
         max_tokens=asked["max_tokens"],
         options=read_engine_options(asked["engine_option"]),
     )
-    sizes = (asked[name] for name in ("num_draft_tokens", "repeats", "vocab_size"))
-    lattice = LatticePlan(split("batches", int), *sizes)
-    seconds = {"train": asked["train_seconds"], "lattice": asked["lattice_seconds"]}
-    plans, where = (heads, lattice, documents), (asked[n] for n in ("model", "device", "dtype"))
-    return BlocksPlan(asked["work"], split("parts"), *plans, seconds, *where)
+    seconds = {"train": asked["train_seconds"]}
+    where = (asked[name] for name in ("model", "device", "dtype"))
+    return BlocksPlan(asked["work"], split("parts"), heads, documents, seconds, *where)
 
 
 def _run(plan: BlocksPlan, output: Path | None, limit_seconds: float) -> None:

@@ -30,7 +30,7 @@ __all__ = ["ENGINES", "BlockRun", "DocumentPlan", "RunKey", "measure_blocks"]
 
 ENGINES = (
     *("none", "eagle3@5", "dflash", "dspark", "p_eagle"),
-    *("dflash:path", "dspark:path", "p_eagle:path"),
+    *("eagle3@5/31", "dflash/31", "dspark/31"),
     *("dflash:validate", "dspark:validate", "p_eagle:validate"),
 )
 WORKLOADS = ("json", "free")

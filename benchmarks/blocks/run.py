@@ -13,26 +13,23 @@ from rich.table import Column, Table
 from benchmarks.blocks.clock import Clock
 from benchmarks.blocks.documents import DocumentPlan, RunKey, measure_blocks
 from benchmarks.blocks.heads import HeadPlan, head_folders, train_heads, widen
-from benchmarks.blocks.lattice import LatticePlan, measure_lattices
-from benchmarks.gpu.subject import Subject, free_memory, load_subject
+from benchmarks.gpu.subject import Subject, load_subject
 from guided_spec.errors import ConfigError
 
 __all__ = ["PARTS", "BlocksPlan", "Found", "Records", "merge", "run_blocks", "table_of"]
 
-PARTS = ("train", "widen", "lattice", "documents")
+PARTS = ("train", "widen", "documents")
 Record = dict[str, Any]
 Records = dict[str, list[Record]]
 
 KEYS: dict[str, tuple[str, ...]] = {
     "train": ("method",),
     "widen": ("head",),
-    "lattice": ("kind", "batch", "width", "vocab_size"),
     "documents": RunKey._fields,
 }
 COLUMNS: dict[str, tuple[str, ...]] = {
     "train": ("steps", "tokens", "seconds", "tokens_per_second", "acceptance_length"),
     "widen": ("folder",),
-    "lattice": ("draft_ms", "choose_ms", "verify_ms", "share", "drafted"),
     "documents": (
         *("tokens_per_second", "tokens_per_forward", "step_ms", "steps", "drafted", "accepted"),
         *("starved", "device_steps", "valid", "same_text", "failed"),
@@ -51,9 +48,8 @@ class BlocksPlan(NamedTuple):
     work: Path
     parts: Sequence[str] = PARTS
     heads: HeadPlan = HeadPlan()
-    lattice: LatticePlan = LatticePlan()
     documents: DocumentPlan = DocumentPlan()
-    seconds: Mapping[str, float] = MappingProxyType({"train": 240.0, "lattice": 60.0})
+    seconds: Mapping[str, float] = MappingProxyType({"train": 240.0})
     model: str | None = None
     device: str = "cuda"
     dtype: str = "bfloat16"
@@ -91,7 +87,7 @@ def run_blocks(
     if "widen" in plan.parts and clock.left > 0:
         folders = widen(plan.work, plan.heads, clock, report)
         yield Found("widen", [{"head": n, "folder": str(path)} for n, path in folders.items()])
-    if clock.left > 0 and not {"lattice", "documents"}.isdisjoint(plan.parts):
+    if clock.left > 0 and "documents" in plan.parts:
         yield from _measure(plan, records, clock, report)
 
 
@@ -130,22 +126,12 @@ def _measure(
     report: Callable[[str], None],
 ) -> Iterator[Found]:
     subject = plan.load()
-    if "lattice" in plan.parts:
-        own = _part(plan, clock, "lattice")
-        for time in measure_lattices(subject, plan.lattice, report):
-            yield Found("lattice", [time.as_dict()])
-            if own.left <= 0:
-                break
-        free_memory(subject.model.device)
-    if "documents" in plan.parts:
-        rows = [row for row in records.get("documents", ()) if not row["problem"]]
-        done = {RunKey(*(row[name] for name in RunKey._fields)) for row in rows}
-        folders = head_folders(plan.work, plan.heads.methods)
-        for run in measure_blocks(subject, folders, plan.documents, done, clock, report):
-            report(
-                f"  {run.tokens_per_second:.0f} tokens/s, {run.tokens_per_forward:.2f}: {run.key}"
-            )
-            yield Found("documents", [run.as_dict()])
+    rows = [row for row in records.get("documents", ()) if not row["problem"]]
+    done = {RunKey(*(row[name] for name in RunKey._fields)) for row in rows}
+    folders = head_folders(plan.work, plan.heads.methods)
+    for run in measure_blocks(subject, folders, plan.documents, done, clock, report):
+        report(f"  {run.tokens_per_second:.0f} tokens/s, {run.tokens_per_forward:.2f}: {run.key}")
+        yield Found("documents", [run.as_dict()])
 
 
 def _cell(value: object) -> str:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,15 +24,9 @@ from guided_spec.types import Draft
 
 __all__ = [
     "Lookahead",
-    "Options",
     "Scored",
     "Turn",
 ]
-
-
-def _refuse_first(walk: Walk, token_ids: Sequence[int]) -> bool:
-    walk.refuse(token_ids[0])
-    return False
 
 
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
@@ -51,17 +45,6 @@ class Turn(NamedTuple):
     starts: Sequence[int]
 
 
-class Options(Protocol):
-    """What else may stand in a draft, as its proposer sees it."""
-
-    def behind(self, depth: int, previous: int | None) -> Scored | None:
-        """What may stand ``depth`` tokens behind the text; None where nothing is known.
-
-        previous: the draft token before, None at depth 0.
-        """
-        ...
-
-
 class Scored(NamedTuple):
     """Tokens, -1 for none, and their logits: int32 [C] and float32 [C]."""
 
@@ -75,6 +58,9 @@ class Lookahead:
     A proposer either asks ``next_mask`` and answers with ``accept``, depth by depth, or hands whole
     token lists to ``extend``; both may alternate. ``drafted`` is what the draft holds so far: a
     proposer continues from there.
+
+    wants_options: the draft becomes a tree, so that whoever drafts with a model says in ``options``
+    what else it knows: [B], by the number of draft tokens before, with or without what is drafted.
     """
 
     def __init__(
@@ -90,7 +76,8 @@ class Lookahead:
         self._pause: Pause | None = None
         self._sources: Tensor | None = None  # of rows that the device takes from tables
         self.forced: list[list[int]] = [[] for _ in walks]
-        self.options: list[Options | None] = [None] * len(walks)  # for trees, by who drafted
+        self.wants_options = False
+        self.options: list[dict[int, Scored]] = [{} for _ in walks]
         self.turns: list[Turn] = []  # none where one proposer makes the whole draft
         self.fill_seconds = 0.0
 
@@ -191,8 +178,10 @@ class Lookahead:
         """Of the requests that draft next, those whose rows the device can take from tables.
 
         requests: nothing is drafted of them yet. ahead: tokens of a draft at most. None where there
-        is none.
+        is none, and for trees, whose branches need the rows on the host.
         """
+        if self.wants_options:
+            return None
         constrained = [(at, one) for at in requests if (one := self._constraints[at]) is not None]
         found = ((at, constraint.table_state(ahead)) for at, constraint in constrained)
         states = {at: state for at, state in found if state is not None}
@@ -282,16 +271,19 @@ class Lookahead:
             stops at an empty one. A position is asked for when ``drafted`` holds what was taken at
             the one before it.
         """
-        return self._extend(options, _refuse_first)
-
-    def extend_path(self, options: Sequence[Iterable[Iterable[int]]]) -> list[list[int]]:
-        """``extend_best`` that drafts no illegal token: for tokens that were not sampled.
-
-        options: the tokens of a position may be made as they are asked for. Where none of them is
-        legal, the only legal one is taken if there is just one; else the draft is starved, and
-        ends.
-        """
-        return self._extend(options, self._rescue)
+        self._wake()
+        legal: list[list[int]] = []
+        for walk, positions in zip(self._walks, options, strict=True):
+            start = len(walk.drafted)
+            for token_ids in positions:
+                if not walk.is_drafting or not token_ids:
+                    break
+                if not any(map(walk.append, token_ids)):
+                    walk.refuse(token_ids[0])
+                    break
+                self._check_pause(walk)
+            legal.append(walk.drafted[start:])
+        return legal
 
     def extend_forced(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """``extend``, and the tokens count as forced by the grammar in the statistics."""
@@ -365,10 +357,9 @@ class Lookahead:
     def can_grow(self, request: int) -> bool:
         """Whether anything may stand beside the request's draft, which is done.
 
-        Not where the device has the rows, or where the draft ends with an illegal token.
+        Not where the draft ends with an illegal token.
         """
-        walk = self._walks[request]
-        return not walk.is_tabled and walk.refused is None
+        return self._walks[request].refused is None
 
     def grow(self, request: int, parent: int, token_id: int) -> int | None:
         """Append a token behind a place of the request's tree, beside the draft.
@@ -439,35 +430,6 @@ class Lookahead:
         else:
             self._filling.result()
         return self._rows.first(len(self._walks), num_draft + 1, self._sources)
-
-    def _extend(
-        self,
-        options: Sequence[Iterable[Any]],
-        go_on: Callable[[Walk, Any], bool],
-    ) -> list[list[int]]:
-        """go_on: whether a token was appended where none of those wanted is legal."""
-        self._wake()
-        legal: list[list[int]] = []
-        for walk, positions in zip(self._walks, options, strict=True):
-            start = len(walk.drafted)
-            for token_ids in positions:
-                if not walk.is_drafting or not token_ids:
-                    break
-                if not any(map(walk.append, token_ids)) and not go_on(walk, token_ids):
-                    break
-                self._check_pause(walk)
-            legal.append(walk.drafted[start:])
-        return legal
-
-    def _rescue(self, walk: Walk, token_ids: Iterable[int]) -> bool:
-        del token_ids
-        row = self.peek(walk.request)
-        if row is not None and np.bitwise_count(row.view(np.uint32)).sum() == 1:
-            word = int(np.flatnonzero(row)[0])
-            if walk.append(32 * word + int(row.view(np.uint32)[word]).bit_length() - 1):
-                return True
-        walk.is_open, walk.starved = False, walk.starved + 1
-        return False
 
     def _accept(self, walk: Walk, token_id: int) -> None:
         if token_id < 0:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 from functools import cache
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,26 +30,12 @@ __all__ = [
     "STATE",
     "THEN",
     "WIDTH",
-    "TablePaths",
     "advance",
     "copy_rows",
 ]
 
 CLASSES, THEN, WIDTH, ROWS, STATE, SOURCE = range(6)
 CURSOR = 6  # numbers of a cursor
-
-
-class TablePaths(NamedTuple):
-    """Where texts have gone through W places.
-
-    tokens: int64 [R, W], -1 behind a path's end. starved: int64 [R, W], 1 where a path ended so.
-    sources: int64 [W + 1, R], the address of the mask row before each token and behind the last; 0
-    behind the end of a text, and of a text without a table.
-    """
-
-    tokens: Tensor
-    starved: Tensor
-    sources: Tensor
 
 
 def copy_rows(sources: Tensor, out: Tensor) -> None:

@@ -20,15 +20,17 @@ from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
-from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Lookahead, Scored
 from guided_spec.masks.tables import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers, to_device
 from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.likely_tokens import list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.proposers.drafting import draft_ends, host_draft, used_policies
@@ -183,8 +185,8 @@ class DraftLoop:
         chooser: DraftChooser | None = None,
         rows: Sequence[int] | None = None,
     ) -> None:
-        target_ids = None if vocabulary is None else vocabulary.target_ids
-        self._chooser = chooser or DraftChooser(target_ids)
+        self._target_ids = None if vocabulary is None else vocabulary.target_ids
+        self._chooser = chooser or DraftChooser(self._target_ids)
         self._batch, self._lookahead, self._vocabulary = batch, lookahead, vocabulary
         masked = [one == "mask" for one in used_policies(batch, policy)]
         # Free requests go with the masked ones where there are any: their download comes anyway.
@@ -206,6 +208,7 @@ class DraftLoop:
         ]
         self._sampling = batch.sampling
         self._chosen: list[Chosen] = []
+        self._listed: list[Tensor] = []  # beside what was chosen, where that is wanted
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
@@ -264,6 +267,7 @@ class DraftLoop:
     def finish(self) -> Draft:
         """The draft, once the host has walked it."""
         rows = self._walk(self._download())
+        self._tell_options()
         draft = host_draft(self._batch, rows)
         return self._with_probs(draft)
 
@@ -291,6 +295,7 @@ class DraftLoop:
     def finish_as(self, draft: Draft, later: Download | None) -> Draft:
         """``draft`` with the lengths that the grammars leave it. later: what the host sees."""
         lengths = host_integers([len(row) for row in self._walk(later)])
+        self._tell_options()
         lengths = lengths.to(draft.token_ids.device, non_blocking=True)
         return self._with_probs(Draft(draft.token_ids, lengths))
 
@@ -327,6 +332,8 @@ class DraftLoop:
         """One token for each request from logits [B, D]; ``_accept_drawn`` follows."""
         logits = self._adjustments.apply(logits)
         mask = None if all(self._is_later) else self._lookahead.next_mask()
+        if self._lookahead.wants_options:
+            self._listed.append(list_likely_tokens(logits, mask, self._target_ids))
         chosen = self._chooser.choose(depth, logits, mask, self._sampling, noise, self._tabled)
         self._chosen.append(chosen)
         self._adjustments.append(chosen.tokens)
@@ -368,6 +375,21 @@ class DraftLoop:
             # refuse it.
             rows.append(row if found is None else [*row, found])
         return rows
+
+    def _tell_options(self) -> None:
+        """What else may stand where it drafted, for a tree."""
+        listed = torch.stack(self._listed, 1) if self._listed else None
+        if self._masked is not None and (kept := self._masked.buffers.listed) is not None:
+            listed = self._masked.own(kept)
+        if listed is None:
+            return
+        found = Download(listed).wait().numpy()
+        token_ids, scores = found[:, :, 0], found[:, :, 1].view(np.float32)
+        for request, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
+            options = self._lookahead.options[request]
+            places = zip(token_ids[request], scores[request], strict=True)
+            for depth, place in zip(range(start, end), places, strict=False):
+                options[depth] = Scored(*place)
 
     def _keys(self, starts: Sequence[int]) -> DraftNoise:
         """Which noise the token is drawn with that follows ``starts`` [B] draft tokens."""

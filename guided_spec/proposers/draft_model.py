@@ -138,6 +138,11 @@ class DraftModel(Proposer):
         """Those of the model."""
         yield from self._model.capture(())
 
+    @property
+    def has_options(self) -> bool:
+        """It knows its scores."""
+        return True
+
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._cache.release(slots)

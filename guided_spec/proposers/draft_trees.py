@@ -26,7 +26,7 @@ from guided_spec.core import (
     ProposerContext,
 )
 from guided_spec.errors import ConfigError
-from guided_spec.masks.lookahead import Lookahead, Options, Pause, Scored
+from guided_spec.masks.lookahead import Lookahead, Pause, Scored
 from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.drafting import concatenate, host_draft
 
@@ -52,15 +52,16 @@ class _Node(NamedTuple):
 class DraftTrees(Proposer):
     """name, proposer: whose drafts they grow around.
 
-    A draft that is still under way stays a chain, and so does that of a request whose proposer says
-    nothing else than what it drafts. All trees of a step share ``TOKENS``: where there are many
-    requests, all drafts are chains. Raises ConfigError for a proposer that never says more.
+    They wait for the draft, and for its masks on the host. Where its proposer knows nothing else
+    than what it drafts, a request's draft stays a chain. All trees of a step share ``TOKENS``:
+    where there are many requests, all drafts are chains, and nothing waits for them. Raises
+    ConfigError for a proposer that never knows more.
     """
 
     def __init__(self, name: str, proposer: Proposer, context: ProposerContext) -> None:
         nodes = context.config.tree_nodes
         if not proposer.has_options:
-            fix = f"proposer={name!r} drafts chains: pass 0, or take a block head or pard"
+            fix = f"proposer={name!r} drafts chains: pass 0, or take one with a model or a head"
             raise ConfigError("tree_nodes", nodes, fix)
         self.aux_hidden_layers = proposer.aux_hidden_layers
         self._proposer, self._nodes, self._num_slots = proposer, nodes, context.num_slots
@@ -70,14 +71,15 @@ class DraftTrees(Proposer):
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """The proposer's draft, and the branches beside it."""
+        rooms = [self._room(batch, request) for request in range(len(batch))]
+        lookahead.wants_options = max(rooms) > batch.num_draft_tokens
         flight = self._proposer.begin(batch, lookahead, carry)
-        if not flight.is_walked:
+        if not lookahead.wants_options:
             return flight
         draft, own = flight.finish(), [*map(min, lookahead.lengths, flight.most)]
-        for request, length in enumerate(own):
-            options, room = lookahead.options[request], self._room(batch, request)
-            if options is not None and lookahead.can_grow(request) and length < room:
-                _Growth(lookahead, request, options, batch.limits[request]).run(room - length)
+        for request, (length, room) in enumerate(zip(own, rooms, strict=True)):
+            if lookahead.can_grow(request) and length < room:
+                _Growth(lookahead, request, batch.limits[request]).run(room - length)
         carry_on: CarryOn = flight.carry
         if not any(lookahead.branches):
             return FinishedDraft(draft, flight.most, carry_on)
@@ -130,9 +132,9 @@ class DraftTrees(Proposer):
 class _Growth:
     """One request's tree as it grows. limit: tokens of a branch at most."""
 
-    def __init__(self, lookahead: Lookahead, request: int, options: Options, limit: int) -> None:
+    def __init__(self, lookahead: Lookahead, request: int, limit: int) -> None:
         self._lookahead, self._request = lookahead, request
-        self._options, self._limit = options, limit
+        self._options, self._limit = lookahead.options[request], limit
         self._open: list[_Node] = []
         self._count = 0
 
@@ -140,10 +142,8 @@ class _Growth:
         """Grow up to ``count`` tokens, the best first."""
         drafted = self._lookahead.drafted[self._request]
         cost = 0.0
-        previous: int | None = None
         for depth, token_id in enumerate([*drafted, None]):
-            cost = self._expand(depth, depth, previous, cost, token_id)
-            previous = token_id
+            cost = self._expand(depth, depth, cost, token_id)
         while self._open and count:
             node = heapq.heappop(self._open)
             place = self._lookahead.grow(self._request, node.parent, node.token_id)
@@ -151,16 +151,14 @@ class _Growth:
                 continue
             count -= 1
             if count:
-                self._expand(place, node.depth + 1, node.token_id, node.cost, None)
+                self._expand(place, node.depth + 1, node.cost, None)
 
-    def _expand(
-        self, place: int, depth: int, previous: int | None, cost: float, taken: int | None
-    ) -> float:
+    def _expand(self, place: int, depth: int, cost: float, taken: int | None) -> float:
         """What may stand behind a place, ``depth`` tokens behind the text; cost: of the place.
 
         taken: the token that stands there already. Returns what a branch through it costs.
         """
-        found = self._options.behind(depth, previous) if depth < self._limit else None
+        found = self._options.get(depth) if depth < self._limit else None
         if found is None:
             return cost
         costs = self._costs(found, place)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +26,6 @@ __all__ = [
     "shared_prompts",
     "used_policies",
 ]
-
-
-Policy = TypeVar("Policy", bound=DraftPolicy | None)
 
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
@@ -115,10 +111,9 @@ def _over_target(draft: Draft) -> Draft:
     return draft._replace(probs=probs, columns=None)
 
 
-def read_policy(argument: str, default: Policy, *others: str) -> DraftPolicy | Policy:
+def read_policy(argument: str, default: DraftPolicy) -> DraftPolicy:
     """The policy behind the colon of a proposer's name; ``default`` where nothing stands there.
 
-    others: words that the proposer has read already.
     Raises ConfigError for another word.
     """
     if argument == "":
@@ -126,23 +121,21 @@ def read_policy(argument: str, default: Policy, *others: str) -> DraftPolicy | P
     for policy in DRAFT_POLICIES:
         if argument == policy:
             return policy  # type: ignore[return-value]
-    raise ConfigError(
-        "draft policy", argument, f"must be one of {', '.join((*DRAFT_POLICIES, *others))}"
-    )
+    raise ConfigError("draft policy", argument, f"must be one of {', '.join(DRAFT_POLICIES)}")
 
 
-def used_policies(batch: DecodeBatch, policy: Policy) -> list[DraftPolicy | Policy]:
+def used_policies(batch: DecodeBatch, policy: DraftPolicy) -> list[DraftPolicy]:
     """[B]: what each request drafts under; policy: of those that do not ask for one."""
     return [own or policy for own in batch.policies or (None,) * len(batch)]
 
 
-def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+def drafts_best(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
     """Whether every draft token of the batch is its drafter's best one, whatever the grammars say.
 
     policy: of the requests that do not ask for one. Such a draft can be made in one go, and handed
-    to ``DraftLoop.take``.
+    to ``DraftLoop.take``; nothing is known of it then but its tokens.
     """
-    if batch.adjustments is not None:
+    if batch.adjustments is not None or lookahead.wants_options:
         return False
     masked = [used == "mask" for used in used_policies(batch, policy)]
     waits = zip(masked, batch.constraints, strict=True)
@@ -151,7 +144,7 @@ def drafts_best(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     )
 
 
-def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
+def drafts_masked(batch: DecodeBatch, lookahead: Lookahead, policy: DraftPolicy) -> bool:
     """Whether every request of the batch drafts under masks, and nothing but them changes logits.
 
     policy: of the requests that do not ask for one. Such a draft can be made by a
@@ -159,7 +152,8 @@ def drafts_masked(batch: DecodeBatch, policy: DraftPolicy) -> bool:
     """
     is_constrained = any(constraint is not None for constraint in batch.constraints)
     is_masked = all(used == "mask" for used in used_policies(batch, policy))
-    return batch.adjustments is None and is_constrained and is_masked
+    waits = is_constrained or lookahead.wants_options  # the host needs the draft at once
+    return batch.adjustments is None and waits and is_masked
 
 
 class NoDraft:

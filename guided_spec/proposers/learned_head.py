@@ -25,7 +25,6 @@ from guided_spec.core import (
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import is_packed_on
-from guided_spec.models.heads.block.candidates import Block
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.block.runner import (
     AheadReader,
@@ -44,7 +43,6 @@ from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
-from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import (
@@ -129,14 +127,7 @@ class LearnedHead(Proposer):
         self._can_wait = can_share(context.device)  # for the host, while a draft is made
         if self._whole is not None and (self._can_wait or context.device.type == "cpu"):
             self._masked = MaskedDrafter(self._whole, target_ids, context)
-        self._paths: BlockDrafter | None = None
-        if self._block is None:
-            self._policy = read_policy(context.argument, DEFAULT_POLICY)
-        else:
-            own = (head.vocabulary, self._block.transition)
-            has_trees = config.tree_nodes > 0
-            self._paths = BlockDrafter(context.argument, *own, has_trees=has_trees)
-            self._policy = self._paths.policy or DEFAULT_POLICY
+        self._policy = read_policy(context.argument, DEFAULT_POLICY)
 
     def begin(
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
@@ -147,15 +138,7 @@ class LearnedHead(Proposer):
         if batch.num_draft_tokens == 0:  # another draft of the step is on its way
             return FinishedDraft(no_draft(batch), (0,) * len(batch))
         rows = self._open_rows(batch, lookahead)
-        if self._block is None or self._paths is None:
-            return self._draft(batch, lookahead, rows).in_flight(partial(self.read_ahead, batch))
-        block, loop = self._block, partial(self._draft, batch, lookahead)
-
-        def compute(rows: Sequence[int], count: int) -> Block:
-            return block.block([batch.slots[row] for row in rows], count)
-
-        carry_on = partial(self.read_ahead, batch)
-        return self._paths.begin(batch, lookahead, rows, BlockSource(compute, loop, carry_on))
+        return self._draft(batch, lookahead, rows).in_flight(partial(self.read_ahead, batch))
 
     def read_ahead(
         self, batch: DecodeBatch, accepted: Accepted, output: TargetOutput, packed: Download
@@ -176,24 +159,19 @@ class LearnedHead(Proposer):
         """Those of the head, and of whole drafts."""
         if self._packed is not None and self._longest:
             yield from self._packed.capture(self._longest)
-        if self._block is not None and self._paths is not None and self._longest:
-            whole = 0 if self._whole is None else self._longest
-            yield from self._block.capture(self._paths.counts, whole)
-            self._paths.compile(self._longest, self._device)
-            yield
+        if self._block is not None and self._longest:
+            yield from self._block.capture(0 if self._whole is None else self._longest)
         if self._masked is not None and self._can_wait and self._longest:
             yield from self._masked.capture()
 
     @property
     def has_options(self) -> bool:
-        """Whether it drafts blocks."""
-        return self._paths is not None
+        """It knows its scores."""
+        return True
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._head.release(slots)
-        if self._paths is not None:
-            self._paths.release(slots)
 
     def _open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
         is_open = lookahead.is_open
@@ -244,8 +222,9 @@ class LearnedHead(Proposer):
         head, slots, count = self._whole, batch.slots, batch.num_draft_tokens
         if head is None:
             return False
-        is_best = drafts_best(batch, self._policy)
-        masked = None if is_best or not drafts_masked(batch, self._policy) else self._masked
+        is_best = drafts_best(batch, lookahead, self._policy)
+        is_masked = not is_best and drafts_masked(batch, lookahead, self._policy)
+        masked = self._masked if is_masked else None
         if masked is None and not is_best:
             return False
         is_given = any(drafted[row] for row in rows)

@@ -22,6 +22,7 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
+from guided_spec.ops.sampling.likely_tokens import LISTED, list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.ops.table_rows import CURSOR, SOURCE, advance
@@ -66,13 +67,15 @@ class DraftBuffers(NamedTuple):
 
     ids: int64 [K, R], 0 where there is none. sources: int64 [K + 1, R], where the rows of tables
     lie, see ``Lookahead.leave``. probs: float32 [K, R, D], None where all are greedy. rescued:
-    int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary.
+    int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary. listed: int32 [K, R, 2,
+    LISTED], see ``list_likely_tokens``; None where nobody asks.
     """
 
     ids: Tensor
     sources: Tensor
     probs: Tensor | None
     rescued: Tensor | None
+    listed: Tensor | None = None
 
     def cut(self, depths: int, rows: int) -> DraftBuffers:
         """The first positions of the first rows."""
@@ -208,7 +211,8 @@ class MaskedDrafter:
         self._vocab_size = context.vocabulary.vocab_size
         is_coupled = context.config.verifier == "coupled"
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
-        self._buffers: dict[bool, DraftBuffers] = {}  # of greedy drafts, and of others
+        self._buffers: dict[tuple[bool, bool], DraftBuffers] = {}  # is_sampled, lists
+        self._has_trees = context.config.tree_nodes > 0
         self.held = GraphSampling()
 
     def begin(
@@ -227,7 +231,8 @@ class MaskedDrafter:
         size, count = bucket(len(slots), ROW_SIZES), batch.num_draft_tokens
         token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self._mailbox.begin()
-        buffers = self._buffers_for(batch.vocab_size, is_sampled=noise is not None).cut(count, size)
+        asked = {"is_sampled": noise is not None, "lists": turn.lookahead.wants_options}
+        buffers = self._buffers_for(batch.vocab_size, **asked).cut(count, size)
         draft = MaskedDraft(self._mailbox, turn, buffers.cut(count, len(slots)), size)
         cursors = None
         if turn.texts is not None:
@@ -241,7 +246,11 @@ class MaskedDrafter:
         return draft
 
     def capture(self) -> Iterator[None]:
-        """Capture the graphs of drafts: greedy, sampled, and with filters."""
+        """Capture the graphs of drafts: greedy, sampled, and with filters; for trees and chains."""
+        for lists in (False, True)[: 1 + self._has_trees]:
+            yield from self._capture(lists=lists)
+
+    def _capture(self, *, lists: bool) -> Iterator[None]:
         for size in self._head.row_sizes:
             for params in KINDS:
                 sampling = Sampling.stack([params] * size, [0] * size, self._device)
@@ -249,7 +258,8 @@ class MaskedDrafter:
                 if not sampling.all_greedy:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
-                buffers = self._buffers_for(self._vocab_size, is_sampled=noise is not None)
+                asked = {"is_sampled": noise is not None, "lists": lists}
+                buffers = self._buffers_for(self._vocab_size, **asked)
                 picker = _Picker(self, 0, size, buffers.cut(self._count, size), sampling, noise)
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
@@ -277,10 +287,13 @@ class MaskedDrafter:
             buffers.probs[depth].copy_(drawn.probs)
         if buffers.rescued is not None and drawn.rescued is not None:
             buffers.rescued[depth].copy_(drawn.rescued)
+        if buffers.listed is not None:
+            buffers.listed[depth].copy_(list_likely_tokens(logits, mask, self._target_ids))
         return buffers.ids[depth]
 
-    def _buffers_for(self, vocab_size: int, *, is_sampled: bool) -> DraftBuffers:
-        if is_sampled not in self._buffers:
+    def _buffers_for(self, vocab_size: int, *, is_sampled: bool, lists: bool) -> DraftBuffers:
+        key = (is_sampled, lists)
+        if key not in self._buffers:
             depths, rows = self._shape
             # Tokens from the start, also where kernels are only being compiled.
             ids = torch.zeros(2, depths, rows, dtype=torch.int64, device=self._device)
@@ -288,8 +301,11 @@ class MaskedDrafter:
             width = vocab_size if self._target_ids is None else len(self._target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
             rescued = None if self._target_ids is None else ids[1]
-            self._buffers[is_sampled] = DraftBuffers(ids[0], sources, probs, rescued)
-        return self._buffers[is_sampled]
+            shape, listed = (depths, rows, 2, LISTED), None
+            if lists:
+                listed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+            self._buffers[key] = DraftBuffers(ids[0], sources, probs, rescued, listed)
+        return self._buffers[key]
 
 
 class _Depth(NamedTuple):
@@ -316,7 +332,8 @@ class _Picker(NamedTuple):
 
     @property
     def key(self) -> Hashable:
-        return ("masked", *sampling_key(self.sampling, self.noise))
+        lists = self.buffers.listed is not None
+        return ("masked", lists, *sampling_key(self.sampling, self.noise))
 
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         given = dict[str, Tensor]()

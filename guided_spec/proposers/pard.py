@@ -9,7 +9,6 @@ such a model from another.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 from itertools import count
 from typing import Any
 
@@ -20,28 +19,27 @@ from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerConte
 from guided_spec.errors import ModelError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import SlotInputs
-from guided_spec.models.heads.block.candidates import Block
 from guided_spec.ops.host import pad_ids, to_device
-from guided_spec.proposers.block_draft import BlockDrafter, BlockSource
 from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.draft_model import DraftCache, fit_width
+from guided_spec.proposers.drafting import read_policy
 
 __all__ = ["Pard"]
 
 
 class Pard(Proposer):
-    """Drafts by the policy that the context's argument names, or paths; see ``BlockDrafter``.
+    """Drafts by the policy that the context's argument names.
 
-    Raises what ``DraftCache`` and ``BlockDrafter`` raise, and ModelError for a draft whose
-    config.json has no ``pard_token``, or which needs the target's hidden states (PARD-2).
+    Raises ConfigError when the policy is unknown, what ``DraftCache`` raises, and ModelError for a
+    draft whose config.json has no ``pard_token``, or which needs the target's hidden states
+    (PARD-2).
     """
 
     aux_hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, context: ProposerContext) -> None:
-        has_trees = context.config.tree_nodes > 0
-        self._paths = BlockDrafter(context.argument, None, None, has_trees=has_trees)
+        self._policy = read_policy(context.argument, "mask")
         self._cache = DraftCache(context)
         if self._cache.model.has_linear_state:
             kind = self._cache.model.config.model_type
@@ -58,31 +56,26 @@ class Pard(Proposer):
     ) -> DraftInFlight:
         """Up to K tokens a request."""
         del carry  # the cache is behind the text by what was accepted, and reads it now
-        rows, compute = self._cache.open_rows(batch, lookahead), partial(self._block, batch)
-        source = BlockSource(compute, partial(self._loop, batch, lookahead))
-        return self._paths.begin(batch, lookahead, rows, source)
+        return self._draft(batch, lookahead).in_flight()
 
     @property
     def has_options(self) -> bool:
-        """It drafts blocks."""
+        """It knows its scores."""
         return True
 
     def release(self, slots: Sequence[int]) -> None:
         """The slots start anew with their next requests."""
         self._cache.release(slots)
-        self._paths.release(slots)
 
     def capture(self) -> Iterator[None]:
         """Those of the model."""
         yield from self._cache.model.capture(())
-        self._paths.compile(self._width, self._cache.model.device)
 
-    def _block(self, batch: DecodeBatch, rows: Sequence[int], wanted: int) -> Block:
-        """The places behind the texts of ``rows``, by one forward; the masks are forgotten.
+    def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Tensor:
+        """[R, W, V]: logits of the places behind the texts of ``rows``, by one forward.
 
-        wanted: candidates, see ``Compute``.
+        The masks are forgotten.
         """
-        del wanted  # they are found behind it
         cache, slots = self._cache, [batch.slots[row] for row in rows]
         cache.read_prompts(batch, rows, self._width)
         # The last token is fed again where the text has not grown: it predicts the first place.
@@ -100,23 +93,19 @@ class Pard(Proposer):
         cache.model.commit([len(tokens) for tokens in pending])
         for slot, row in zip(slots, rows, strict=True):
             cache.lengths[slot] = len(batch.contexts[row])
-        last, first = to_device(
-            [[tokens[-1] for tokens in pending], [len(tokens) - 1 for tokens in pending]],
-            batch.device,
-        )
+        first = to_device([len(tokens) - 1 for tokens in pending], batch.device)
         places = first.unsqueeze(1) + torch.arange(self._width, device=first.device)
         index = places.unsqueeze(2).expand(-1, -1, logits.shape[2])
-        found = fit_width(logits.gather(1, index), batch.vocab_size)
-        return Block(found, found, last)
+        return fit_width(logits.gather(1, index), batch.vocab_size)
 
-    def _loop(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
-        """The loop behind its run, in which ``rows`` draft under other policies."""
-        policy = self._paths.policy or "mask"
-        loop = DraftLoop(batch, lookahead, policy, None, self._chooser, rows)
+    def _draft(self, batch: DecodeBatch, lookahead: Lookahead) -> DraftLoop:
+        """The loop behind its run."""
+        rows = self._cache.open_rows(batch, lookahead)
+        loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
         if not rows:
             return loop
         starts = [len(lookahead.drafted[row]) for row in rows]
-        block, steps = self._block(batch, rows, 0).logits, count()
+        block, steps = self._block(batch, rows), count()
         index = torch.tensor(rows).to(batch.device, non_blocking=True)
 
         def logits(token_ids: Tensor | None = None) -> Tensor:

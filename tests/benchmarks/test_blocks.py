@@ -15,7 +15,6 @@ from benchmarks.blocks.__main__ import app
 from benchmarks.blocks.clock import Clock
 from benchmarks.blocks.documents import DocumentPlan, RunKey, _drive
 from benchmarks.blocks.heads import HeadPlan, head_folders, train_heads, widen
-from benchmarks.blocks.lattice import LatticePlan
 from benchmarks.blocks.run import BlocksPlan, Records, merge, run_blocks, table_of
 from benchmarks.widening.models import write_wide, write_wide_head
 from benchmarks.widening.shape import Shape
@@ -29,7 +28,6 @@ from tests.tiny_llm import VOCAB_SIZE
 WIDE = Shape(48, 3, 6, 3, 20, 60, VOCAB_SIZE + 8, 1024, 204)
 CHOSEN = ("none", "eagle3@2", "dflash", "p_eagle:validate", "dspark:mask")
 DOCUMENTS = DocumentPlan(CHOSEN, {2: 2, 1: 1}, num_draft_tokens=3, max_tokens=4)
-LATTICES = LatticePlan(batches=(1, 2), width=3, repeats=2, context=20)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +47,7 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def plan_of(work: Path, *parts: str, **changes: Any) -> BlocksPlan:
-    plan = BlocksPlan(work, parts, lattice=LATTICES, documents=DOCUMENTS)
+    plan = BlocksPlan(work, parts, documents=DOCUMENTS)
     return plan._replace(device="cpu", dtype="float32", **changes)
 
 
@@ -90,20 +88,6 @@ def test_greedy_texts_are_those_of_plain_decoding(records: Records) -> None:
     assert {row["same_text"] for row in greedy} == {1.0}
 
 
-def test_lattices_beside_a_forward(work: Path) -> None:
-    found: Records = {}
-    run(plan_of(work, "lattice"), found)
-    rows = found["lattice"]
-    assert [(row["kind"], row["batch"]) for row in rows] == [
-        (kind, batch) for batch in (1, 2) for kind in ("plain", "markov")
-    ]
-    for row in rows:
-        assert row["choose_ms"] > 0 < row["draft_ms"]
-        assert row["share"] == row["draft_ms"] / row["verify_ms"]
-        assert 0 < row["drafted"] <= LATTICES.width
-    assert table_of("lattice", rows).row_count == len(rows)
-
-
 @pytest.mark.slow
 def test_what_is_known_is_not_run_again(work: Path, records: Records) -> None:
     kept: Records = json.loads(json.dumps(records))
@@ -141,7 +125,7 @@ def test_so_many_run_at_a_time(batch: int) -> None:
 
 def test_nothing_begins_once_the_time_is_over(work: Path, tmp_path: Path) -> None:
     found: Records = {}
-    assert run(plan_of(work, "widen", "lattice", "documents"), found, seconds=0.0) == []
+    assert run(plan_of(work, "widen", "documents"), found, seconds=0.0) == []
     assert found == {}
     heads = HeadPlan(methods=("dflash",), data=tmp_path / "none.jsonl", device="cpu")
     (tmp_path / "none.jsonl").touch()

@@ -38,11 +38,8 @@ from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 METHODS = list(TARGETS)
-BLOCKS = ("dflash:path", "dflash2:path", "dspark:path", "p_eagle:path")
-SPECS = [
-    *(f"{method}:{policy}" for method in METHODS for policy in ("mask", "validate")),
-    *BLOCKS,
-]
+BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")
+SPECS = [f"{method}:{policy}" for method in METHODS for policy in ("mask", "validate")]
 PACKED = ("eagle3", "packed")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 SIZES = ((1, 1024), (5, 7))  # slots, prompt tokens of one prefill forward
@@ -136,7 +133,7 @@ def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int)
     known = taught(method)
     mixed = [*PARAMS[:3], *FREE[3:]]
     expected = tokens([*known.guided[:3], *known.free[3:]])
-    for proposer in (method, f"{method}:path", f"{method}:validate", f"chain:ngram+{method}"):
+    for proposer in (method, f"{method}:validate", f"chain:ngram+{method}"):
         by_form = []
         for kernels in ("packed", "stock"):
             options: Any = {"max_batch_size": batch_size, "kernels": kernels}
@@ -169,7 +166,7 @@ def test_blocks_behind_a_prefix_that_another_text_left(taught: Any, method: str)
 def ahead(monkeypatch: pytest.MonkeyPatch, spec: str) -> Counter[str]:
     """How often a head read ahead, was right about a text, and asked for a text's states."""
     calls = Counter[str]()
-    kind: Any = BlockRunner if f"{spec}:path" in BLOCKS else PackedSlotHead
+    kind: Any = BlockRunner if spec.partition(":")[0] in BLOCKS else PackedSlotHead
     read_ahead, commit, read = kind.read_ahead, kind.commit, kind.read
     cut = TakenStates.__getitem__
 

@@ -20,7 +20,7 @@ from tests.learned_heads import HeadedTarget, write_head
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
-BLOCKS = ("dflash", "dflash2", "dspark", "p_eagle")
+METHODS = ("dflash", "dflash2", "dspark", "p_eagle", "eagle3", "mtp")
 FREE = [replace(params, grammar=None) for params in PARAMS]
 NODES = 15
 LUCKY = (("dflash", True), ("dflash", False), ("p_eagle", True))  # heads that find some branches
@@ -73,14 +73,14 @@ def num_accepted(completions: list[Completion]) -> int:
 
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
-@pytest.mark.parametrize("method", BLOCKS)
+@pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_decoding(
     heads: Heads, beside: list[int], method: str, *, is_guided: bool, batch_size: int
 ) -> None:
     headed, params = heads(method), PARAMS if is_guided else FREE
     expected = tokens(generate(headed, "none", params, max_batch_size=1))
     options: Any = {"max_batch_size": batch_size}
-    chain = generate(headed, f"{method}:path", params, **options)
+    chain = generate(headed, method, params, **options)
     assert not beside
     tree = generate(headed, method, params, tree_nodes=NODES, **options)
     assert tokens(tree) == tokens(chain) == expected
@@ -164,7 +164,9 @@ def test_texts_of_every_length_end_where_they_should(heads: Heads) -> None:
 
 def test_what_cannot_be_is_refused(heads: Heads) -> None:
     headed = heads("dflash")
-    with pytest.raises(ConfigError, match="'ngram' drafts chains: pass 0, or take a block head"):
+    with pytest.raises(
+        ConfigError, match="'ngram' drafts chains: pass 0, or take one with a model"
+    ):
         make_llm(headed.target, "ngram", None, tree_nodes=NODES)
     with pytest.raises(ConfigError, match="keeps whole slots, which hold no trees"):
         make_llm(headed.target, "dflash", headed.draft, tree_nodes=NODES, kernels="stock")

@@ -65,10 +65,10 @@ def test_no_step_captures_behind_it(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["dflash", "dflash:path", "dspark:path", "p_eagle:path"])
+@pytest.mark.parametrize("spec", ["dflash", "dspark", "p_eagle"])
 def test_what_is_captured_serves_a_block_head(tmp_path: Path, spec: str) -> None:
     """Neither under the policy of the proposer, nor under that of a request, nor for free texts."""
-    headed = write_head(tmp_path, spec.partition(":")[0], VOCAB_SIZE)
+    headed = write_head(tmp_path, spec, VOCAB_SIZE)
     options: dict[str, Any] = {"kernels": "packed", "max_batch_size": 2, "max_model_len": 128}
     with make_llm(headed.target, spec, headed.draft, **options) as llm:
         setup: Any = llm._runner.setup

@@ -53,8 +53,6 @@ def test_greedy_equals_plain(tmp_path: Path, method: str) -> None:
     headed = on_cuda(tmp_path / "head", method, torch.float32)
     plain = generate(headed, "none", 0.0)
     proposers = [f"{method}:{policy}" for policy in ("mask", "validate")]
-    if method in BLOCKS:
-        proposers.append(f"{method}:path")
     for proposer in (*proposers, f"chain:grammar_forced+{method}"):
         found = generate(headed, proposer, 0.0)
         assert [output.error for output in found] == [None] * len(PROMPTS)
@@ -157,27 +155,8 @@ def test_a_loop_that_walks_along_tables_drafts_the_same(
         assert not any(output.stats.device_steps for output in expected)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
-def test_paths_along_tables_are_those_of_the_host(
-    tmp_path: Path, method: str, temperature: float
-) -> None:
-    headed = on_cuda(tmp_path / "head", method, torch.float32)
-    options: dict[str, Any] = {"max_batch_size": 3, "grammar_tables": "always"}
-    options["grammars"] = [GRAMMARS[0], GRAMMARS[1], GRAMMARS[3]]
-    found = generate(headed, f"{method}:path", temperature, **options)
-    expected = generate(headed, f"{method}:path", temperature, **options, device_table_bytes=0)
-    assert [output.error for output in found] == [None] * len(found)
-    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
-    for name in ("drafted", "accepted", "tabled", "starved"):
-        counts, own = ([getattr(o.stats, name) for o in one] for one in (expected, found))
-        assert own == counts, name
-    assert all(output.stats.device_steps > 0 for output in found)
-    assert not any(output.stats.device_steps for output in expected)
-
-
 @pytest.mark.parametrize("at_a_time", [1, 3])
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
+@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle", "eagle3", "mtp"])
 def test_trees_write_what_plain_decoding_writes(
     tmp_path: Path, method: str, at_a_time: int
 ) -> None:

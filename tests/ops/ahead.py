@@ -1,8 +1,7 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, those of paths through lattices, products with fp8 weights, steps of experts,
-and attention of chains and trees.
+masks of all kinds, products with fp8 weights, steps of experts, and attention of chains and trees.
 """
 
 from __future__ import annotations
@@ -31,12 +30,9 @@ from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.ops.slot_attention import KeyValues
 from guided_spec.ops.slot_attention_triton import slot_attention
-from guided_spec.ops.table_rows import CURSOR
 from guided_spec.ops.trees.kept_branch_triton import keep_branch
-from guided_spec.ops.trees.lattice_paths_triton import first_legal_paths
 from guided_spec.types import Draft, SamplingParams
 
-CANDIDATES = 64
 CPU = torch.device("cpu")
 VOCAB_SIZE = 128_256
 SAMPLINGS = (
@@ -75,15 +71,6 @@ def decide(batch: int, width: int, params: SamplingParams, *, is_masked: bool) -
     sampling = Sampling.stack([params] * batch, [0] * batch, CPU)
     noise = NoiseKeys(sampling.seeds, sampling.seeds)
     verify(logits, mask, draft, VerifyRows(sampling, noise))
-
-
-def find_paths(batch: int, *, has_gains: bool) -> None:
-    """Likewise, of seven places."""
-    candidates = torch.zeros(batch, 7, CANDIDATES, dtype=torch.int64)
-    gains = torch.empty(batch, 7, CANDIDATES, CANDIDATES) if has_gains else None
-    cursors = torch.zeros(batch, CURSOR, dtype=torch.int64)
-    words = num_mask_words(VOCAB_SIZE)
-    first_legal_paths(candidates, candidates.float(), gains, cursors, words)
 
 
 def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> None:
@@ -150,8 +137,6 @@ def main() -> None:
         launch_triton.launch(_broken, (1,))(torch.zeros(1))
         for batch, width, params, is_masked in product((1, 3), (0, 1, 5), SAMPLINGS, (True, False)):
             decide(batch, width, params, is_masked=is_masked)
-        for batch, has_gains in product((1, 3), (True, False)):
-            find_paths(batch, has_gains=has_gains)
         for count, block in product((1, 6, 48, 200, 300), ((128, 128), (1, 4096))):
             multiply_fp8(count, (4096, 4096), block)
             multiply_fp8(count, (24576, 4096), block)

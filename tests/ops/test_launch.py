@@ -43,7 +43,6 @@ def test_kernels_compile_for_a_gpu_that_is_not_there(tmp_path: Path) -> None:
         "_bracket_kernel": 1,
         "_collect_kernel": 1,
         "_threshold_kernel": 1,
-        "_walk": 2,  # with what a candidate gains behind another, and without
         "_fp8_linear": 24,  # three tilings, with biases and without, for two widths of blocks
         "_multiply_out": 2,
         "_route": 2,  # of two models with experts

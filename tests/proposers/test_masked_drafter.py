@@ -5,6 +5,7 @@ A thread plays the device: it runs the graph's body while this one walks the gra
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, NamedTuple
@@ -17,6 +18,7 @@ from guided_spec.core import DecodeBatch, DraftInFlight
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
+from guided_spec.masks.lookahead import Scored as Options
 from guided_spec.models.packed import block_readers
 from guided_spec.models.packed import slot_head as packed_slot_head
 from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
@@ -105,6 +107,7 @@ class Drafted(NamedTuple):
     draft: Draft
     drafted: list[list[int]]
     starved: list[int]
+    options: list[dict[int, Options]]
 
 
 @pytest.fixture(scope="module", params=["eagle3", "dflash", "dspark", "p_eagle"])
@@ -165,19 +168,22 @@ def draft(
     given: Sequence[int] = (0, 0, 0),
     *,
     is_waiting: bool,
+    wants_options: bool = False,
 ) -> Drafted:
     """given: legal tokens that the drafts hold before."""
     proposer = build(headed, is_waiting=is_waiting)
     batch = make_batch(proposer, temperatures, limits)
     lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
+    lookahead.wants_options = wants_options
     every = tuple(range(VOCAB_SIZE))
     lookahead.extend_best([[every] * length for length in given])
     flight = proposer.begin(batch, lookahead)
     found = flight.finish()
-    assert flight.is_underway == is_waiting or not found.token_ids.shape[1]
+    waits = is_waiting or not any(RULES)  # for all of it at once
+    assert flight.is_underway == waits or not found.token_ids.shape[1]
     lengths = found.num_tokens.tolist()
     assert all(length <= most for length, most in zip(lengths, flight.most, strict=True))
-    return Drafted(found, lookahead.drafted, lookahead.starved)
+    return Drafted(found, lookahead.drafted, lookahead.starved, lookahead.options)
 
 
 TEMPERATURES = pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
@@ -211,15 +217,51 @@ def test_the_same_draft_behind_what_is_given(
             assert found.draft.num_tokens[row] == min(K, limit) - length
 
 
+@TEMPERATURES
+def test_the_same_options_of_free_texts(
+    headed: Headed, monkeypatch: pytest.MonkeyPatch, temperatures: Sequence[float]
+) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "RULES", [None] * 3)
+    compare(headed, temperatures, (3, 1, 2), (0, 0, 0))
+
+
 def compare(
     headed: Headed,
     temperatures: Sequence[float],
     limits: Sequence[int],
     given: Sequence[int],
 ) -> Drafted:
-    """The draft of a graph that waits, which is that of the loop."""
-    found = draft(headed, temperatures, limits, given, is_waiting=True)
-    expected = draft(headed, temperatures, limits, given, is_waiting=False)
+    """The draft of a graph that waits, which is that of the loop, with options and without."""
+    for wants_options in (True, False):
+        one, other = (
+            draft(
+                *(headed, temperatures, limits, given),
+                is_waiting=is_waiting,
+                wants_options=wants_options,
+            )
+            for is_waiting in (True, False)
+        )
+        check_same(one, other)
+        check_options(one, other, given, wants_options=wants_options)
+    return one
+
+
+def check_options(
+    found: Drafted, expected: Drafted, given: Sequence[int], *, wants_options: bool
+) -> None:
+    """Those at the places that were drafted."""
+    for row, (start, tokens) in enumerate(zip(given, expected.drafted, strict=True)):
+        options, own = found.options[row], expected.options[row]
+        assert wants_options or not options
+        for depth in range(start, len(tokens)) if wants_options else ():
+            one, other = (
+                {token: score for token, score in zip(*place, strict=True) if token >= 0}
+                for place in (options[depth], own[depth])
+            )
+            assert one == pytest.approx(other, rel=1e-4, abs=1e-4)
+
+
+def check_same(found: Drafted, expected: Drafted) -> None:
     assert found.drafted == expected.drafted
     assert found.starved == expected.starved
     lengths = expected.draft.num_tokens
@@ -230,7 +272,6 @@ def compare(
         if expected.draft.probs is not None:
             one, other = (dense_probs(each.draft, VOCAB_SIZE) for each in (found, expected))
             torch.testing.assert_close(one[row, :length], other[row, :length])
-    return found
 
 
 @pytest.mark.parametrize("given", [(0, 0, 0), (1, 0, 4), (3, 2, 5)])

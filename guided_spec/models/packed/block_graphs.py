@@ -1,4 +1,4 @@
-"""Blocks of a head as CUDA graphs: from where texts end to the candidates of the places behind.
+"""Blocks of a head as CUDA graphs: from where texts end to the outputs of the places behind.
 
 Or to a whole draft: the places are scored by one forward, and their tokens picked one after another
 inside of the same graph, as a head picks them that makes a forward for each.
@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.candidates import Block, Transition, choose_candidates
+from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.packed.graph_pool import (
     NOTHING,
@@ -37,7 +37,8 @@ Pick = Callable[[int, Tensor], Tensor]
 class BlockForward(Protocol):
     """What a graph holds; nothing in it waits for the device.
 
-    vocabulary, transition: see ``choose_candidates``.
+    vocabulary: what the logits score; None: the target's own tokens. transition: how a place
+    depends on the one before; None: it does not.
     """
 
     @property
@@ -63,13 +64,6 @@ class BlockRows(NamedTuple):
     slots: Sequence[int]
     starts: Sequence[int]
     last: Tensor
-
-
-class _Kind(NamedTuple):
-    """Of a graph. width: tokens of a draft. candidates: of a place; None: outputs alone."""
-
-    width: int
-    candidates: int | None
 
 
 Others = Callable[[Hashable, int], Inputs]
@@ -126,15 +120,17 @@ class BlockGraphs:
 
     def outputs(self, rows: BlockRows, width: int) -> Tensor:
         """[R, width, H]; on CUDA the next graph overwrites them."""
-        found: Tensor = self._run(_Kind(width, None), rows)
+        size = bucket(len(rows.slots), ROW_SIZES)
+        inputs = {
+            "places": pack_places((rows.slots, rows.starts), size),
+            "last": pad_rows(rows.last, size),
+        }
+        compute = partial(self._compute, width)
+        if _has_graph(size, width):
+            found: Tensor = self._graphs.run((width, size), inputs, compute)
+        else:
+            found = compute(upload(inputs, self._graphs.device))
         return found[: len(rows.slots)]
-
-    def block(self, rows: BlockRows, width: int, count: int) -> Block:
-        """The block of each row, with ``count`` candidates a place; 0: none. As ``outputs``."""
-        found: Block = self._run(_Kind(width, count), rows)
-        used, known = len(rows.slots), found.candidates
-        candidates = None if known is None else known.of_rows(used)
-        return Block(found.logits[:used], found.hidden[:used], rows.last, candidates)
 
     def draft_greedily(self, rows: BlockRows, count: int, given: Tensor | None) -> Tensor:
         """See ``PackedSlotHead``; ``count`` is a block's width at most."""
@@ -165,41 +161,22 @@ class BlockGraphs:
                 self._prepare("best", _Whole.blank(count, given, size), self._best)
                 yield
 
-    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
-        """Capture the graphs of both, for each of the ``counts``."""
+    def capture(self, width: int) -> Iterator[None]:
+        """Capture the graphs of ``outputs``."""
         for size in self.row_sizes:
-            for count in (None, *counts):
-                kind = _Kind(width, count)
-                inputs = {
-                    "places": pack_places([[], []], size),
-                    "last": torch.zeros(size, dtype=torch.int64),
-                }
-                if _has_graph(size, width):
-                    self._graphs.prepare((kind, size), inputs, partial(self._compute, kind))
-                    yield
-                else:
-                    self._compute(kind, upload(inputs, self._graphs.device))
+            inputs = {
+                "places": pack_places([[], []], size),
+                "last": torch.zeros(size, dtype=torch.int64),
+            }
+            if _has_graph(size, width):
+                self._graphs.prepare((width, size), inputs, partial(self._compute, width))
+                yield
+            else:
+                self._compute(width, upload(inputs, self._graphs.device))
 
-    def _run(self, kind: _Kind, rows: BlockRows) -> Any:
-        size = bucket(len(rows.slots), ROW_SIZES)
-        inputs = {
-            "places": pack_places((rows.slots, rows.starts), size),
-            "last": pad_rows(rows.last, size),
-        }
-        if _has_graph(size, kind.width):
-            return self._graphs.run((kind, size), inputs, partial(self._compute, kind))
-        return self._compute(kind, upload(inputs, self._graphs.device))
-
-    def _compute(self, kind: _Kind, inputs: Inputs) -> Tensor | Block:
+    def _compute(self, width: int, inputs: Inputs) -> Tensor:
         slots, starts = inputs["places"].unbind(0)
-        outputs = self._forward.outputs(slots, starts, inputs["last"], kind.width)
-        if kind.candidates is None:
-            return outputs
-        block = Block(self._forward.logits(outputs), outputs, inputs["last"])
-        if kind.candidates == 0:
-            return block
-        own = (self._forward.vocabulary, self._forward.transition)
-        return block._replace(candidates=choose_candidates(block, kind.candidates, *own))
+        return self._forward.outputs(slots, starts, inputs["last"], width)
 
     def _draft(self, name: Hashable, draft: _Whole, body: _Body, others: Others = _nothing) -> Any:
         key, inputs = draft.key(name), draft.inputs()

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.candidates import Transition
 from guided_spec.models.heads.block.context_slots import ContextSlots
+from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotLimits
@@ -118,7 +118,7 @@ class PackedContextReader:
         return self._packed.head.logits(outputs)
 
     @torch.inference_mode()
-    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
+    def capture(self, width: int) -> Iterator[None]:
         """See ``AheadReader``."""
         columns = self._packed.head.fc.in_features
         for size in (*UNCAPTURED, *reversed(SIZES)):
@@ -131,7 +131,7 @@ class PackedContextReader:
                 continue
             self.graphs.prepare(("read", size), inputs, self._read)
             yield
-        yield from self.drafts.capture(width, counts)
+        yield from self.drafts.capture(width)
 
     def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
         """See ``AheadReader``."""
@@ -201,10 +201,10 @@ class PackedMaskedReader:
         """See ``BlockReader``."""
         return self._head.logits(outputs)
 
-    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
+    def capture(self, width: int) -> Iterator[None]:
         """See ``AheadReader``."""
         yield from self.slots.capture_reads()
-        yield from self.drafts.capture(width, counts)
+        yield from self.drafts.capture(width)
 
     def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
         """See ``AheadReader``."""

@@ -1,1 +1,1 @@
-"""Trees of draft tokens, and paths through the lattices that they grow from."""
+"""Trees of draft tokens."""

@@ -28,9 +28,9 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.block.candidates import MarkovHead, MarkovShape
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead, BlockPlaces, Sight
+from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.heads.block.candidates import MarkovShape, SelectorShape
+from guided_spec.models.heads.block.transitions import MarkovShape, SelectorShape
 from guided_spec.models.heads.config import (
     HeadShape,
     build_head_config,

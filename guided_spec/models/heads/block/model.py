@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from guided_spec.models.heads.block.candidates import (
+from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
+from guided_spec.models.heads.block.transitions import (
     CandidateSelector,
     ConfidenceHead,
     MarkovHead,
     Transition,
 )
-from guided_spec.models.heads.block.layout import BlockLayout, ConvShape
 from guided_spec.models.heads.draft_head import LayoutHead, layer_run
 from guided_spec.ops.slot_attention import KeyValues
 

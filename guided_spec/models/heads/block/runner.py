@@ -14,9 +14,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.candidates import Block, Transition
 from guided_spec.models.heads.block.context_slots import ContextLine, ContextSlots
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
+from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
@@ -73,8 +73,8 @@ class AheadReader(BlockReader, Protocol):
         counts: Sequence[int],
     ) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
-    def capture(self, width: int, counts: Sequence[int]) -> Iterator[None]:
-        """Capture the graphs of reading, and of blocks with each of the ``counts``."""
+    def capture(self, width: int) -> Iterator[None]:
+        """Capture the graphs of reading, and of blocks of ``width`` places."""
         ...
 
     @property
@@ -195,14 +195,13 @@ class BlockRunner:
         assert self._ahead is not None
         self._ahead.commit(slot, count)
 
-    def capture(self, counts: Sequence[int], whole: int = 0) -> Iterator[None]:
+    def capture(self, whole: int = 0) -> Iterator[None]:
         """Capture the graphs there are.
 
-        counts: of candidates, which ``block`` is asked for. whole: tokens of the drafts that
-        ``draft_greedily`` is asked for; 0: none.
+        whole: tokens of the drafts that ``draft_greedily`` is asked for; 0: none.
         """
         if self._ahead is not None:
-            yield from self._ahead.capture(self.width, counts)
+            yield from self._ahead.capture(self.width)
             if whole:
                 yield from self._ahead.drafts.capture_best(whole)
 
@@ -258,23 +257,6 @@ class BlockRunner:
         """How a place depends on the one before it; None: it does not."""
         return self._reader.transition
 
-    @torch.inference_mode()
-    def block(self, slots: Sequence[int], count: int = 0) -> Block:
-        """All places behind each slot's verified tokens, W = ``width``.
-
-        count: of the candidates that are asked for; 0: none. They are found here where the block is
-        a graph. On CUDA the next block may overwrite it.
-        """
-        index = self._index(slots)
-        if self._ahead is None or any(self._is_drafted[slot] for slot in slots):
-            self._draft_missing(slots)
-            outputs = self._outputs[index, : self.width]
-            return Block(self._reader.logits(outputs), outputs, self._trail[index, 0])
-        rows = self._ahead.rows(slots, self._trail[index, 0], self.width)
-        found = self._graphs.block(rows, self.width, count)
-        self._keep(slots, index, found.hidden)
-        return found
-
     @property
     def _graphs(self) -> BlockGraphs:
         assert self._ahead is not None
@@ -299,12 +281,8 @@ class BlockRunner:
         if not missing or not self.width:
             return
         index = self._index(missing)
-        outputs = self._reader.draft(missing, self._trail[index, 0], self.width)
-        self._keep(missing, index, outputs)
-
-    def _keep(self, slots: Sequence[int], index: Tensor, outputs: Tensor) -> None:
-        self._outputs[index] = outputs
-        for slot in slots:
+        self._outputs[index] = self._reader.draft(missing, self._trail[index, 0], self.width)
+        for slot in missing:
             self._is_drafted[slot] = True
 
     def _index(self, slots: Sequence[int]) -> Tensor:

@@ -1,0 +1,72 @@
+"""The likeliest tokens of a place, for whoever grows a tree around the one that is drafted there.
+
+Those that are legal where the draft stands come first. Behind them come the likeliest whatever the
+mask says: a branch beside the draft may be in another state of the grammar, where others are legal.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from guided_spec.ops.bitmask import apply_token_bitmask, translate_bitmask
+
+__all__ = ["LISTED", "Likeliest", "likeliest", "list_likely_tokens"]
+
+LEGAL, OTHERS = 8, 24
+LISTED = LEGAL + OTHERS
+GROUP = 32  # tokens, of which the likeliest is looked at first
+
+
+class Likeliest(NamedTuple):
+    """values: the highest logits [..., C], the best first. found: int64, where they stand."""
+
+    values: Tensor
+    found: Tensor
+
+
+def likeliest(logits: Tensor, count: int) -> Likeliest:
+    """``topk`` of logits [..., D] that reads a large vocabulary once.
+
+    The ``count`` highest logits stand in the ``count`` groups with the highest peaks; so what is
+    sorted are the peaks of the groups, and then the tokens of so many of them.
+    """
+    size = logits.shape[-1]
+    if size <= 2 * GROUP * count:
+        return Likeliest(*logits.topk(count))
+    whole = size // GROUP * GROUP
+    peaks = logits[..., :whole].unflatten(-1, (-1, GROUP)).amax(-1)
+    if whole < size:
+        peaks = torch.cat([peaks, logits[..., whole:].amax(-1, keepdim=True)], -1)
+    groups = peaks.topk(count, sorted=False).indices
+    places = torch.arange(GROUP, device=logits.device)
+    tokens = (groups.unsqueeze(-1) * GROUP + places).flatten(-2)
+    held = logits.gather(-1, tokens.clamp_max(size - 1)).masked_fill(tokens >= size, -torch.inf)
+    values, at = held.topk(count)
+    return Likeliest(values, tokens.gather(-1, at))
+
+
+def list_likely_tokens(logits: Tensor, bitmask: Tensor | None, target_ids: Tensor | None) -> Tensor:
+    """int32 [B, 2, LISTED]: target ids, each once, and the bits of their logits in float32.
+
+    -1: no token. logits: [B, D]. bitmask: int32 [B, W] over the target's tokens; None forbids
+    nothing. target_ids: int64 [D], which target token each draft token is; None: the target's own.
+    All on one device; nothing waits for the host, so a CUDA graph may hold it.
+    """
+    size = logits.shape[-1]
+    values, found = likeliest(logits, min(OTHERS, size))
+    found = found.masked_fill(values.isneginf(), -1)
+    if bitmask is not None:
+        legal = bitmask if target_ids is None else translate_bitmask(bitmask, target_ids)
+        best, own = likeliest(apply_token_bitmask(logits, legal), min(LEGAL, size))
+        own = own.masked_fill(best.isneginf(), -1)
+        is_twice = (found.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
+        found = torch.cat([own, found.masked_fill(is_twice, -1)], -1)
+        values = torch.cat([best, values], -1)
+    if target_ids is not None:
+        found = torch.where(found < 0, -1, target_ids[found.clamp_min(0)])
+    listed = torch.stack([found.int(), values.float().view(torch.int32)], 1)
+    return functional.pad(listed, (0, LISTED - listed.shape[-1]), value=-1)
