@@ -10,6 +10,7 @@ forbids.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -129,12 +130,40 @@ class DraftTrees(Proposer):
         return self._proposer.interrupts(batch, lookahead)
 
 
+class _Place:
+    """What may stand behind a number of draft tokens, the likeliest first.
+
+    tokens: target ids. weights: their probabilities, up to a factor. logs: the logarithms.
+    """
+
+    __slots__ = ("_bits", "_words", "at", "logs", "tokens", "weights")
+
+    def __init__(self, known: Scored) -> None:
+        order = np.argsort(-known.scores, kind="stable")
+        order = order[known.token_ids[order] >= 0]
+        ids, scores = known.token_ids[order], known.scores[order].astype(np.float64)
+        logs = scores - scores.max(initial=-np.inf)
+        self.tokens: list[int] = ids.tolist()
+        self.logs: list[float] = logs.tolist()
+        self.weights = np.exp(logs)
+        self.at = {token_id: at for at, token_id in enumerate(self.tokens)}
+        self._words, self._bits = ids >> 5, np.left_shift(1, ids & 31, dtype=np.int32)
+
+    def legal(self, row: NDArray[np.int32] | None) -> NDArray[np.bool_]:
+        """[C]: whether a mask row admits each token; None admits all."""
+        if row is None:
+            return np.ones(len(self.tokens), dtype=np.bool_)
+        found: NDArray[np.bool_] = row[self._words] & self._bits != 0
+        return found
+
+
 class _Growth:
     """One request's tree as it grows. limit: tokens of a branch at most."""
 
     def __init__(self, lookahead: Lookahead, request: int, limit: int) -> None:
         self._lookahead, self._request = lookahead, request
-        self._options, self._limit = lookahead.options[request], limit
+        options = lookahead.options[request].items()
+        self._known = {depth: _Place(known) for depth, known in options if depth < limit}
         self._open: list[_Node] = []
         self._count = 0
 
@@ -158,35 +187,19 @@ class _Growth:
 
         taken: the token that stands there already. Returns what a branch through it costs.
         """
-        found = self._options.get(depth) if depth < self._limit else None
-        if found is None:
+        known = self._known.get(depth)
+        if known is None:
             return cost
-        costs = self._costs(found, place)
-        best = np.argsort(costs, kind="stable")[: BREADTH + 1]
-        for at in best[np.isfinite(costs[best])].tolist():
-            token_id, total = int(found.token_ids[at]), cost + float(costs[at])
-            if token_id != taken:
-                node = _Node(total, self._count, place, depth, token_id)
+        is_legal = known.legal(self._lookahead.row_at(self._request, place))
+        total = float(known.weights @ is_legal)
+        if total == 0:
+            return cost
+        behind = cost + math.log(total)
+        for at in is_legal.nonzero()[0][: BREADTH + 1].tolist():
+            if known.tokens[at] != taken:
+                node = _Node(behind - known.logs[at], self._count, place, depth, known.tokens[at])
                 self._count += 1
                 heapq.heappush(self._open, node)
-        known = costs[found.token_ids == taken]
-        # What is drafted and no candidate was certain: forced, or the only legal token.
-        return cost + float(known[0]) if len(known) and np.isfinite(known[0]) else cost
-
-    def _costs(self, found: Scored, place: int) -> NDArray[np.float32]:
-        """[C]: negative logarithms of what the tokens' probabilities are among the legal ones.
-
-        inf: not to be drafted. All of it where the text has ended.
-        """
-        token_ids, scores = found.token_ids, found.scores
-        is_legal = token_ids >= 0
-        row = self._lookahead.row_at(self._request, place)
-        if row is not None:
-            at = token_ids.clip(0)
-            is_legal &= (row[at >> 5] >> (at & 31)) & 1 == 1
-        if not is_legal.any():
-            return np.full_like(scores, np.inf)
-        kept = np.where(is_legal, scores, -np.inf)
-        peak = kept.max()
-        total: NDArray[np.float32] = peak + np.log(np.exp(kept - peak).sum()) - kept
-        return total
+        # What is drafted and not known was certain: forced, or the only legal token.
+        own = None if taken is None else known.at.get(taken)
+        return cost if own is None or not is_legal[own] else behind - known.logs[own]
