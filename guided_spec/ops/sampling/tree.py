@@ -91,12 +91,7 @@ def couple_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     depths = _upload(np.minimum(tree.depths, tree.depth), target_probs.device)
     size = noise.sample.shape[-1]
     sample = noise.sample.gather(1, depths.unsqueeze(-1).expand(-1, -1, size))
-    drawn = draw(target_probs, sample)
-    chosen = torch.full_like(drawn, -1)
-    for nodes in _children(tree, draft):
-        is_kept = (nodes >= 0) & (draft.token_ids.gather(1, nodes.clamp_min(0)) == drawn)
-        chosen = torch.where(is_kept & (chosen < 0), nodes, chosen)
-    return _follow(tree, draft, _Chosen(chosen, drawn))
+    return _match(draft, draw(target_probs, sample))
 
 
 TREE_VERIFIERS: dict[str, Callable[[Tensor, Draft, Noise], Accepted]] = {
@@ -124,6 +119,9 @@ def verify_tree(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: Veri
     logits = apply_token_bitmask(logits, bitmask)
     if rows.adjustments is not None:
         logits = _adjust(logits, draft, tree, rows.adjustments)
+    if rows.sampling.all_greedy:  # both verifiers decide alike, under any noise
+        best = logits.max(-1)
+        return _match(draft, torch.where(best.values > float("-inf"), best.indices, -1))
     noise = _draw_noise(tree, rows, logits.shape[-1])
     return TREE_VERIFIERS[rows.verifier](warp(logits, rows.sampling), draft, noise)
 
@@ -137,6 +135,15 @@ def _children(tree: TokenTree, draft: Draft) -> tuple[Tensor, ...]:
     """``TokenTree.children``, each int64 [B, N + 1] on the device; -1 also behind a row's end."""
     found = _upload(tree.children(), draft.token_ids.device)
     return found.masked_fill(found >= draft.num_tokens.view(1, -1, 1), -1).unbind(0)
+
+
+def _match(draft: Draft, drawn: Tensor) -> Accepted:
+    """The branch whose tokens are those drawn at the places that they follow, int64 [B, N + 1]."""
+    tree, chosen = _tree_of(draft), torch.full_like(drawn, -1)
+    for nodes in _children(tree, draft):
+        is_kept = (nodes >= 0) & (draft.token_ids.gather(1, nodes.clamp_min(0)) == drawn)
+        chosen = torch.where(is_kept & (chosen < 0), nodes, chosen)
+    return _follow(tree, draft, _Chosen(chosen, drawn))
 
 
 def _without(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor:
@@ -182,12 +189,8 @@ def _draw_noise(tree: TokenTree, rows: VerifyRows, vocab_size: int) -> Noise:
     if isinstance(rows.noise, Noise):
         return rows.noise
     seeds, first = rows.noise
-    (batch, width), device, depth = tree.parents.shape, seeds.device, tree.depth
+    batch, device, depth = len(tree.parents), seeds.device, tree.depth
     is_coupled = rows.verifier == "coupled"
-    if rows.sampling.all_greedy:  # one-hot targets decide alike under any noise
-        shape = (batch, *([depth + 1] * is_coupled), 1)
-        accept = torch.zeros(batch, width, device=device)
-        return Noise(accept, torch.ones(shape, device=device))
     # The first token behind a place has the number of a chain's at its position, others their own.
     offsets = tree.depths[:, 1:] - 1 + (tree.ranks.clip(0) << 32)
     positions = first.unsqueeze(1) + _upload(offsets, device)
