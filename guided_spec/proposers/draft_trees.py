@@ -28,15 +28,12 @@ from guided_spec.core import (
 )
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Pause, Scored
-from guided_spec.ops.trees.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TREE_TOKENS, TokenTree
 from guided_spec.proposers.drafting import concatenate, host_draft
 
 __all__ = ["DraftTrees"]
 
 BREADTH = 8  # tokens behind a place at most
-# Tokens of a forward that takes a GPU hardly longer than one token: its time goes to the weights
-# (docs/performance.md, "Other families"). More of them cost what they bring.
-TOKENS = 64
 
 
 class _Node(NamedTuple):
@@ -54,7 +51,7 @@ class DraftTrees(Proposer):
     """name, proposer: whose drafts they grow around.
 
     They wait for the draft, and for its masks on the host. Where its proposer knows nothing else
-    than what it drafts, a request's draft stays a chain. All trees of a step share ``TOKENS``:
+    than what it drafts, a request's draft stays a chain. All trees of a step share ``TREE_TOKENS``:
     where there are many requests, all drafts are chains, and nothing waits for them. Raises
     ConfigError for a proposer that never knows more.
     """
@@ -82,9 +79,9 @@ class DraftTrees(Proposer):
             if lookahead.can_grow(request) and length < room:
                 _Growth(lookahead, request, batch.limits[request]).run(room - length)
         carry_on: CarryOn = flight.carry
-        if not any(lookahead.branches):
-            return FinishedDraft(draft, flight.most, carry_on)
         grown = lookahead.branches
+        if not any(grown):
+            return FinishedDraft(draft, flight.most, carry_on)
         beside = host_draft(batch, [[one.token_id for one in branches] for branches in grown])
         most = tuple(length + len(more) for length, more in zip(own, grown, strict=True))
         width = max(most)
@@ -99,7 +96,7 @@ class DraftTrees(Proposer):
         """Tokens of the request's tree at most: there must be a row and a place for each."""
         # A text that is drawn by what is drafted must not depend on who else is drafted for.
         is_free = batch.verifier == "coupled" or batch.sampling.all_greedy
-        share = TOKENS // (len(batch) if is_free else self._num_slots) - 1
+        share = TREE_TOKENS // (len(batch) if is_free else self._num_slots) - 1
         left = self._max_length - len(batch.contexts[request])
         return min(self._nodes, share, batch.mask_rows.depths - 1, left)
 

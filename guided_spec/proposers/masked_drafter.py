@@ -26,6 +26,7 @@ from guided_spec.ops.sampling.likely_tokens import LISTED, list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.ops.table_rows import CURSOR, SOURCE, advance
+from guided_spec.ops.trees.token_tree import TREE_TOKENS
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
@@ -240,7 +241,7 @@ class MaskedDrafter:
             turn.lookahead.leave(turn.texts, draft.buffers.sources)
         if not turn.needs_host:
             draft.release()
-        picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors)
+        picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors, [])
         beside = draft.begin if turn.needs_host else None
         self._head.draft_by(picker, slots, count, token_ids, beside)
         return draft
@@ -252,6 +253,8 @@ class MaskedDrafter:
 
     def _capture(self, *, lists: bool) -> Iterator[None]:
         for size in self._head.row_sizes:
+            if lists and size // 2 * (self._count + 1) > TREE_TOKENS:
+                continue  # so many drafts are chains
             for params in KINDS:
                 sampling = Sampling.stack([params] * size, [0] * size, self._device)
                 noise = None
@@ -260,7 +263,9 @@ class MaskedDrafter:
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
                 asked = {"is_sampled": noise is not None, "lists": lists}
                 buffers = self._buffers_for(self._vocab_size, **asked)
-                picker = _Picker(self, 0, size, buffers.cut(self._count, size), sampling, noise)
+                picker = _Picker(
+                    self, 0, size, buffers.cut(self._count, size), sampling, noise, None, []
+                )
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
                     yield
@@ -274,7 +279,7 @@ class MaskedDrafter:
         noise: DraftNoise | None,
     ) -> Tensor:
         """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
-        ticket, depth, cursors = place
+        ticket, depth, cursors, scored = place
         if depth == 0:
             buffers.sources[0].copy_(cursors[:, SOURCE])
         mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
@@ -288,7 +293,12 @@ class MaskedDrafter:
         if buffers.rescued is not None and drawn.rescued is not None:
             buffers.rescued[depth].copy_(drawn.rescued)
         if buffers.listed is not None:
-            buffers.listed[depth].copy_(list_likely_tokens(logits, mask, self._target_ids))
+            scored.append(_Scored(logits, mask))
+            if depth == len(buffers.ids) - 1:  # all at once: the kernels are many, and small
+                logits, mask = (torch.cat(parts) for parts in zip(*scored, strict=True))
+                listed = list_likely_tokens(logits, mask, self._target_ids)
+                buffers.listed.copy_(listed.view(buffers.listed.shape))
+                scored.clear()
         return buffers.ids[depth]
 
     def _buffers_for(self, vocab_size: int, *, is_sampled: bool, lists: bool) -> DraftBuffers:
@@ -308,12 +318,21 @@ class MaskedDrafter:
         return self._buffers[key]
 
 
+class _Scored(NamedTuple):
+    """What a token was drawn from: logits [R, D] and the mask int32 [R, W] over target tokens."""
+
+    logits: Tensor
+    mask: Tensor
+
+
 class _Depth(NamedTuple):
-    """ticket: of the draft, int64 [1]. depth: of the token. cursors: of the texts, int64 [R, 6]."""
+    """ticket: of the draft, int64 [1]. depth: of the token. cursors: of the texts, int64 [R, 6].
+    scored: of the tokens before, where they are to be listed."""
 
     ticket: Tensor
     depth: int
     cursors: Tensor
+    scored: list[_Scored]
 
 
 class _Picker(NamedTuple):
@@ -328,7 +347,8 @@ class _Picker(NamedTuple):
     buffers: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
-    cursors: Tensor | None = None
+    cursors: Tensor | None
+    scored: list[_Scored]
 
     @property
     def key(self) -> Hashable:
@@ -346,5 +366,5 @@ class _Picker(NamedTuple):
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
-        place = _Depth(ticket, depth, inputs["cursors"])
+        place = _Depth(ticket, depth, inputs["cursors"], self.scored)
         return self.drafter.draw(place, self.buffers, logits, *drawing)

@@ -131,7 +131,7 @@ def test_in_a_chain(heads: Heads, beside: list[int], spec: str, kernels: str) ->
 
 
 def test_many_requests_draft_chains(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_trees, "TOKENS", 8)  # one for each of three, and seven for one
+    monkeypatch.setattr(draft_trees, "TREE_TOKENS", 8)  # one for each of three, and seven for one
     sizes, commit = {True: set[int](), False: set[int]()}, SlotTarget.commit
 
     def telling(target: Any, batch: Any, accepted: Any, hidden: Any, branch: Any = None) -> None:

@@ -62,7 +62,7 @@ def test_what_is_emitted_is_the_targets(
 ) -> None:
     """Around sampled drafts: the first token's law, and the second's behind each first one."""
     rows = 4000
-    monkeypatch.setattr(draft_trees, "TOKENS", 16 * rows)
+    monkeypatch.setattr(draft_trees, "TREE_TOKENS", 16 * rows)
     rules: list[Rule | None] = [hashed_rule(5), None]
     params = [SamplingParams(temperature=1.0, top_k=8)] * (2 * rows)
     compiled = ToyCompiled(hashed_rule(5))
@@ -151,7 +151,7 @@ def test_many_requests_are_drafted_for_as_without_trees() -> None:
             assert not lookahead.wants_options
             return super().begin(batch, lookahead, carry)
 
-    count = draft_trees.TOKENS // K
+    count = draft_trees.TREE_TOKENS // K
     batch = toy_batch([[4]] * count, [None] * count, k=K, limits=[7] * count)
     flight, lookahead = begin(trees(Watched("validate"), 7), batch)
     assert not flight.is_walked

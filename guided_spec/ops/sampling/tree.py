@@ -20,7 +20,6 @@ Both are exact whatever the tree is, as long as it was chosen without the noise 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -38,14 +37,6 @@ from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.types import Accepted, Draft, Noise
 
 __all__ = ["TREE_VERIFIERS", "couple_tree", "reject_tree", "require_tree_verifier", "verify_tree"]
-
-
-class _Chosen(NamedTuple):
-    """child: int64 [B, N + 1], the draft token that is accepted behind each place, -1 for none.
-    last: int64 [B, N + 1], what is drawn there where none is."""
-
-    child: Tensor
-    last: Tensor
 
 
 def reject_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
@@ -77,7 +68,10 @@ def reject_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     # As in ``rejection_sample``, rounding may leave nothing of a residual that is not empty.
     is_left = (residual > 0).any(-1, keepdim=True)
     left = torch.where(is_left, residual, target_probs)
-    return _follow(tree, draft, _Chosen(chosen, draw(left, noise.sample.unsqueeze(1))))
+    parents = _upload(tree.parents, chosen.device)
+    places = torch.arange(parents.shape[1], device=chosen.device)
+    is_chosen = chosen.gather(1, parents) == places
+    return _follow(draft, is_chosen, draw(left, noise.sample.unsqueeze(1)))
 
 
 def couple_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
@@ -139,11 +133,8 @@ def _children(tree: TokenTree, draft: Draft) -> tuple[Tensor, ...]:
 
 def _match(draft: Draft, drawn: Tensor) -> Accepted:
     """The branch whose tokens are those drawn at the places that they follow, int64 [B, N + 1]."""
-    tree, chosen = _tree_of(draft), torch.full_like(drawn, -1)
-    for nodes in _children(tree, draft):
-        is_kept = (nodes >= 0) & (draft.token_ids.gather(1, nodes.clamp_min(0)) == drawn)
-        chosen = torch.where(is_kept & (chosen < 0), nodes, chosen)
-    return _follow(tree, draft, _Chosen(chosen, drawn))
+    parents = _upload(_tree_of(draft).parents, drawn.device)
+    return _follow(draft, draft.token_ids == drawn.gather(1, parents), drawn)
 
 
 def _without(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor:
@@ -161,27 +152,30 @@ def _without(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor
     return (residual - taken).clamp_min(0)
 
 
-def _follow(tree: TokenTree, draft: Draft, chosen: _Chosen) -> Accepted:
-    """The branch of every row from its text on, and behind it how the draft would have gone on."""
-    here = torch.zeros_like(draft.token_ids[:, :1])
-    end, is_on = here, torch.ones_like(here, dtype=torch.bool)
-    first = _children(tree, draft)[0]
-    places, kept = list[Tensor](), list[Tensor]()
-    for _ in range(tree.depth):
-        found = chosen.child.gather(1, here)
-        is_on = is_on & (found >= 0)
-        found = torch.where(is_on, found, first.gather(1, here))
-        # A branch that has ended has no child behind its last place: it is found again.
-        here = torch.where(found >= 0, found + 1, here)
-        end = torch.where(is_on, here, end)
-        places.append(torch.where(found >= 0, here, -1))
-        kept.append(is_on)
-    path, accepted = torch.cat([*places, here[:, :0]], 1), torch.cat([*kept, is_on[:, :0]], 1)
-    num_accepted = accepted.sum(1)
+def _follow(draft: Draft, is_chosen: Tensor, last: Tensor) -> Accepted:
+    """The branch of every row from its text on, and behind it how the draft would have gone on.
+
+    is_chosen: bool [B, N], the tokens that are accepted where the place that they follow is; of
+    those that follow one place only the first counts. last: int64 [B, N + 1], what is drawn behind
+    each place where none is.
+    """
+    tree, device = _tree_of(draft), is_chosen.device
+    width, depth = is_chosen.shape[1], tree.depth
+    # Ancestors of each place, its depth, and the way through it: one upload.
+    bits = (tree.ancestors[:, :, None] >> np.arange(1, width + 1)) & 1
+    tables = np.concatenate([bits, tree.depths[:, :, None], tree.ways()], -1)
+    ancestors, depths, ways = _upload(tables, device).split([width, 1, depth], -1)
+    is_own = torch.arange(width, device=device) < draft.num_tokens.unsqueeze(1)
+    refused = (~(is_chosen & is_own)).unsqueeze(1) & (ancestors != 0)
+    reached = torch.where(refused.any(-1), -1, depths.squeeze(-1))
+    num_accepted, end = reached.max(1, keepdim=True)
+    path = ways.gather(1, end.unsqueeze(-1).expand(-1, -1, depth)).squeeze(1)
+    path = path.masked_fill(path > draft.num_tokens.unsqueeze(1), -1)
+    is_kept = torch.arange(depth, device=device) < num_accepted
     followed = draft.token_ids.gather(1, (path - 1).clamp_min(0))
-    token_ids = functional.pad(torch.where(accepted, followed, -1), (0, 1), value=-1)
-    token_ids.scatter_(1, num_accepted.unsqueeze(1), chosen.last.gather(1, end))
-    return Accepted(token_ids, num_accepted, path)
+    token_ids = functional.pad(torch.where(is_kept, followed, -1), (0, 1), value=-1)
+    token_ids.scatter_(1, num_accepted, last.gather(1, end))
+    return Accepted(token_ids, num_accepted.squeeze(1), path)
 
 
 def _draw_noise(tree: TokenTree, rows: VerifyRows, vocab_size: int) -> Noise:

@@ -13,7 +13,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenTree"]
+__all__ = ["TREE_TOKENS", "TokenTree"]
+
+# Of all trees of a step, which take a GPU hardly longer than one token: its time goes to the
+# weights (docs/performance.md, "Other families"). More of them cost what they bring.
+TREE_TOKENS = 64
 
 
 class TokenTree(NamedTuple):
@@ -72,6 +76,21 @@ class TokenTree(NamedTuple):
         found = np.full((self.num_ranks, batch, width + 1), -1, dtype=np.int64)
         rows, tokens = np.nonzero(self.ranks >= 0)
         found[self.ranks[rows, tokens], rows, self.parents[rows, tokens]] = tokens
+        return found
+
+    def ways(self) -> NDArray[np.int64]:
+        """int64 [B, N + 1, D]: the places from the text to each one, itself included, and then
+        always the first that follows; -1 where nothing follows."""
+        found = np.full((*self.depths.shape, self.depth), -1, dtype=np.int64)
+        for row, (parents, ranks) in enumerate(zip(self.parents, self.ranks, strict=True)):
+            own = parents[ranks >= 0].tolist()
+            before, behind = [list[int]()], [list[int]() for _ in range(len(own) + 1)]
+            for place, parent in enumerate(own, 1):
+                before.append([*before[parent], place])
+            for place in range(len(own), 0, -1):  # the first of those that follow comes last
+                behind[own[place - 1]] = [place, *behind[place]]
+            for place, (one, other) in enumerate(zip(before, behind, strict=True)):
+                found[row, place, : len(one) + len(other)] = [*one, *other]
         return found
 
     def branches(self) -> NDArray[np.int64]:

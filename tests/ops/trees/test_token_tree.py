@@ -23,7 +23,7 @@ def way(own: list[int], place: int) -> list[int]:
 def test_every_place_knows_what_it_follows(rows: list[tuple[int, ...]]) -> None:
     width = max(map(len, rows))
     tree = TokenTree.of(rows, width)
-    children, branches = tree.children(), tree.branches()
+    children, branches, onward = tree.children(), tree.branches(), tree.ways()
     assert branches.shape[2] == tree.depth + 1
     deepest = 0
     for row, own_parents in enumerate(rows):
@@ -41,6 +41,13 @@ def test_every_place_knows_what_it_follows(rows: list[tuple[int, ...]]) -> None:
             found = children[:, row, place].tolist()
             assert found == follow + [-1] * (len(found) - len(follow))
             assert [tree.ranks[row, at] for at in follow] == list(range(len(follow)))
+            if place <= count:
+                whole = ways[place][1:]
+                while follow:
+                    whole.append(follow[0] + 1)
+                    follow = [at for at, parent in enumerate(own_parents) if parent == whole[-1]]
+                rest = [-1] * (tree.depth - len(whole))
+                assert onward[row, place].tolist() == whole + rest
         reached = set()
         for branch in branches[:, row].tolist():
             end = branch[-1]
