@@ -15,6 +15,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Scored
+from guided_spec.ops.trees.token_tree import TREE_TOKENS
 from guided_spec.proposers import draft_trees
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.proposers.drafting import host_draft, no_draft
@@ -151,7 +152,7 @@ def test_many_requests_are_drafted_for_as_without_trees() -> None:
             assert not lookahead.wants_options
             return super().begin(batch, lookahead, carry)
 
-    count = draft_trees.TREE_TOKENS // K
+    count = TREE_TOKENS // K
     batch = toy_batch([[4]] * count, [None] * count, k=K, limits=[7] * count)
     flight, lookahead = begin(trees(Watched("validate"), 7), batch)
     assert not flight.is_walked
