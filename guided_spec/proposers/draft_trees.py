@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -127,30 +127,37 @@ class DraftTrees(Proposer):
         return self._proposer.interrupts(batch, lookahead)
 
 
-class _Place:
-    """What may stand behind a number of draft tokens, the likeliest first.
+class _Known:
+    """What may stand behind each number of draft tokens, the likeliest first.
 
-    tokens: target ids. weights: their probabilities, up to a factor. logs: the logarithms.
+    rows: where each number stands. tokens: target ids, -1 behind them. logs: logarithms of their
+    probabilities, up to a constant. weights: [P, C], the probabilities, 0 behind the tokens.
     """
 
-    __slots__ = ("_bits", "_words", "at", "logs", "tokens", "weights")
-
-    def __init__(self, known: Scored) -> None:
-        order = np.argsort(-known.scores, kind="stable")
-        order = order[known.token_ids[order] >= 0]
-        ids, scores = known.token_ids[order], known.scores[order].astype(np.float64)
-        logs = scores - scores.max(initial=-np.inf)
-        self.tokens: list[int] = ids.tolist()
-        self.logs: list[float] = logs.tolist()
+    def __init__(self, options: Mapping[int, Scored]) -> None:
+        self.rows = {depth: row for row, depth in enumerate(options)}
+        size = max((len(known.token_ids) for known in options.values()), default=0)
+        ids = np.full((len(options), size), -1, dtype=np.int32)
+        scores = np.full(ids.shape, -np.inf)
+        for row, known in enumerate(options.values()):
+            ids[row, : len(known.token_ids)] = known.token_ids
+            scores[row, : len(known.scores)] = known.scores
+        scores[ids < 0] = -np.inf
+        rows = np.arange(len(ids))[:, None]
+        order = (-scores).argsort(1, kind="stable")
+        ids, scores = ids[rows, order], scores[rows, order]
+        logs = scores - scores[:, :1].clip(np.finfo(np.float64).min)  # the first is the highest
+        self.tokens: list[list[int]] = ids.tolist()
+        self.logs: list[list[float]] = logs.tolist()
         self.weights = np.exp(logs)
-        self.at = {token_id: at for at, token_id in enumerate(self.tokens)}
-        self._words, self._bits = ids >> 5, np.left_shift(1, ids & 31, dtype=np.int32)
+        self._words = ids >> 5
+        self._bits = np.where(ids < 0, 0, np.left_shift(1, ids & 31, dtype=np.int32))
 
-    def legal(self, row: NDArray[np.int32] | None) -> NDArray[np.bool_]:
-        """[C]: whether a mask row admits each token; None admits all."""
-        if row is None:
-            return np.ones(len(self.tokens), dtype=np.bool_)
-        found: NDArray[np.bool_] = row[self._words] & self._bits != 0
+    def legal(self, row: int, mask: NDArray[np.int32] | None) -> NDArray[np.bool_]:
+        """[C]: which tokens of a row a mask admits; None admits all."""
+        bits: NDArray[np.int32] = self._bits[row]
+        admitted = bits if mask is None else mask[self._words[row]] & bits
+        found: NDArray[np.bool_] = admitted != 0
         return found
 
 
@@ -160,7 +167,7 @@ class _Growth:
     def __init__(self, lookahead: Lookahead, request: int, limit: int) -> None:
         self._lookahead, self._request = lookahead, request
         options = lookahead.options[request].items()
-        self._known = {depth: _Place(known) for depth, known in options if depth < limit}
+        self._known = _Known({depth: known for depth, known in options if depth < limit})
         self._open: list[_Node] = []
         self._count = 0
 
@@ -184,19 +191,19 @@ class _Growth:
 
         taken: the token that stands there already. Returns what a branch through it costs.
         """
-        known = self._known.get(depth)
-        if known is None:
+        known, row = self._known, self._known.rows.get(depth)
+        if row is None:
             return cost
-        is_legal = known.legal(self._lookahead.row_at(self._request, place))
-        total = float(known.weights @ is_legal)
+        is_legal = known.legal(row, self._lookahead.row_at(self._request, place))
+        total = float(known.weights[row] @ is_legal)
         if total == 0:
             return cost
-        behind = cost + math.log(total)
+        behind, tokens, logs = cost + math.log(total), known.tokens[row], known.logs[row]
         for at in is_legal.nonzero()[0][: BREADTH + 1].tolist():
-            if known.tokens[at] != taken:
-                node = _Node(behind - known.logs[at], self._count, place, depth, known.tokens[at])
+            if tokens[at] != taken:
+                node = _Node(behind - logs[at], self._count, place, depth, tokens[at])
                 self._count += 1
                 heapq.heappush(self._open, node)
         # What is drafted and not known was certain: forced, or the only legal token.
-        own = None if taken is None else known.at.get(taken)
-        return cost if own is None or not is_legal[own] else behind - known.logs[own]
+        own = -1 if taken is None or taken not in tokens else tokens.index(taken)
+        return behind - logs[own] if own >= 0 and is_legal[own] else cost

@@ -41,18 +41,20 @@ class TokenTree(NamedTuple):
         """parents: of each row's own tokens; N is ``width``, at most 63."""
         found = np.zeros((len(parents), width), dtype=np.int64)
         ranks = np.full_like(found, -1)
+        # Behind a row's own tokens each follows the text.
+        depths = np.ones((len(parents), width + 1), dtype=np.int64)
+        seen = np.ones_like(depths, dtype=np.uint64)
+        seen[:, 1:] += np.uint64(1) << np.arange(1, width + 1, dtype=np.uint64)
         for row, own in enumerate(parents):
-            found[row, : len(own)] = own
-            seen = [0] * (width + 1)
+            steps, bits, followers = [0], [1], [0] * (width + 1)
             for at, parent in enumerate(own):
-                ranks[row, at] = seen[parent]
-                seen[parent] += 1
-        depths = np.zeros((len(parents), width + 1), dtype=np.int64)
-        ancestors = np.ones_like(depths)
-        rows = np.arange(len(parents))
-        for at in range(width):
-            depths[:, at + 1] = depths[rows, found[:, at]] + 1
-            ancestors[:, at + 1] = ancestors[rows, found[:, at]] | (np.int64(1) << np.int64(at + 1))
+                ranks[row, at] = followers[parent]
+                followers[parent] += 1
+                steps.append(steps[parent] + 1)
+                bits.append(bits[parent] | 2 << at)
+            found[row, : len(own)] = own
+            depths[row, : len(steps)], seen[row, : len(bits)] = steps, bits
+        ancestors = seen.view(np.int64)
         return cls(found, depths, ancestors, ranks)
 
     def line(self, counts: Sequence[int]) -> NDArray[np.int64]:
