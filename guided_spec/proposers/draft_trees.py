@@ -28,7 +28,7 @@ from guided_spec.core import (
 )
 from guided_spec.errors import ConfigError
 from guided_spec.masks.lookahead import Lookahead, Pause, Scored
-from guided_spec.ops.trees.token_tree import TREE_TOKENS, TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree, tree_share
 from guided_spec.proposers.drafting import concatenate, host_draft
 
 __all__ = ["DraftTrees"]
@@ -51,8 +51,8 @@ class DraftTrees(Proposer):
     """name, proposer: whose drafts they grow around.
 
     They wait for the draft, and for its masks on the host. Where its proposer knows nothing else
-    than what it drafts, a request's draft stays a chain. All trees of a step share ``TREE_TOKENS``:
-    where there are many requests, all drafts are chains, and nothing waits for them. Raises
+    than what it drafts, a request's draft stays a chain. Where there are many requests all drafts
+    are chains, see ``tree_share``, and nothing waits for them. Raises
     ConfigError for a proposer that never knows more.
     """
 
@@ -69,13 +69,14 @@ class DraftTrees(Proposer):
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         """The proposer's draft, and the branches beside it."""
-        rooms = [self._room(batch, request) for request in range(len(batch))]
-        lookahead.wants_options = max(rooms) > batch.num_draft_tokens
+        share = self._share(batch)
+        lookahead.wants_options = share > 0
         flight = self._proposer.begin(batch, lookahead, carry)
         if not lookahead.wants_options:
             return flight
         draft, own = flight.finish(), [*map(min, lookahead.lengths, flight.most)]
-        for request, (length, room) in enumerate(zip(own, rooms, strict=True)):
+        for request, length in enumerate(own):
+            room = min(share, self._room(batch, request))
             if lookahead.can_grow(request) and length < room:
                 _Growth(lookahead, request, batch.limits[request]).run(room - length)
         carry_on: CarryOn = flight.carry
@@ -92,13 +93,17 @@ class DraftTrees(Proposer):
         whole = concatenate(draft, beside).cut(width)
         return FinishedDraft(whole._replace(tree=TokenTree.of(parents, width)), most, carry_on)
 
-    def _room(self, batch: DecodeBatch, request: int) -> int:
-        """Tokens of the request's tree at most: there must be a row and a place for each."""
+    def _share(self, batch: DecodeBatch) -> int:
+        """Tokens of a tree at most, as far as the step decides; 0: all drafts are chains."""
         # A text that is drawn by what is drafted must not depend on who else is drafted for.
         is_free = batch.verifier == "coupled" or batch.sampling.all_greedy
-        share = TREE_TOKENS // (len(batch) if is_free else self._num_slots) - 1
+        requests = len(batch) if is_free else self._num_slots
+        return tree_share(requests, batch.num_draft_tokens)
+
+    def _room(self, batch: DecodeBatch, request: int) -> int:
+        """Likewise, as far as the request does: there must be a row and a place for each."""
         left = self._max_length - len(batch.contexts[request])
-        return min(self._nodes, share, batch.mask_rows.depths - 1, left)
+        return min(self._nodes, batch.mask_rows.depths - 1, left)
 
     def release(self, slots: Sequence[int]) -> None:
         """See ``Proposer``."""

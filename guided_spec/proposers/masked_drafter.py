@@ -26,7 +26,7 @@ from guided_spec.ops.sampling.likely_tokens import LISTED, list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.ops.table_rows import CURSOR, SOURCE, advance
-from guided_spec.ops.trees.token_tree import TREE_TOKENS
+from guided_spec.ops.trees.token_tree import tree_share
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
@@ -253,8 +253,8 @@ class MaskedDrafter:
 
     def _capture(self, *, lists: bool) -> Iterator[None]:
         for size in self._head.row_sizes:
-            if lists and size // 2 * (self._count + 1) > TREE_TOKENS:
-                continue  # so many drafts are chains
+            if lists and not tree_share(size // 2 + 1, self._count):
+                continue  # so many drafts are chains, and no size is more than twice the one below
             for params in KINDS:
                 sampling = Sampling.stack([params] * size, [0] * size, self._device)
                 noise = None

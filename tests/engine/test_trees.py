@@ -13,7 +13,7 @@ import torch
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.target import SlotTarget
 from guided_spec.errors import ConfigError
-from guided_spec.proposers import draft_trees
+from guided_spec.ops.trees import token_tree
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
@@ -131,7 +131,7 @@ def test_in_a_chain(heads: Heads, beside: list[int], spec: str, kernels: str) ->
 
 
 def test_many_requests_draft_chains(heads: Heads, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_trees, "TREE_TOKENS", 8)  # one for each of three, and seven for one
+    monkeypatch.setattr(token_tree, "TREE_TOKENS", 24)  # seven for each of three, eleven of two
     sizes, commit = {True: set[int](), False: set[int]()}, SlotTarget.commit
 
     def telling(target: Any, batch: Any, accepted: Any, hidden: Any, branch: Any = None) -> None:

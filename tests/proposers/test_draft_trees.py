@@ -15,8 +15,7 @@ from guided_spec.config import EngineConfig
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Scored
-from guided_spec.ops.trees.token_tree import TREE_TOKENS
-from guided_spec.proposers import draft_trees
+from guided_spec.ops.trees import token_tree
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.proposers.drafting import host_draft, no_draft
 from guided_spec.step import commit, speculative_step
@@ -63,7 +62,7 @@ def test_what_is_emitted_is_the_targets(
 ) -> None:
     """Around sampled drafts: the first token's law, and the second's behind each first one."""
     rows = 4000
-    monkeypatch.setattr(draft_trees, "TREE_TOKENS", 16 * rows)
+    monkeypatch.setattr(token_tree, "TREE_TOKENS", 16 * rows)
     rules: list[Rule | None] = [hashed_rule(5), None]
     params = [SamplingParams(temperature=1.0, top_k=8)] * (2 * rows)
     compiled = ToyCompiled(hashed_rule(5))
@@ -152,7 +151,7 @@ def test_many_requests_are_drafted_for_as_without_trees() -> None:
             assert not lookahead.wants_options
             return super().begin(batch, lookahead, carry)
 
-    count = TREE_TOKENS // K
+    count = token_tree.TREE_TOKENS // (2 * K + 1) + 1
     batch = toy_batch([[4]] * count, [None] * count, k=K, limits=[7] * count)
     flight, lookahead = begin(trees(Watched("validate"), 7), batch)
     assert not flight.is_walked

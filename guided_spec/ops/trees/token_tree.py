@@ -13,11 +13,23 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TREE_TOKENS", "TokenTree"]
+__all__ = ["TokenTree", "tree_share"]
 
 # Of all trees of a step, which take a GPU hardly longer than one token: its time goes to the
 # weights (docs/performance.md, "Other families"). More of them cost what they bring.
 TREE_TOKENS = 64
+# Drafts that a tree has room for at least: a step that waits for its drafts costs more than fewer
+# tokens bring.
+WORTH = 2
+
+
+def tree_share(requests: int, num_draft_tokens: int) -> int:
+    """Tokens of each tree at most in a step of so many requests; 0 where drafts should be chains.
+
+    num_draft_tokens: of the draft that a tree grows around.
+    """
+    share = TREE_TOKENS // requests - 1
+    return share if share >= WORTH * num_draft_tokens else 0
 
 
 class TokenTree(NamedTuple):

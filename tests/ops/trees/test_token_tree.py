@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from guided_spec.ops.trees.token_tree import TokenTree
+from guided_spec.ops.trees.token_tree import TokenTree, tree_share
 
 WIDTH = 63
 
@@ -62,3 +62,8 @@ def test_a_line_holds_the_first_places_of_each_row() -> None:
     assert tree.line([4, 2]).tolist() == [[0, 1, 1, 2, 0, 1], [1, 3, 5, 13, 1, 3]]
     assert tree.line([4, 1]).tolist() == [[0, 1, 1, 2, 0], [1, 3, 5, 13, 1]]
     assert TokenTree.of([[], []], 0).line([1, 1]).tolist() == [[0, 0], [1, 1]]
+
+
+def test_trees_are_for_few_requests() -> None:
+    assert [tree_share(requests, 7) for requests in (1, 2, 4, 5, 64)] == [63, 31, 15, 0, 0]
+    assert [tree_share(requests, 5) for requests in (5, 6)] == [11, 0]
