@@ -45,26 +45,31 @@ def reject_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     target_probs: [B, N + 1, V] float32, row i + 1 given the branch that ends with draft token i; a
         row of zeros means that no token is legal there.
     draft: N >= 1 tokens a row with a ``tree``; ``probs`` of each is what it was drawn from, given
-        the tokens before it in the row; None means one-hot.
+        the tokens before it in the row; None means one-hot. Those beyond ``tree.num_drawn`` behind
+        a place are one-hot whatever it says.
     noise: ``accept`` [B, >= N], one number for each token; ``sample`` [B, V].
 
     All on one device, no sync.
     """
     tree = _tree_of(draft)
     children = _children(tree, draft)
-    residual, proposed = target_probs, proposed_probs(draft)
+    residual, proposed = target_probs.clone(), proposed_probs(draft)
     mass = torch.ones_like(target_probs[..., 0])
     chosen = torch.full_like(children[0], -1)
-    for nodes in children:
+    for rank, nodes in enumerate(children):
         at = nodes.clamp_min(0)
         tokens = draft.token_ids.gather(1, at).unsqueeze(-1)
         scaled = noise.accept.gather(1, at) * proposed.gather(1, at) * mass
         is_asked = (nodes >= 0) & (chosen < 0)
         is_kept = is_asked & (scaled < residual.gather(-1, tokens).squeeze(-1))
         chosen = torch.where(is_kept, nodes, chosen)
-        is_refused = (is_asked & ~is_kept).unsqueeze(-1)
-        residual = torch.where(is_refused, _without(residual, mass, draft, at), residual)
-        mass = torch.where(is_refused.squeeze(-1), residual.sum(-1), mass)
+        is_refused = is_asked & ~is_kept
+        if draft.probs is None or rank >= tree.num_drawn:
+            mass = mass - _take_out(residual, tokens, is_refused)
+        else:
+            left = _without(residual, mass, draft, at)
+            residual = torch.where(is_refused.unsqueeze(-1), left, residual)
+            mass = torch.where(is_refused, residual.sum(-1), mass)
     # As in ``rejection_sample``, rounding may leave nothing of a residual that is not empty.
     is_left = (residual > 0).any(-1, keepdim=True)
     left = torch.where(is_left, residual, target_probs)
@@ -137,14 +142,24 @@ def _match(draft: Draft, drawn: Tensor) -> Accepted:
     return _follow(draft, draft.token_ids == drawn.gather(1, parents), drawn)
 
 
+def _take_out(residual: Tensor, tokens: Tensor, is_refused: Tensor) -> Tensor:
+    """Refuse certain tokens int64 [B, P, 1], which take no more than themselves, in place.
+
+    is_refused: bool [B, P]. Returns what they had, [B, P].
+    """
+    known = residual.gather(-1, tokens)
+    taken = known * is_refused.unsqueeze(-1)
+    residual.scatter_(-1, tokens, known - taken)
+    return taken.squeeze(-1)
+
+
 def _without(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor:
     """[B, P, V]: what refusing the draft tokens ``at`` int64 [B, P] leaves of it, not normalized.
 
     mass: [B, P], the sum of each residual.
     """
     tokens = draft.token_ids.gather(1, at)
-    if draft.probs is None:  # a certain token takes no more than itself
-        return residual.scatter(-1, tokens.unsqueeze(-1), 0.0)
+    assert draft.probs is not None
     index = at.unsqueeze(-1).expand(-1, -1, draft.probs.shape[-1])
     certain = None if draft.is_certain is None else draft.is_certain.gather(1, at)
     picked = Draft(tokens, draft.num_tokens, draft.probs.gather(1, index), draft.columns, certain)

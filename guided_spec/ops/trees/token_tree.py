@@ -41,15 +41,18 @@ class TokenTree(NamedTuple):
     ancestors: int64 [B, N + 1], bit p where a place follows place p, or is it.
     ranks: int64 [B, N], how many of the row's tokens before it follow the same place; -1 for those
         that are not its own.
+    num_drawn: of the tokens that follow a place, how many may have been drawn: the first ones. The
+        others are certain.
     """
 
     parents: NDArray[np.int64]
     depths: NDArray[np.int64]
     ancestors: NDArray[np.int64]
     ranks: NDArray[np.int64]
+    num_drawn: int = 1
 
     @classmethod
-    def of(cls, parents: Sequence[Sequence[int]], width: int) -> TokenTree:
+    def of(cls, parents: Sequence[Sequence[int]], width: int, *, num_drawn: int = 1) -> TokenTree:
         """parents: of each row's own tokens; N is ``width``, at most 63."""
         found = np.zeros((len(parents), width), dtype=np.int64)
         ranks = np.full_like(found, -1)
@@ -67,7 +70,7 @@ class TokenTree(NamedTuple):
             found[row, : len(own)] = own
             depths[row, : len(steps)], seen[row, : len(bits)] = steps, bits
         ancestors = seen.view(np.int64)
-        return cls(found, depths, ancestors, ranks)
+        return cls(found, depths, ancestors, ranks, num_drawn)
 
     def line(self, counts: Sequence[int]) -> NDArray[np.int64]:
         """int64 [2, sum of counts]: depths and ancestors of the rows' first places, in one line."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -77,7 +77,8 @@ def grow(known: World, kind: str, generator: torch.Generator) -> Grown:
     without, each from what those before it leave. mixed: the first behind each place is drawn, the
     others are certain.
     """
-    tree = TokenTree.of([PARENTS], len(PARENTS))
+    num_drawn = len(PARENTS) if kind in ("sampled", "unlike") else 1
+    tree = TokenTree.of([PARENTS], len(PARENTS), num_drawn=num_drawn)
     prefixes = [torch.zeros(ROWS, dtype=torch.int64)]
     rest: dict[int, Tensor] = {}
     tokens, proposed = [], []
@@ -101,7 +102,12 @@ def grow(known: World, kind: str, generator: torch.Generator) -> Grown:
     is_certain = torch.from_numpy(tree.ranks > 0).expand(ROWS, -1) if kind == "mixed" else None
     probs_of = None if kind == "best" else torch.stack(proposed, 1)
     lengths = torch.randint(0, len(PARENTS) + 1, (ROWS,), generator=generator)
-    wide = TokenTree(*(torch.from_numpy(part).expand(ROWS, -1).numpy() for part in tree))
+    same: Any = {
+        name: torch.from_numpy(part).expand(ROWS, -1).numpy()
+        for name, part in tree._asdict().items()
+        if name != "num_drawn"
+    }
+    wide = tree._replace(**same)
     draft = Draft(torch.stack(tokens, 1), lengths, probs_of, is_certain=is_certain, tree=wide)
     return Grown(draft, torch.stack(rows, 1), torch.stack(prefixes, 1))
 
@@ -166,6 +172,12 @@ def _nothing_left_out(residual: Tensor, *_: object) -> Tensor:
     return residual
 
 
+def _nothing_taken(residual: Tensor, tokens: Tensor, is_refused: Tensor) -> Tensor:
+    """The same, of certain tokens."""
+    del residual, tokens
+    return torch.zeros_like(is_refused, dtype=torch.float32)
+
+
 def _as_if_certain(residual: Tensor, mass: Tensor, draft: Draft, at: Tensor) -> Tensor:
     """A token that was drawn takes itself alone from what is left."""
     del mass
@@ -181,7 +193,9 @@ def _as_if_likely(draft: Draft) -> Tensor:
 @pytest.mark.parametrize(
     ("name", "fault", "kind"),
     [
-        ("_without", _nothing_left_out, "best"),
+        ("_take_out", _nothing_taken, "best"),
+        ("_take_out", _nothing_taken, "mixed"),
+        ("_without", _nothing_left_out, "mixed"),
         ("_without", _nothing_left_out, "unlike"),
         ("_without", _as_if_certain, "sampled"),
         ("_without", _as_if_certain, "unlike"),
