@@ -25,6 +25,7 @@ from guided_spec.models.packed.graph_pool import NOTHING, GraphPool, Inputs
 from guided_spec.models.packed.slot_head import Scored
 from guided_spec.ops import mailbox
 from guided_spec.ops.sampling.rejection import dense_probs
+from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers import build_proposer, learned_head
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.learned_head import LearnedHead
@@ -413,6 +414,26 @@ def test_a_device_that_waits_in_vain_changes_no_text(
     assert [output.token_ids for output in drafted] == [output.token_ids for output in plain]
     starts = sum(len(output.stats.drafted) > 0 for output in drafted)
     assert starts == len(PROMPTS)
+
+
+@pytest.mark.parametrize("spec", ["eagle3:mask", "chain:grammar_forced+eagle3:mask"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_trees_around_such_drafts_change_no_text(
+    headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float, spec: str
+) -> None:
+    monkeypatch.setattr(learned_head, "can_share", lambda _: True)
+    grown, of = list[int](), TokenTree.of
+
+    def counted(parents: Any, width: int) -> TokenTree:
+        grown.append(width)
+        return of(parents, width)
+
+    monkeypatch.setattr(TokenTree, "of", counted)
+    plain = generate(headed_llm, "none", temperature, verifier="coupled")
+    found = generate(headed_llm, spec, temperature, verifier="coupled", tree_nodes=12)
+    assert [output.error for output in found] == [None] * len(PROMPTS)
+    assert [output.token_ids for output in found] == [output.token_ids for output in plain]
+    assert max(grown) == 12
 
 
 def generate(
