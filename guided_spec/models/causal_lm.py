@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from importlib.util import find_spec
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -22,6 +21,7 @@ from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
+from guided_spec.ops.kernels import has_triton
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = [
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 def is_packed_on(device: torch.device, kernels: Kernels) -> bool:
     """Whether ``kernels`` asks for the packed form of what has one."""
-    has_kernels = device.type != "cuda" or find_spec("triton") is not None
+    has_kernels = device.type != "cuda" or has_triton()
     is_served = device.type in PACKED_DEVICES and has_kernels
     return kernels == "packed" or (kernels == "auto" and is_served)
 

@@ -6,13 +6,10 @@ On CUDA, masks are applied and translated by kernels.
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
-
 import torch
 from torch import Tensor
 
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.mask_words import BITS, num_mask_words
 
 __all__ = [
@@ -51,9 +48,8 @@ def apply_token_bitmask(logits: Tensor, bitmask: Tensor | None) -> Tensor:
     """
     if bitmask is None:
         return logits
-    kernels = _kernels() if _is_fused(logits, bitmask) else None
-    if kernels is not None:
-        masked: Tensor = kernels.apply_token_bitmask(logits, bitmask)
+    if _is_fused(logits, bitmask):
+        masked: Tensor = kernels_of(__name__).apply_token_bitmask(logits, bitmask)
         return masked
     legal = unpack_bitmask(bitmask, logits.shape[-1])
     return logits.masked_fill(~legal, float("-inf"))
@@ -66,9 +62,8 @@ def translate_bitmask(bitmask: Tensor, target_ids: Tensor) -> Tensor:
         all of this happens: one gather of words, no atomics, nothing waits for the host. Bit i of
         the result is bit ``target_ids[i]`` of the mask; unused bits of the last word are 0.
     """
-    kernels = _kernels() if bitmask.is_cuda and bitmask.numel() and len(target_ids) else None
-    if kernels is not None:
-        translated: Tensor = kernels.translate_bitmask(bitmask, target_ids)
+    if bitmask.is_cuda and bitmask.numel() and len(target_ids) and has_triton():
+        translated: Tensor = kernels_of(__name__).translate_bitmask(bitmask, target_ids)
         return translated
     words = bitmask.index_select(-1, target_ids >> 5)  # [..., D]: the word of each draft token
     bits = words >> (target_ids & 31).to(torch.int32)
@@ -89,13 +84,5 @@ def _is_fused(logits: Tensor, bitmask: Tensor) -> bool:
     """Whether the kernel can apply the mask: row by row, and without a gradient."""
     has_rows = logits.shape[:-1] == bitmask.shape[:-1] and logits.numel() > 0
     has_words = bitmask.shape[-1] >= num_mask_words(logits.shape[-1])
-    return logits.is_cuda and has_rows and has_words and not logits.requires_grad
-
-
-@cache
-def _kernels() -> ModuleType | None:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops import bitmask_triton  # imported here: it needs triton
-
-    return bitmask_triton
+    is_served = logits.is_cuda and has_triton() and not logits.requires_grad
+    return is_served and has_rows and has_words

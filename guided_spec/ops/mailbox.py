@@ -20,9 +20,6 @@ from __future__ import annotations
 import platform
 import time
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.table_rows import copy_rows
 
 __all__ = [
@@ -121,7 +119,7 @@ def can_share(device: torch.device) -> bool:
     """
     is_nvidia = device.type == "cuda" and torch.version.hip is None
     is_ordered = platform.machine().lower() in ("x86_64", "amd64")
-    return is_nvidia and is_ordered and find_spec("triton") is not None
+    return is_nvidia and is_ordered and has_triton()
 
 
 def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | None = None) -> None:
@@ -133,7 +131,7 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
         leaves all.
     """
     if out.is_cuda:
-        _kernels().fetch_rows(order, ticket, out, PATIENCE, sources)
+        kernels_of(__name__).fetch_rows(order, ticket, out, PATIENCE, sources)
         return
     for _ in range(PATIENCE):
         if int(ticket) in (UNTICKETED, int(order[0])):
@@ -153,15 +151,8 @@ def answer(
         tokens as ids that a model can read, 0 where there is none; its elements may lie apart.
     """
     if token_ids.is_cuda:
-        _kernels().answer(token_ids, starved, ticket, told, out)
+        kernels_of(__name__).answer(token_ids, starved, ticket, told, out)
         return
     flags = torch.zeros_like(token_ids) if starved is None else starved.to(torch.int64)
     out.copy_(token_ids.clamp_min(0))
     told[: len(token_ids)] = (ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
-
-
-@cache
-def _kernels() -> ModuleType:
-    from guided_spec.ops import mailbox_triton  # imported here: it needs triton
-
-    return mailbox_triton

@@ -13,14 +13,13 @@ form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a hea
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import (
     HeadNorms,
     HeadShape,
@@ -99,23 +98,14 @@ def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (silu(gate) * up).contiguous()
 
 
-@cache
-def _kernels() -> Any:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops import pointwise_triton
-
-    return pointwise_triton
-
-
 def _define(
     name: str, schema: str, reference: Callable[..., Any], shape: Callable[..., Any]
 ) -> Any:
     """An operator: ``reference`` everywhere, the kernel of the same name on CUDA."""
 
     def on_cuda(*arguments: Any) -> Any:
-        kernels = _kernels()
-        return (reference if kernels is None else getattr(kernels, name))(*arguments)
+        found = getattr(kernels_of(__name__), name) if has_triton() else reference
+        return found(*arguments)
 
     # Written out, because not every supported torch infers it from postponed annotations.
     operator = torch.library.custom_op(
@@ -174,9 +164,7 @@ def rotate_and_store(
     """
     heads: Tensor = packed.unflatten(1, (shape.queries + 2 * shape.keys, shape.size))
     if packed.is_cuda:
-        from guided_spec.ops import pointwise_triton as rotary_triton
-
-        rotary_triton.rotate_and_store(packed, rotation, shape, norms, buffers, places)
+        kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, places)
         return heads[:, : shape.queries]
     turned = heads[:, : shape.queries + shape.keys]
     positions = places.positions.clamp_max(len(rotation.cos) - 1)

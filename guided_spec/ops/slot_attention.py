@@ -13,9 +13,6 @@ serving with PagedAttention" (2023). The torch code here is the definition; on C
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.kernels import has_triton, kernels_of
 
 __all__ = [
     "CHAIN",
@@ -335,17 +333,10 @@ def _write(
         buffer[found, :, within] = states.to(buffer.dtype)
 
 
-@cache
-def _kernel() -> Callable[..., Tensor]:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return _reference
-    from guided_spec.ops import slot_attention_triton  # imported here: it needs triton
-
-    return slot_attention_triton.slot_attention
-
-
 def _on_cuda(*arguments: Any) -> Tensor:
-    return _kernel()(*arguments)
+    attend = kernels_of(__name__).slot_attention if has_triton() else _reference
+    found: Tensor = attend(*arguments)
+    return found
 
 
 def _shape(query: Tensor, *_: Any) -> Tensor:

@@ -16,11 +16,11 @@ row of an int64 [R, 6]:
 from __future__ import annotations
 
 import ctypes
-from functools import cache
-from types import ModuleType
 
 import torch
 from torch import Tensor
+
+from guided_spec.ops.kernels import kernels_of
 
 __all__ = [
     "CLASSES",
@@ -44,7 +44,7 @@ def copy_rows(sources: Tensor, out: Tensor) -> None:
     sources: int64 [R] on the device of ``out``, which can read there. out: int32 [R, W].
     """
     if out.is_cuda:
-        _kernels().copy_rows(sources, out)
+        kernels_of(__name__).copy_rows(sources, out)
         return
     for row, address in zip(out, sources.tolist(), strict=True):
         if address:
@@ -59,7 +59,7 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
     in place. out: int64 [R], gets their ``SOURCE``.
     """
     if cursors.is_cuda:
-        _kernels().advance(token_ids, cursors, out)
+        kernels_of(__name__).advance(token_ids, cursors, out)
         return
     for cursor, token_id in zip(cursors, token_ids.tolist(), strict=True):
         classes, then, width, rows, state, _ = cursor.tolist()
@@ -76,10 +76,3 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
 def _at(kind: type[ctypes.c_int16 | ctypes.c_int32 | ctypes.c_int64], start: int, at: int) -> int:
     """One number of an array in memory."""
     return kind.from_address(start + at * ctypes.sizeof(kind)).value
-
-
-@cache
-def _kernels() -> ModuleType:
-    from guided_spec.ops import table_rows_triton  # imported here: it needs triton
-
-    return table_rows_triton

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.kernels import kernels_of
 
 __all__ = ["expert_linear"]
 
@@ -31,9 +32,8 @@ def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
     if count == 0 or pairs % count != 0:
         raise ConfigError("experts", pairs, f"must be a multiple of the {count} rows of x")
     if x.is_cuda:
-        from guided_spec.ops.linear import expert_linear_triton
-
-        return expert_linear_triton.expert_linear(x, experts, weight, bias)
+        found: Tensor = kernels_of(__name__).expert_linear(x, experts, weight, bias)
+        return found
     rows = x.repeat_interleave(pairs // count, 0).float().unsqueeze(-1)
     product = torch.bmm(weight[experts].float(), rows).squeeze(-1)
     if bias is not None:

@@ -9,13 +9,13 @@ can read fp8, kernels of ``guided_spec.ops.linear.fp8_linear_triton`` run.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.linear.fp8_weight import Fp8Weight, multiply_out
 
 __all__ = ["can_read_fp8", "fp8_linear", "whole_matrix"]
@@ -33,31 +33,26 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None = None) -> Tens
     if x.shape[-1] != weight.values.shape[1]:
         raise ConfigError("x", tuple(x.shape), f"must be [..., {weight.values.shape[1]}]")
     if _has_kernels(x, weight):
-        from guided_spec.ops.linear import fp8_linear_triton
-
-        return fp8_linear_triton.fp8_linear(x, weight, bias)
+        found: Tensor = kernels_of(__name__).fp8_linear(x, weight, bias)
+        return found
     return functional.linear(x, multiply_out(weight, x.dtype), bias)
 
 
 def _has_kernels(x: Tensor, weight: Fp8Weight) -> bool:
-    if not x.is_cuda or not can_read_fp8(x.get_device()):
-        return False
-    from guided_spec.ops.linear import fp8_linear_triton
-
-    return fp8_linear_triton.serves(weight)
+    is_read = x.is_cuda and can_read_fp8(x.get_device())
+    return is_read and bool(kernels_of(__name__).serves(weight))
 
 
 def whole_matrix(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
     """``multiply_out``, by a kernel where there is one."""
-    if not _has_kernels(weight.values, weight):
-        return multiply_out(weight, dtype)
-    from guided_spec.ops.linear import fp8_linear_triton
-
-    return fp8_linear_triton.multiply_out(weight, dtype)
+    multiply = multiply_out
+    if _has_kernels(weight.values, weight):
+        multiply = kernels_of(__name__).multiply_out
+    return multiply(weight, dtype)
 
 
 @cache
 def can_read_fp8(device: int) -> bool:
     """Whether kernels can, on the CUDA device of this number."""
-    is_nvidia = torch.version.cuda is not None and find_spec("triton") is not None
+    is_nvidia = torch.version.cuda is not None and has_triton()
     return is_nvidia and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.kernels import kernels_of
 from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.linear.fp8_linear import can_read_fp8
 
@@ -32,9 +33,8 @@ def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
     if not 1 <= count <= logits.shape[-1]:
         raise ConfigError("count", count, f"must be 1 to {logits.shape[-1]}, of the experts")
     if logits.is_cuda:
-        from guided_spec.ops.linear import routed_experts_triton
-
-        return routed_experts_triton.route(logits, count, is_normalized=is_normalized)
+        routes: Routes = kernels_of(__name__).route(logits, count, is_normalized=is_normalized)
+        return routes
     wide = logits.float()
     found, experts = wide.topk(count, -1)
     total = (found if is_normalized else wide).logsumexp(-1, keepdim=True)
@@ -51,9 +51,8 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     """
     _check(x, experts, opening.weight)
     if x.is_cuda and _has_kernel(opening, 2):
-        from guided_spec.ops.linear import routed_experts_triton
-
-        return routed_experts_triton.open_experts(x, experts, opening, gating)
+        opened: Tensor = kernels_of(__name__).open_experts(x, experts, opening, gating)
+        return opened
     both = torch.einsum("nkoi,ni->nko", opening.of(experts), x.float())
     if opening.bias is not None:
         both = both + opening.bias[experts].float()
@@ -76,9 +75,8 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
     """
     _check(opened, routes.experts, closing.weight)
     if opened.is_cuda and _has_kernel(closing, 1):
-        from guided_spec.ops.linear import routed_experts_triton
-
-        return routed_experts_triton.close_experts(opened, routes, closing)
+        closed: Tensor = kernels_of(__name__).close_experts(opened, routes, closing)
+        return closed
     found = torch.einsum("nkoi,nki->nko", closing.of(routes.experts), opened.float())
     if closing.bias is not None:
         found = found + closing.bias[routes.experts].float()
@@ -93,9 +91,7 @@ def are_served(opening: Projection, closing: Projection) -> bool:
 def _has_kernel(projection: Projection, parts: int) -> bool:
     if projection.scales is not None and not can_read_fp8(projection.weight.get_device()):
         return False
-    from guided_spec.ops.linear import routed_experts_triton
-
-    return routed_experts_triton.serves(projection, parts)
+    return bool(kernels_of(__name__).serves(projection, parts))
 
 
 def _check(x: Tensor, experts: Tensor, weight: Tensor) -> None:

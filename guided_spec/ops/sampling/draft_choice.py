@@ -6,15 +6,12 @@ it is needed. On CUDA two kernels do all of it, unless a request filters (top-k,
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.sampling.noise import DraftNoise, exponential_noise
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling, warp
@@ -22,11 +19,6 @@ from guided_spec.ops.sampling.warp import Sampling, warp
 __all__ = ["choose_draft", "choose_draft_reference"]
 
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-_Choose = Callable[
-    [Tensor, Tensor | None, Tensor | None, Sampling, DraftNoise | None], DraftChoice
-]  # the parameters of choose_draft
 
 
 def choose_draft(
@@ -49,9 +41,9 @@ def choose_draft(
     """
     if noise is None and not sampling.all_greedy:
         raise ConfigError("noise", None, "pass its keys where a request samples")
-    choose = _kernel() if _is_fused(logits, sampling) else None
-    if choose is None:
-        choose = choose_draft_reference
+    choose = choose_draft_reference
+    if _is_fused(logits, sampling):
+        choose = kernels_of(__name__).choose_draft
     return choose(logits, bitmask, target_ids, sampling, noise)
 
 
@@ -90,15 +82,5 @@ def _is_fused(logits: Tensor, sampling: Sampling) -> bool:
     """Whether the kernels can make the choice: they know no filters, and no doubles."""
     is_filtered = sampling.any_top_k or sampling.any_top_p or sampling.any_min_p
     has_filters = is_filtered and not sampling.all_greedy
-    return (
-        logits.is_cuda and logits.dtype in _KERNEL_DTYPES and logits.numel() > 0 and not has_filters
-    )
-
-
-@cache
-def _kernel() -> _Choose | None:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops.sampling import draft_choice_triton
-
-    return draft_choice_triton.choose_draft
+    is_served = logits.is_cuda and logits.dtype in _KERNEL_DTYPES and has_triton()
+    return is_served and logits.numel() > 0 and not has_filters

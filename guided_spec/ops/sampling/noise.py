@@ -8,17 +8,17 @@ integer arithmetic that is exact on every device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from enum import IntEnum
-from functools import cache
 from hashlib import blake2b
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from guided_spec.ops.kernels import has_triton, kernels_of
 
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
@@ -93,9 +93,9 @@ def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Te
     the key is the seed; the four words of one counter are four neighbouring columns. On CUDA a
     kernel gives the same bits.
     """
-    kernel = _kernel() if seeds.is_cuda else None
-    if kernel is not None:
-        return kernel(seeds, positions, int(stream), columns)
+    if seeds.is_cuda and has_triton():
+        bits: Tensor = kernels_of(__name__).philox(seeds, positions, int(stream), columns)
+        return bits
     blocks = torch.arange(-(-columns // 4), device=seeds.device)
     c0 = blocks.expand(len(seeds), -1)
     c1 = (positions & _LOW).unsqueeze(1).expand_as(c0)
@@ -111,15 +111,6 @@ def philox(seeds: Tensor, positions: Tensor, stream: Stream, columns: int) -> Te
         c2, c3 = high_0 ^ c3 ^ key_1, product_0 & _LOW
         key_0, key_1 = (key_0 + _WEYL_0) & _LOW, (key_1 + _WEYL_1) & _LOW
     return torch.stack((c0, c1, c2, c3), -1).flatten(1)[:, :columns]
-
-
-@cache
-def _kernel() -> Callable[[Tensor, Tensor, int, int], Tensor] | None:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops.sampling import noise_triton
-
-    return noise_triton.philox
 
 
 def uniform_noise(seeds: Tensor, positions: Tensor, stream: Stream) -> Tensor:

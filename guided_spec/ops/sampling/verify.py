@@ -14,14 +14,11 @@ decoding", arXiv:2408.07978).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 from torch import Tensor
 
 from guided_spec.ops.bitmask import apply_token_bitmask
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.tree import verify_tree
@@ -74,9 +71,9 @@ def verify(logits: Tensor, bitmask: Tensor | None, draft: Draft, rows: VerifyRow
     if draft.tree is not None:
         return verify_tree(logits, bitmask, draft, rows)
     has_kernel = rows.verifier in KERNEL_VERIFIERS and isinstance(rows.noise, NoiseKeys)
-    kernel = _kernel() if logits.is_cuda and has_kernel else None
-    if kernel is not None:
-        return kernel(logits, bitmask, draft, rows)
+    if logits.is_cuda and has_kernel and has_triton():
+        found: Accepted = kernels_of(__name__).verify(logits, bitmask, draft, rows)
+        return found
     noise = draw_noise(rows, draft.token_ids.shape[1], logits.shape[-1])
     logits = apply_token_bitmask(logits, bitmask)
     if rows.adjustments is not None:
@@ -100,12 +97,3 @@ def draw_noise(rows: VerifyRows, num_draft: int, vocab_size: int) -> Noise:
     repeated = seeds.repeat_interleave(num_draft + 1)
     sample = exponential_noise(repeated, positions.flatten(), Stream.SAMPLE, vocab_size)
     return Noise(accept, sample.view(batch, num_draft + 1, -1))
-
-
-@cache
-def _kernel() -> Callable[[Tensor, Tensor | None, Draft, VerifyRows], Accepted] | None:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops.sampling import verify_triton
-
-    return verify_triton.verify

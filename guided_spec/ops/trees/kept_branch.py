@@ -6,14 +6,13 @@ its row. Behind the verification those of one branch are the text's, and the oth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cache
-from importlib.util import find_spec
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["LayerMemory", "keep_branch"]
@@ -54,9 +53,9 @@ def keep_branch(memory: LayerMemory, tables: Tensor, rows: Tensor, path: Tensor)
 
     All on one device; nothing waits for it.
     """
-    kernel = _kernel() if path.is_cuda else None
-    if kernel is not None:
-        kernel(memory.addresses, memory.layers[0].keys, tables, rows, path)
+    if path.is_cuda and has_triton():
+        like = memory.layers[0].keys
+        kernels_of(__name__).keep_branch(memory.addresses, like, tables, rows, path)
     else:
         _keep(memory, tables, rows, path)
 
@@ -73,12 +72,3 @@ def _keep(memory: LayerMemory, tables: Tensor, rows: Tensor, path: Tensor) -> No
         for buffer in layer:
             (blocks, within), (to_blocks, to_within) = found
             buffer[to_blocks, :, to_within] = buffer[blocks, :, within]
-
-
-@cache
-def _kernel() -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None] | None:
-    if find_spec("triton") is None:  # it exists for Linux only
-        return None
-    from guided_spec.ops.trees import kept_branch_triton  # imported here: it needs triton
-
-    return kept_branch_triton.keep_branch
