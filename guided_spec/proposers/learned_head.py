@@ -219,8 +219,8 @@ class LearnedHead(Proposer):
     ) -> bool:
         """Draft by one graph, if it can be; others than ``rows`` draft too, and nobody looks."""
         drafted = lookahead.drafted
-        head, slots, count = self._whole, batch.slots, batch.num_draft_tokens
-        if head is None:
+        whole, slots, count = self._whole, batch.slots, batch.num_draft_tokens
+        if whole is None:
             return False
         is_best = drafts_best(batch, lookahead, self._policy)
         is_masked = not is_best and drafts_masked(batch, lookahead, self._policy)
@@ -233,8 +233,10 @@ class LearnedHead(Proposer):
         is_alone = texts is not None and texts.is_alone and not lookahead.turns
         if masked is not None and not (self._can_wait or is_alone):
             return False
-        head.rewind(slots)
-        if any(head.depth(slot) for slot in slots):  # another draft of this step has followed it
+        self._head.rewind(slots)
+        if any(
+            self._head.depth(slot) for slot in slots
+        ):  # another draft of this step has followed it
             return False
         given = None
         if is_given:
@@ -243,9 +245,9 @@ class LearnedHead(Proposer):
         if masked is not None:
             loop.take_masked(masked, slots, given, texts)
         elif given is None:
-            loop.take(head.draft_greedily(slots, count))
+            loop.take(whole.draft_greedily(slots, count))
         else:
-            loop.take(given.behind(head.draft_greedily(slots, count, given.token_ids).T).T)
+            loop.take(given.behind(whole.draft_greedily(slots, count, given.token_ids).T).T)
         return True
 
     def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
@@ -354,9 +356,9 @@ class _Runner(NamedTuple):
 
     def whole(self, longest: int) -> WholeDrafts | None:
         """Who makes drafts of ``longest`` tokens by one graph, if anybody does."""
-        if self.packed is not None or self.ahead is None or self.block is None:
-            return self.packed
-        return self.block if longest <= self.block.width else None
+        if self.block is None:
+            return None if self.packed is None else self.packed.whole
+        return self.block.whole if longest <= self.block.width else None
 
 
 Run = Callable[[Any, SlotLimits, ProposerContext], _Runner]

@@ -368,3 +368,6 @@ class _Picker(NamedTuple):
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
         place = _Depth(ticket, depth, inputs["cursors"], self.scored)
         return self.drafter.draw(place, self.buffers, logits, *drawing)
+
+    def found(self, picked: list[Tensor]) -> None:
+        del picked  # they are in the buffers

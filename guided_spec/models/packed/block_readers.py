@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.context_slots import ContextSlots
 from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
@@ -24,6 +23,7 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
     upload,
 )
+from guided_spec.models.packed.head_slots import HeadSlots
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.slot_attention import SlotPlaces
@@ -34,7 +34,7 @@ __all__ = ["PackedContextReader", "PackedMaskedReader"]
 class PackedContextReader:
     """What ``ContextReader`` is, for the heads that ``PackedBlock`` serves.
 
-    blocks: see ``ContextSlots``. window: in which CUDA graphs are captured; None never closes.
+    blocks: see ``HeadSlots``. window: in which CUDA graphs are captured; None never closes.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class PackedContextReader:
             head.layout.width,
             head.hidden_size,
         )
-        self.slots = ContextSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
+        self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-        self.commit = self.slots.commit
+        self.commit, self.can_read_ahead = self.slots.commit, self.slots.can_read_ahead
         self.graphs = GraphPool(device, window)
         self.drafts = BlockGraphs(self.graphs, self, limits.num_slots)
 
@@ -77,14 +77,8 @@ class PackedContextReader:
     ) -> None:
         """See ``HeadRunner``."""
         del tokens
-        for line in self.slots.lines(slots, states):
-            self._read_rows(line.rows, line.states)
-
-    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
-        """See ``PackedSlotHead``."""
-        pairs = zip(self.slots.lengths(slots), counts, strict=True)
-        longest = max(length + count for length, count in pairs)
-        return sum(counts) <= LARGEST_GRAPH and longest <= self.max_length
+        for line in self.slots.lines(slots, [len(row) for row in states]):
+            self._read_rows(line.rows, line.of(states))
 
     @torch.inference_mode()
     def read_ahead(
@@ -194,7 +188,7 @@ class PackedMaskedReader:
         count = width - 1
         token_ids = slots.new_full((len(slots), count), self._masks.token_id)
         hidden = self._masks.hidden.expand(*token_ids.shape, -1)
-        places = places_of_blocks(slots, starts, count, self.slots.blocks)
+        places = places_of_blocks(slots, starts, count, self.slots.slots.blocks)
         return self.slots.masked(slots, token_ids, hidden, places)
 
     def logits(self, outputs: Tensor) -> Tensor:
@@ -208,6 +202,6 @@ class PackedMaskedReader:
 
     def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
         """See ``AheadReader``."""
-        starts = [self.slots.length(slot) for slot in slots]
-        Rows(slots, starts, [width - 1] * len(slots)).grow(self.slots.blocks)
+        starts = self.slots.slots.lengths(slots)
+        Rows(slots, starts, [width - 1] * len(slots)).grow(self.slots.slots.blocks)
         return BlockRows(slots, starts, last)

@@ -1,15 +1,30 @@
-"""Whole drafts by one graph: who makes them, and who picks their tokens inside of it."""
+"""Whole drafts of a head, each by one graph, inside of which their tokens are picked one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
-from guided_spec.models.packed.graph_pool import Inputs
+from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.packed.graph_pool import (
+    NOTHING,
+    ROW_SIZES,
+    GraphPool,
+    Inputs,
+    bucket,
+    pack_places,
+    pad_rows,
+    upload,
+)
 
-__all__ = ["Picker", "WholeDrafts"]
+__all__ = ["DraftForward", "DraftStart", "Pick", "Picker", "WholeDrafts"]
+
+Pick = Callable[[int, Tensor], Tensor]
+"""A depth and its logits [R, D] to the tokens that the draft goes on with, int64 [R] target ids."""
 
 
 class Picker(Protocol):
@@ -38,17 +53,96 @@ class Picker(Protocol):
         """
         ...
 
+    def found(self, picked: list[Tensor]) -> Tensor | None:
+        """What of the tokens, [R] each, the graph leaves to whoever runs it."""
+        ...
 
-class WholeDrafts(Protocol):
-    """A head that makes a whole draft by one graph; see ``PackedSlotHead``."""
+
+class _Best(NamedTuple):
+    """Picks the best tokens. vocabulary: what the logits score; None: the target's own tokens."""
+
+    vocabulary: DraftVocabulary | None
+    key: Hashable = "best"
+    ticket: int = 0
+
+    def inputs(self, graph: Hashable, size: int) -> Inputs:
+        del graph, size
+        return NOTHING
+
+    def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
+        del ticket, inputs, depth
+        best = logits.argmax(-1)
+        return best if self.vocabulary is None else self.vocabulary.to_target(best)
+
+    def found(self, picked: list[Tensor]) -> Tensor:
+        return torch.stack(picked, 1)
+
+
+class DraftStart(NamedTuple):
+    """Where drafts of R texts begin: the place of the first token of each, and what
+    ``DraftForward.draft`` reads besides, [R, ...] each."""
+
+    starts: Sequence[int]
+    fed: Inputs
+
+
+class DraftForward(Protocol):
+    """A head's part of whole drafts.
+
+    vocabulary: what its logits score; None: the target's own tokens.
+    """
 
     @property
-    def row_sizes(self) -> list[int]: ...
-    def depth(self, slot: int) -> int: ...
-    def rewind(self, slots: Sequence[int]) -> None: ...
+    def vocabulary(self) -> DraftVocabulary | None: ...
+    def has_graph(self, size: int, count: int) -> bool:
+        """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
+        ...
+
+    def blank(self, size: int) -> Inputs:
+        """``DraftStart.fed`` of rows that nobody uses."""
+        ...
+
+    def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
+        """Before a draft of ``count`` tokens: the slots have room for it."""
+        ...
+
+    def draft(self, inputs: Inputs, count: int, pick: Pick) -> Any:
+        """Inside of the graph: tokens that ``pick`` picks; returns what ``end_draft`` gets.
+
+        inputs: what ``begin_draft`` said, and "places": int64 [3, R], the slots, -1 for an unused
+        row, and their starts first.
+        """
+        ...
+
+    def end_draft(self, slots: Sequence[int], count: int, left: Any) -> None:
+        """All but the last token are appended to the slots' drafts."""
+        ...
+
+
+class WholeDrafts:
+    """See the module's docstring. row_sizes: of the batches that drafts are captured for, the
+    largest first."""
+
+    def __init__(self, graphs: GraphPool, forward: DraftForward, num_slots: int) -> None:
+        self._graphs, self._forward = graphs, forward
+        most = bucket(num_slots, ROW_SIZES)
+        self.row_sizes = [size for size in reversed(ROW_SIZES) if size <= most]
+
+    @torch.inference_mode()
     def draft_greedily(
         self, slots: Sequence[int], count: int, given: Tensor | None = None
-    ) -> Tensor: ...
+    ) -> Tensor:
+        """int64 [R, count] target ids, each the best behind the ones before.
+
+        given: int64 [R, G], G at most ``count``: tokens that each row begins with, -1 behind them.
+            What the result holds in their places is any.
+
+        On CUDA the next such draft overwrites the result.
+        """
+        best: Tensor = self._run(_Best(self._forward.vocabulary), slots, count, given)
+        return best[: len(slots)]
+
+    @torch.inference_mode()
     def draft_by(
         self,
         picker: Picker,
@@ -56,5 +150,73 @@ class WholeDrafts(Protocol):
         count: int,
         given: Tensor | None = None,
         beside: Callable[[], None] | None = None,
-    ) -> None: ...
-    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None: ...
+    ) -> None:
+        """Draft ``count`` tokens that ``picker`` picks.
+
+        given: as of ``draft_greedily``. beside: what the picker waits for while it is launched.
+        """
+        self._run(picker, slots, count, given, beside)
+
+    @torch.inference_mode()
+    def capture_best(self, count: int) -> Iterator[None]:
+        """Capture the graphs of ``draft_greedily``."""
+        for size in self.row_sizes:
+            for given in (0, count):
+                self.capture_by(_Best(self._forward.vocabulary), count, given, size)
+                yield
+
+    @torch.inference_mode()
+    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
+        """Capture the graph of ``draft_by`` for ``size`` rows, ``given`` tokens among ``count``.
+
+        Where it would be too large, only its kernels are made ready.
+        """
+        key = (picker.key, count, *([given] if given else []), size)
+        inputs = {**self._forward.blank(size), **picker.inputs(key, size), "places": _still(size)}
+        if given:
+            inputs["given"] = torch.full((size, given), -1)
+        body = partial(self._draft, picker, count)
+        if self._forward.has_graph(size, count):
+            self._graphs.prepare(key, inputs, body)
+        else:
+            body(upload(inputs, self._graphs.device))
+
+    def _run(
+        self,
+        picker: Picker,
+        slots: Sequence[int],
+        count: int,
+        given: Tensor | None,
+        beside: Callable[[], None] | None = None,
+    ) -> Any:
+        size, body = bucket(len(slots), ROW_SIZES), partial(self._draft, picker, count)
+        start = self._forward.begin_draft(slots, count)
+        fed = dict(start.fed) if given is None else {**start.fed, "given": given}
+        inputs = {name: pad_rows(value, size) for name, value in fed.items()}
+        key = (picker.key, count, *(() if given is None else given.shape[1:]), size)
+        inputs |= picker.inputs(key, size)
+        if key not in self._graphs:
+            # A draft moves its slots on, and may wait for the host: no slots, and no ticket.
+            self._graphs.prepare(key, {**inputs, "places": _still(size)}, body)
+        places = (slots, start.starts, [picker.ticket] * len(slots))
+        inputs["places"] = pack_places(places, size)
+        found, left = self._graphs.run(key, inputs, body, beside=beside)
+        self._forward.end_draft(slots, count, left)
+        return found
+
+    def _draft(self, picker: Picker, count: int, inputs: Inputs) -> tuple[Tensor | None, Any]:
+        ticket, given, picked = inputs["places"][2, :1], inputs.get("given"), list[Tensor]()
+
+        def pick(depth: int, logits: Tensor) -> Tensor:
+            picked.append(picker.pick(ticket, inputs, depth, logits))
+            if given is None or depth >= given.shape[1]:
+                return picked[-1]
+            return torch.where(given[:, depth] < 0, picked[-1], given[:, depth])
+
+        left = self._forward.draft(inputs, count, pick)
+        return picker.found(picked), left
+
+
+def _still(size: int) -> Tensor:
+    """Places of rows that nobody uses."""
+    return pack_places([[], [], []], size)

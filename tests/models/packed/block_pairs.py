@@ -69,7 +69,7 @@ class BlockPair:
             served = PackedEagle3.of(self.head, LENGTH)
             assert served is not None
             slots = PackedSlotHead(served, limits, blocks=blocks, **where)
-            ahead, memory = PackedMaskedReader(self.head, slots, WIDTH), slots._memory
+            ahead, memory = PackedMaskedReader(self.head, slots, WIDTH), slots.slots.memory
             reader = MaskedReader(self.head, limits, WIDTH, **where)
         else:
             form_of = PackedBlock.of(self.head, LENGTH)

@@ -8,21 +8,23 @@ equations are in ``guided_spec.models.heads.eagle3``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.block.context_slots import ContextLine, ContextSlots
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.block.transitions import Transition
+from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle3 import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
+from guided_spec.models.packed.block_graphs import BlockForward, BlockGraphs, BlockRows, has_graph
 from guided_spec.models.packed.blocks import BLOCK, Blocks
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs
+from guided_spec.models.packed.head_slots import HeadLine, HeadSlots
 from guided_spec.models.packed.packed_lm import split_places
-from guided_spec.models.packed.whole_drafts import Picker
+from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
@@ -60,7 +62,7 @@ class BlockReader(Protocol):
         ...
 
 
-class AheadReader(BlockReader, Protocol):
+class AheadReader(BlockReader, BlockForward, Protocol):
     """A reader whose forwards are graphs; see ``PackedSlotHead``."""
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool: ...
@@ -78,8 +80,12 @@ class AheadReader(BlockReader, Protocol):
         ...
 
     @property
+    def graphs(self) -> GraphPool: ...
+    @property
+    def vocabulary(self) -> DraftVocabulary | None: ...
+    @property
     def drafts(self) -> BlockGraphs:
-        """The graphs of its drafts."""
+        """The graphs of its blocks."""
         ...
 
     def rows(self, slots: Sequence[int], last: Tensor, width: int) -> BlockRows:
@@ -93,6 +99,8 @@ class BlockRunner:
     width: tokens of a draft at most; there are no more than the reader's. Behind the block's last
     place every logit is -inf: a draft is no longer than that. ahead: the reader, where its forwards
     are graphs.
+
+    whole: its drafts by one graph each, where that is so.
     """
 
     @torch.inference_mode()
@@ -109,6 +117,7 @@ class BlockRunner:
         self._reader, self._ahead, self._device = reader, ahead, device
         self.max_length = reader.max_length
         self.width = min(width, reader.width)
+        self.whole = None if ahead is None else WholeDrafts(ahead.graphs, self, num_slots)
         self._depths, self._marks = ([0] * num_slots for _ in range(2))
         # Of each slot's block, where it has been computed since the last read.
         columns = max(self.width, 1)
@@ -198,41 +207,45 @@ class BlockRunner:
     def capture(self, whole: int = 0) -> Iterator[None]:
         """Capture the graphs there are.
 
-        whole: tokens of the drafts that ``draft_greedily`` is asked for; 0: none.
+        whole: tokens of the drafts that ``whole`` is asked for; 0: none.
         """
         if self._ahead is not None:
             yield from self._ahead.capture(self.width)
-            if whole:
-                yield from self._ahead.drafts.capture_best(whole)
+            if whole and self.whole is not None:
+                yield from self.whole.capture_best(whole)
 
     @property
-    def row_sizes(self) -> list[int]:
-        """See ``WholeDrafts``."""
-        return self._graphs.row_sizes
+    def vocabulary(self) -> DraftVocabulary | None:
+        """See ``DraftForward``."""
+        assert self._ahead is not None
+        return self._ahead.vocabulary
 
-    @torch.inference_mode()
-    def draft_greedily(
-        self, slots: Sequence[int], count: int, given: Tensor | None = None
-    ) -> Tensor:
-        """See ``WholeDrafts``; count: ``width`` at most."""
-        return self._graphs.draft_greedily(self._rows(slots, count), count, given)
+    def has_graph(self, size: int, count: int) -> bool:
+        """See ``DraftForward``."""
+        return has_graph(size, count)
 
-    @torch.inference_mode()
-    def draft_by(
-        self,
-        picker: Picker,
-        slots: Sequence[int],
-        count: int,
-        given: Tensor | None = None,
-        beside: Callable[[], None] | None = None,
-    ) -> None:
-        """See ``WholeDrafts``; count: ``width`` at most."""
-        self._graphs.draft_by(picker, self._rows(slots, count), count, given, beside)
+    def blank(self, size: int) -> Inputs:
+        """See ``DraftForward``."""
+        return {"last": torch.zeros(size, dtype=torch.int64)}
 
-    @torch.inference_mode()
-    def capture_by(self, picker: Picker, count: int, given: int, size: int) -> None:
-        """See ``WholeDrafts``."""
-        self._graphs.capture_by(picker, count, given, size)
+    def begin_draft(self, slots: Sequence[int], count: int) -> DraftStart:
+        """See ``DraftForward``; count: ``width`` at most."""
+        rows = self._rows(slots, self._index(slots), count)
+        return DraftStart(rows.starts, {"last": rows.last})
+
+    def draft(self, inputs: Inputs, count: int, pick: Pick) -> None:
+        """See ``DraftForward``: the places are scored by one forward."""
+        assert self._ahead is not None
+        slots, starts, _ = inputs["places"].unbind(0)
+        before = inputs["last"]
+        outputs = self._ahead.outputs(slots, starts, before, count)
+        for depth, logits in enumerate(self._ahead.logits(outputs).unbind(1)):
+            if self._ahead.transition is not None:
+                logits = self._ahead.transition.step(logits, outputs[:, depth], before)
+            before = pick(depth, logits)
+
+    def end_draft(self, slots: Sequence[int], count: int, left: None) -> None:
+        """See ``DraftForward``: nothing of the block is kept."""
 
     @torch.inference_mode()
     def logits(self, slots: Sequence[int]) -> Tensor:
@@ -257,14 +270,9 @@ class BlockRunner:
         """How a place depends on the one before it; None: it does not."""
         return self._reader.transition
 
-    @property
-    def _graphs(self) -> BlockGraphs:
+    def _rows(self, slots: Sequence[int], index: Tensor, width: int) -> BlockRows:
         assert self._ahead is not None
-        return self._ahead.drafts
-
-    def _rows(self, slots: Sequence[int], count: int) -> BlockRows:
-        assert self._ahead is not None
-        return self._ahead.rows(slots, self._trail[self._index(slots), 0], count)
+        return self._ahead.rows(slots, self._trail[index, 0], width)
 
     def _begin_drafts(self, slots: Sequence[int], index: Tensor, last: Tensor) -> None:
         """last: int64 [R] or one for all, the tokens that the drafts stand behind."""
@@ -290,7 +298,7 @@ class BlockRunner:
 
 
 class ContextReader:
-    """A ``BlockReader``, launch by launch. blocks: see ``ContextSlots``."""
+    """A ``BlockReader``, launch by launch. blocks: see ``HeadSlots``."""
 
     def __init__(
         self,
@@ -305,7 +313,7 @@ class ContextReader:
         self.width, self.size = head.layout.width, head.hidden_size
         self._device, self._dtype = device, dtype
         where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
-        self.slots = ContextSlots(head.config, limits, **where)
+        self.slots = HeadSlots(head.config, limits, **where)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
 
@@ -320,8 +328,8 @@ class ContextReader:
     ) -> None:
         """See ``HeadRunner``."""
         del tokens
-        for line in self.slots.lines(slots, states):
-            self._read_line(line)
+        for line in self.slots.lines(slots, [len(row) for row in states]):
+            self._read_line(line, line.of(states))
 
     def logits(self, outputs: Tensor) -> Tensor:
         """See ``BlockReader``."""
@@ -342,13 +350,13 @@ class ContextReader:
         outputs: Tensor = self.head(last, width, BlockContext(layers, length))
         return outputs
 
-    def _read_line(self, line: ContextLine) -> None:
-        rows, count, blocks = line.rows, len(line.states), self.slots.blocks
+    def _read_line(self, line: HeadLine, states: Tensor) -> None:
+        rows, count, blocks = line.rows, len(states), self.slots.blocks
         rows.grow(blocks)
         found = torch.from_numpy(rows.places(count, len(rows.slots)))
         of_tokens, of_rows = split_places(found.to(self._device, non_blocking=True), count)
         places = SlotPlaces(of_tokens, of_rows, blocks.tables, blocks.max_length)
-        features = self.head.features(line.states.to(self._device, self._dtype))
+        features = self.head.features(states.to(self._device, self._dtype))
         made = self.head.context(features, of_tokens[1])
         for new, kept in zip(made, self.slots.memory, strict=True):
             store_keys_values(new, kept, places)
