@@ -14,16 +14,15 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from guided_spec.config import EngineConfig
-from guided_spec.core import DecodeBatch, Proposer, ProposerContext
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
+from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostText
 from guided_spec.integrations.lmdeploy.helper import GuidedHelper, RejectionSampler
 from guided_spec.integrations.lmdeploy.manager import (
     TURN,
@@ -31,12 +30,6 @@ from guided_spec.integrations.lmdeploy.manager import (
     GuidedManager,
     compile_ahead,
 )
-from guided_spec.masks.constraint import Constraint
-from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.proposers import build_proposer
-from guided_spec.types import SamplingParams
 
 __all__ = [
     "METHODS",
@@ -70,7 +63,6 @@ _turns = itertools.count()
 
 _FIX = "install() reaches its own process alone; {}, or leave install() out"
 _BASE = "lmdeploy.pytorch.spec_decode.proposers.base"
-_CPU = torch.device("cpu")
 _PAD = 0  # what stands behind a draft that is too short; verified like any other token
 
 
@@ -416,26 +408,10 @@ class Drafting:
         if manager.error is not None:
             raise ModelError(f"{proposer} needs the tokens of the model") from manager.error
         self.num_draft = num_draft
-        self._manager = manager
-        self._texts: dict[Any, _Text] = {}
-        self._next_slot = 0
-        self._rows = MaskRows(1, num_draft + 1, manager.vocab_size, _CPU)
-        self._sampling = Sampling.stack([SamplingParams()], [0], _CPU)
-        tokenizer = manager.tokenizer
-        self._proposer: Proposer = build_proposer(
-            proposer,
-            ProposerContext(
-                vocabulary=manager.vocabulary,
-                encode=lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"]),
-                tokenizer=tokenizer,
-                target=None,
-                config=EngineConfig(),
-                num_slots=1,
-                max_model_len=1,
-                device=_CPU,
-                dtype=torch.float32,
-            ),
-        )
+        self._texts: dict[Any, HostText] = {}
+        self._new_slots = itertools.count()
+        tokens = manager.vocabulary, manager.tokenizer
+        self._drafter = HostDrafter(*tokens, num_draft, num_requests=1, proposer=proposer)
 
     def propose(
         self, model_inputs: Any, extra_inputs: Any, sampling_inputs: Any, helper: Any
@@ -456,43 +432,36 @@ class Drafting:
 
     def read(self, key: Any, history: int | None, token_ids: Sequence[int]) -> None:
         """Append what a session got; ``history`` is where a prompt's tokens begin."""
-        text = self._texts.get(key)
-        if text is None:
-            text = self._texts[key] = _Text(self._take_slot())
+        text = self._texts.get(key) or HostText(next(self._new_slots), [])
         if history is not None and history < len(text.token_ids):
-            self._proposer.release([text.slot])  # what is kept of a slot is of a text that grows
-            text.slot = self._take_slot()
-            del text.token_ids[history:]
+            self._drafter.release([text.slot])  # what is kept of a slot is of a text that grows
+            text = HostText(next(self._new_slots), text.token_ids[:history])
         # Where an earlier part was never seen, as with a cached prefix, the rest must do.
-        text.token_ids += token_ids
+        text.token_ids.extend(token_ids)
+        self._texts[key] = text
 
     def draft(self, key: Any, processor: GrammarProcessor | None) -> list[int]:
         """K tokens behind a session's text, padded."""
-        constraint, lookahead = None, None
-        if processor is not None and not processor.is_terminated() and not processor.is_broken:
-            constraint, lookahead = processor.constraint, processor.begin()
-        if lookahead is None:
-            lookahead = Lookahead.fork([None], self._rows, [self.num_draft])
         text = self._texts[key]
-        self._proposer.begin(self._batch(text, constraint), lookahead).finish()
-        drafted = [*lookahead.drafted[0]]
+        request = HostRequest(text.slot, text.token_ids, 0, self.num_draft, None)
+        if processor is None or processor.is_terminated() or processor.is_broken:
+            return self._padded(self._drafter.draft([request])[0])
+        lookahead = processor.begin()
+        request = request._replace(constraint=processor.constraint)
+        self._drafter.extend([request], lookahead)
         refused = lookahead.refused[0]
-        if refused is not None:
-            # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
-            drafted.append(refused)
-        drafted += [_PAD] * (self.num_draft - len(drafted))
-        if constraint is not None and processor is not None:
-            processor.end_draft(drafted)
-        return drafted
+        # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
+        drafted = [*lookahead.drafted[0], *([] if refused is None else [refused])]
+        processor.end_draft(self._padded(drafted))
+        return self._padded(drafted)
 
     def release(self, session_ids: Sequence[Any]) -> None:
         """Forget sessions that have ended."""
         ended = [key for key in self._texts if key[0] in session_ids]
-        self._proposer.release([self._texts.pop(key).slot for key in ended])
+        self._drafter.release([self._texts.pop(key).slot for key in ended])
 
-    def _take_slot(self) -> int:
-        self._next_slot += 1
-        return self._next_slot - 1
+    def _padded(self, drafted: list[int]) -> list[int]:
+        return drafted + [_PAD] * (self.num_draft - len(drafted))
 
     def _read_step(self, keys: Sequence[Any], inputs: Any, output: Tensor | None) -> None:
         """What each session got: its prompt, or a part of it, and what was sampled behind."""
@@ -506,25 +475,3 @@ class Drafting:
         prompts = inputs.input_ids.flatten().split(lengths)
         for key, history, prompt, tokens in zip(keys, histories, prompts, sampled, strict=True):
             self.read(key, history, [*prompt.tolist(), *tokens])
-
-    def _batch(self, text: _Text, constraint: Constraint | None) -> DecodeBatch:
-        return DecodeBatch(
-            slots=(text.slot,),
-            contexts=(text.token_ids,),
-            prompt_lengths=(0,),
-            constraints=(constraint,),
-            limits=(self.num_draft,),
-            sampling=self._sampling,
-            mask_rows=self._rows,
-            num_draft_tokens=self.num_draft,
-            vocab_size=self._manager.vocab_size,
-            device=_CPU,
-        )
-
-
-@dataclass(slots=True)
-class _Text:
-    """One session's tokens as far as they were seen, and the slot its proposer knows it by."""
-
-    slot: int
-    token_ids: list[int] = field(default_factory=list)

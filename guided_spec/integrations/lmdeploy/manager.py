@@ -104,7 +104,7 @@ class GrammarProcessor:
     def fork(self) -> DraftProcessor:
         """Begin a draft behind the committed text; LMDeploy calls it before it drafts."""
         if not self.is_broken:
-            self._begin()
+            self.begin()
         return DraftProcessor(self)
 
     def next_row(self) -> NDArray[np.int32] | None:
@@ -115,7 +115,7 @@ class GrammarProcessor:
         """
         if self.has_ended or self.is_broken:
             return None
-        return self._begin().peek(0)
+        return self.begin().peek(0)
 
     def draft_row(self) -> NDArray[np.int32] | None:
         """``next_row`` behind the draft so far; also None where the draft has ended."""
@@ -137,10 +137,6 @@ class GrammarProcessor:
         self._told += 1
         return token_id
 
-    def begin(self) -> Lookahead:
-        """Start a draft behind the committed text, for a proposer; ``end_draft`` follows."""
-        return self._begin()
-
     def end_draft(self, token_ids: Sequence[int]) -> None:
         """Walk what stands in the draft behind the tokens that the lookahead has been told."""
         assert self._ahead is not None
@@ -159,7 +155,7 @@ class GrammarProcessor:
         if self.has_ended or self.is_broken:
             return None
         if token_ids is not None and self._told != num_draft:
-            self._begin(num_draft).extend([list(token_ids)])
+            self.begin(num_draft).extend([list(token_ids)])
             self._told = num_draft
         assert self._ahead is not None
         rows = self._ahead.finish(num_draft)
@@ -185,7 +181,8 @@ class GrammarProcessor:
         self.has_ended = self.constraint.is_terminated
         return taken
 
-    def _begin(self, num_draft: int = 0) -> Lookahead:
+    def begin(self, num_draft: int = 0) -> Lookahead:
+        """Start a draft behind the committed text; of a proposer, ``end_draft`` follows."""
         if self._rows is None or self._rows.depths <= max(num_draft, self._num_draft):
             self._num_draft = max(num_draft, self._num_draft)
             with torch.inference_mode(mode=False):  # other threads fill them, outside that mode
