@@ -25,7 +25,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
 from guided_spec.models.packed.blocks import BLOCK
-from guided_spec.ops.linear.fp8_weight import FP8
+from guided_spec.ops.linear.fp8_linear import FP8
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["main", "verify_seconds"]

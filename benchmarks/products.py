@@ -19,8 +19,7 @@ from torch.nn import functional
 from benchmarks.device_time import graph_seconds, read_bandwidth
 from guided_spec.cli.console import stdout
 from guided_spec.ops.linear import fp8_linear_triton
-from guided_spec.ops.linear.fp8_linear import whole_matrix
-from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, whole_matrix
 
 __all__ = ["main"]
 

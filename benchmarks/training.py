@@ -49,9 +49,9 @@ from transformers import LlamaConfig
 
 from guided_spec.cli.console import stdout
 from guided_spec.models.attention import shape_free_kernels
-from guided_spec.models.ends import load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.export import save_head
+from guided_spec.models.loading import load_ends
 from guided_spec.training import objective
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.algorithms import heads

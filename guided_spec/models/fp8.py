@@ -26,10 +26,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.stock.experts import has_silu_gate
-from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
-from guided_spec.ops.linear.fp8_linear import fp8_linear, whole_matrix
-from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight, scales_shape
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts
+from guided_spec.ops.linear.experts import Gating, Projection, Routes, close_experts, open_experts
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, fp8_linear, scales_shape, whole_matrix
 from guided_spec.ops.pointwise import silu_mul_packed
 
 __all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]

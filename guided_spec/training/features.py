@@ -1,8 +1,6 @@
-"""Hidden states of the frozen target, computed as they are needed.
+"""Hidden states of the frozen target: computed as they are needed, from files, or by a server.
 
-Hidden states of the target in files, one a document: ``hs_{i}.safetensors``.
-
-The format is that of the speculators library, so that either reads what the other wrote:
+Files are ``hs_{i}.safetensors``, one a document, in the format of speculators:
 ``hidden_states`` [S, A + 1, H], the last slot being the last layer's output before the final norm,
 and ``token_ids`` int64 [S]; i is the number of the record in the data. The header also names the
 layers, where the file was written here. A file may hold more tokens than its row, such as the line
@@ -10,12 +8,19 @@ end that a chat template writes behind the last answer: states do not depend on 
 
 With 8 bits a number ``hidden_states`` are e4m3, and ``hidden_states_scales`` float32 is what they
 have to be multiplied by: [S, A + 1, 1] as written here, [S, 1, 1] as speculators' connector does.
+
+A vLLM that was started to extract hidden states (``extract_hidden_states`` as its method of
+speculation, and ``ExampleHiddenStatesConnector``) answers a prompt with the path of such a file,
+which it is about to write in a folder that has to be seen from here. Until it is written a lock is
+held on the file beside it. Written after the code of vLLM 0.33, and tested with a stand-in.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -27,15 +32,17 @@ from safetensors.torch import save_file
 from torch import Tensor, distributed
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ConfigError
+from guided_spec.errors import ConfigError, RequestError
 from guided_spec.models.target import capture_hidden
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
+from guided_spec.training.data.endpoint import Endpoint
 
 __all__ = [
     "FeatureDtype",
     "Features",
     "KeptFeatures",
     "OnlineFeatures",
+    "ServedFeatures",
     "SplitFeatures",
     "StoredFeatures",
     "feature_file",
@@ -345,3 +352,84 @@ def _spell(layers: Sequence[int]) -> str:
 
 def _wrong(path: Path | str, problem: str) -> ConfigError:
     return ConfigError("features", str(path), f"{problem}; {REMAKE}")
+
+
+AT_ONCE = 16  # requests
+
+
+class ServedFeatures:
+    """Asks the server for the states of each document, up to ``ahead`` batches before they train.
+
+    layers: hidden states for ``TargetStates.aux``; the server has to extract these, and the last
+        layer's output behind them. folder: files with the states of documents, which are read
+        where they are there, and written of the others; None keeps nothing.
+    """
+
+    ahead = 4
+
+    def __init__(
+        self,
+        url: str,
+        layers: Sequence[int],
+        folder: Path | None = None,
+        dtype: FeatureDtype = "target",
+    ) -> None:
+        self._endpoint = Endpoint(url, None, option="features_url", at_once=AT_ONCE)
+        self._layers, self._folder, self._dtype = tuple(layers), folder, dtype
+        self._pool = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="hidden-states")
+        self._begun: dict[int, Future[Tensor]] = {}
+
+    def begin(self, batch: TrainingBatch) -> None:
+        """Ask for the states of a batch; returns at once."""
+        token_ids, lengths = batch.token_ids.cpu(), batch.lengths.tolist()
+        for row, index in enumerate(batch.indices.tolist()):
+            if index not in self._begun:
+                own = token_ids[row, : lengths[row]]
+                self._begun[index] = self._pool.submit(self._states, index, own)
+
+    def __call__(self, batch: TrainingBatch) -> TargetStates:
+        """The states of ``batch``, on its device; asked for now, unless it was begun.
+
+        Raises ConfigError where the server does not answer, refuses, or wrote what does not fit.
+        """
+        self.begin(batch)
+        return pad_states([self._begun.pop(i).result() for i in batch.indices.tolist()], batch)
+
+    def close(self) -> None:
+        """Forget what was begun, and close the connections."""
+        self._pool.shutdown(cancel_futures=True)
+        self._endpoint.close()
+
+    def _states(self, index: int, token_ids: Tensor) -> Tensor:
+        path = None if self._folder is None else feature_file(self._folder, index)
+        if path is not None and path.is_file():
+            return read_states(path, token_ids, self._layers)
+        states = self._ask(token_ids)
+        if path is None:
+            return states
+        write_states(path, states, token_ids, self._layers, self._dtype)
+        return read_states(path, token_ids, self._layers)
+
+    def _ask(self, token_ids: Tensor) -> Tensor:
+        body = {"prompt": token_ids.tolist(), "max_tokens": 1, "return_token_ids": True}
+        try:
+            answer = self._endpoint.complete(body)
+        except RequestError as error:
+            raise self._refuse(str(error)) from error
+        found = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
+        if found is None:
+            raise self._refuse("names no file with hidden states in its answer: start it so")
+        path = Path(found)
+        if not path.parent.is_dir():
+            raise self._refuse(f"writes to {path.parent}, which is not there: share that folder")
+        lock = path.with_name(f"{path.name}.lock")
+        if lock.is_file():
+            with lock.open() as held:
+                fcntl.flock(held, fcntl.LOCK_SH)  # until it is written
+        states = read_states(path, token_ids, self._layers)
+        for done in (path, lock):
+            done.unlink(missing_ok=True)
+        return states
+
+    def _refuse(self, why: str) -> ConfigError:
+        return ConfigError("features_url", self._endpoint.url, why)

@@ -29,10 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
-from guided_spec.models.ends import has_layers, load_ends
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
-from guided_spec.models.loading import load_model, load_tokenizer
+from guided_spec.models.loading import has_layers, load_ends, load_model, load_tokenizer
 from guided_spec.training.algorithm import TrainerKwargs
 from guided_spec.training.card import (
     CARD,
@@ -47,13 +46,13 @@ from guided_spec.training.features import (
     Features,
     KeptFeatures,
     OnlineFeatures,
+    ServedFeatures,
     SplitFeatures,
     StoredFeatures,
 )
 from guided_spec.training.options import TrainOptions, read_device_map
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.run_log import LINES, LOGS, chosen_trackers
-from guided_spec.training.served_features import ServedFeatures
 from guided_spec.training.trainer import (
     Trainer,
     TrainingResult,

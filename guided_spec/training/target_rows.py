@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.ends import has_layers, without_layers
 from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.loading import has_layers, without_layers
 from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import TargetStates, TrainingBatch

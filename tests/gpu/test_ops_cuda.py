@@ -11,10 +11,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
-from guided_spec.ops.linear.expert_matrices import Gating, Projection
-from guided_spec.ops.linear.fp8_linear import fp8_linear
-from guided_spec.ops.linear.fp8_weight import scales_shape
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts, route
+from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
+from guided_spec.ops.linear.fp8_linear import fp8_linear, scales_shape
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from guided_spec.ops.linear.expert_linear import expert_linear
+from guided_spec.ops.linear.experts import expert_linear
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm, silu_mul_packed
 from guided_spec.ops.slot_attention import slot_attention
 from tests.ops.trees.branches import compare as compare_branches

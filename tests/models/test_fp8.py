@@ -20,9 +20,8 @@ from guided_spec.models import fp8
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear, Fp8Recipe
 from guided_spec.models.loading import load_model
-from guided_spec.ops.linear.expert_matrices import Gating
-from guided_spec.ops.linear.fp8_weight import FP8, scales_shape
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts, route
+from guided_spec.ops.linear.experts import Gating, close_experts, open_experts, route
+from guided_spec.ops.linear.fp8_linear import FP8, scales_shape
 from guided_spec.types import SamplingParams
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate

@@ -21,9 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from guided_spec.ops import launch_triton
-from guided_spec.ops.linear import fp8_linear_triton, routed_experts_triton
-from guided_spec.ops.linear.expert_matrices import Gating, Projection
-from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight
+from guided_spec.ops.linear import experts_triton, fp8_linear_triton
+from guided_spec.ops.linear.experts import Gating, Projection
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
@@ -87,23 +87,23 @@ def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: G
     """Likewise, of so many tokens. sizes: chosen experts, hidden and inner size."""
     chosen, hidden, inner = sizes
     logits = torch.empty(count, experts, dtype=torch.bfloat16)
-    routes = routed_experts_triton.route(logits, chosen, is_normalized=True)
+    routes = experts_triton.route(logits, chosen, is_normalized=True)
     bias = torch.empty(experts, 2 * inner, dtype=torch.bfloat16)
     weight = torch.empty(experts, 2 * inner, hidden, dtype=torch.bfloat16, device="meta")
     x = torch.empty(count, hidden, dtype=torch.bfloat16)
     opening = Projection(weight, None if gating.limit is None else bias)
-    routed_experts_triton.open_experts(x, routes.experts, opening, gating)
+    experts_triton.open_experts(x, routes.experts, opening, gating)
     closing = torch.empty(experts, hidden, inner, dtype=torch.bfloat16, device="meta")
     opened = torch.empty(count, chosen, inner, dtype=torch.bfloat16)
     given = Projection(closing, None if gating.limit is None else bias)
-    routed_experts_triton.close_experts(opened, routes, given)
+    experts_triton.close_experts(opened, routes, given)
     if gating.limit is None:
         scales = torch.empty(experts, 2 * inner // 128, hidden // 128)
         in_fp8 = Projection(weight.to(FP8), None, scales, (128, 128))
-        routed_experts_triton.open_experts(x, routes.experts, in_fp8, gating)
+        experts_triton.open_experts(x, routes.experts, in_fp8, gating)
         scales = torch.empty(experts, hidden // 128, inner // 128)
         in_fp8 = Projection(closing.to(FP8), None, scales, (128, 128))
-        routed_experts_triton.close_experts(opened, routes, in_fp8)
+        experts_triton.close_experts(opened, routes, in_fp8)
 
 
 def attend(*, is_tree: bool) -> None:

@@ -22,11 +22,11 @@ from guided_spec.training.features import (
     FeatureDtype,
     KeptFeatures,
     OnlineFeatures,
+    ServedFeatures,
     StoredFeatures,
     feature_file,
 )
 from guided_spec.training.run import train
-from guided_spec.training.served_features import ServedFeatures
 from guided_spec.training.trainer import _looked_ahead
 from tests.answering import Answering, running
 from tests.models.tiny import build

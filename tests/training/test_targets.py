@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.models.ends import load_ends
+from guided_spec.models.loading import load_ends
 from guided_spec.training.run import TrainingReport, train
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 

@@ -18,8 +18,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.stock.experts import REPLACED
-from guided_spec.ops.linear.expert_matrices import Gating, Projection
-from guided_spec.ops.linear.routed_experts import are_served, close_experts, open_experts, route
+from guided_spec.ops.linear.experts import (
+    Gating,
+    Projection,
+    are_served,
+    close_experts,
+    open_experts,
+    route,
+)
 
 __all__ = ["PackedExperts"]
 

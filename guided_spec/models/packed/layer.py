@@ -19,8 +19,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.packed.experts import PackedExperts
-from guided_spec.ops.linear.fp8_linear import fp8_linear
-from guided_spec.ops.linear.fp8_weight import Fp8Weight
+from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 from guided_spec.ops.slot_attention import (
     HeadNorms,

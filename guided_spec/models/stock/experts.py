@@ -22,9 +22,14 @@ from transformers.integrations.moe import (
 )
 
 from guided_spec.models.target import implementing
-from guided_spec.ops.linear.expert_linear import expert_linear
-from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts
+from guided_spec.ops.linear.experts import (
+    Gating,
+    Projection,
+    Routes,
+    close_experts,
+    expert_linear,
+    open_experts,
+)
 
 __all__ = ["EXPERTS", "few_experts", "has_silu_gate", "using_few_experts"]
 

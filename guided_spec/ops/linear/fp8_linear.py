@@ -1,14 +1,19 @@
-"""Matrix products with weights in fp8.
+"""Matrix products with weights in fp8: each number is one byte and a factor that many share.
 
 The weights alone are rounded, as the checkpoint has them; the states they are multiplied with keep
 their precision. So a text depends on the checkpoint, and neither on the device nor on its company
 in the batch, up to the usual rounding. The torch code here is the definition; on CUDA devices that
 can read fp8, kernels of ``guided_spec.ops.linear.fp8_linear_triton`` run.
+
+The blocks of factors are those of DeepSeek-AI, "DeepSeek-V3 technical report" (2024), 3.3.2; one
+factor for each output or for all of a matrix are blocks of a row, or of everything.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +21,85 @@ from torch.nn import functional
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.linear.fp8_weight import Fp8Weight, multiply_out
 
-__all__ = ["can_read_fp8", "fp8_linear", "whole_matrix"]
+__all__ = [
+    "COUNTED",
+    "FP8",
+    "Fp8Weight",
+    "can_read_fp8",
+    "fp8_linear",
+    "multiply_out",
+    "scales_shape",
+    "whole_matrix",
+]
+
+FP8 = torch.float8_e4m3fn
+COUNTED = 64  # outputs of a program of a kernel, or more
+
+
+class Fp8Weight(NamedTuple):
+    """values: float8_e4m3fn [O, I], contiguous. scales: float32, one for each block of values.
+
+    scales: [ceil(O / block[0]), ceil(I / block[1])]; block (o, i) begins at value (o * block[0],
+    i * block[1]). All on one device.
+    arrived: int32 [ceil(O / COUNTED)], where programs of a kernel count each other; 0 between
+    products. So a weight serves one stream at a time.
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: tuple[int, int]
+    arrived: Tensor
+
+    @classmethod
+    def of(cls, values: Tensor, scales: Tensor, block: tuple[int, int]) -> Fp8Weight:
+        """Checked. Raises ConfigError for another dtype of values or another shape of scales."""
+        if values.dtype != FP8 or values.dim() != 2:
+            shown = f"{values.dtype} of shape {tuple(values.shape)}"
+            raise ConfigError("values", shown, f"must be {FP8} of shape [O, I]")
+        shape = scales_shape(values.shape, block)
+        if tuple(scales.shape) != shape:
+            raise ConfigError("scales", tuple(scales.shape), f"must be {shape} for blocks {block}")
+        return cls(values, scales, block, _nobody(values))
+
+    @classmethod
+    def joined(cls, parts: Sequence[Fp8Weight], values: Tensor) -> Fp8Weight:
+        """Several maps of the same inputs behind one another, each number with its own factor.
+
+        parts: whose blocks are equally wide. values: theirs, one tensor. Where a part ends within a
+        block, every output gets factors of its own.
+        """
+        rows, columns = parts[0].block
+        is_whole = all(part.block[0] == rows and len(part.values) % rows == 0 for part in parts)
+        if is_whole:
+            scales = torch.cat([part.scales for part in parts])
+            return cls(values, scales, (rows, columns), _nobody(values))
+        spread = [
+            part.scales.repeat_interleave(part.block[0], 0)[: len(part.values)] for part in parts
+        ]
+        return cls(values, torch.cat(spread), (1, columns), _nobody(values))
+
+
+def _nobody(values: Tensor) -> Tensor:
+    size = -(-len(values) // COUNTED)
+    return torch.zeros(size, dtype=torch.int32, device=values.device)
+
+
+def scales_shape(shape: Sequence[int], block: tuple[int, int]) -> tuple[int, int]:
+    """Of the scales of values of ``shape`` [O, I]."""
+    rows, columns = (-(-size // step) for size, step in zip(shape, block, strict=True))
+    return rows, columns
+
+
+def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
+    """[O, I]: values times their scales, worked out in float32 and rounded once to ``dtype``."""
+    (rows, columns), (outputs, inputs) = weight.block, weight.values.shape
+    scales = weight.scales.repeat_interleave(rows, 0)[:outputs]
+    whole = weight.values.float()
+    if weight.scales.shape[1] == 1:
+        return (whole * scales).to(dtype)
+    return (whole * scales.repeat_interleave(columns, 1)[:, :inputs]).to(dtype)
+
 
 FIRST_CAPABILITY = (8, 9)  # that converts fp8
 

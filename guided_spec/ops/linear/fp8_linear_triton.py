@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.linear.fp8_weight import COUNTED, Fp8Weight
+from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
 
 __all__ = ["fp8_linear", "multiply", "multiply_out", "serves"]
 
@@ -64,7 +64,7 @@ def fp8_linear(x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
 
 
 def multiply_out(weight: Fp8Weight, dtype: torch.dtype) -> Tensor:
-    """See ``guided_spec.ops.linear.fp8_weight.multiply_out``."""
+    """See ``guided_spec.ops.linear.fp8_linear.multiply_out``."""
     outputs, inputs = weight.values.shape
     whole = torch.empty(outputs, inputs, dtype=dtype, device=weight.values.device)
     tile, width = (32, WIDEST_STEP), weight.block[1]

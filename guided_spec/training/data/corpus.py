@@ -36,7 +36,7 @@ from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import only_legal_token
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.training.card import CorpusFigures
-from guided_spec.training.data.batches import Collator, TokenBatches
+from guided_spec.training.data.batches import Collator, GrammarMasks, MaskTable, TokenBatches
 from guided_spec.training.data.dataset import (
     encode_prompt,
     load_examples,
@@ -44,7 +44,6 @@ from guided_spec.training.data.dataset import (
     split_heldout,
 )
 from guided_spec.training.data.endpoint import Endpoint
-from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 from guided_spec.training.data.records import (
     ANSWER_NAMES,
     CHAT_NAMES,

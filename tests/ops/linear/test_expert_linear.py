@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.linear.expert_linear import expert_linear
+from guided_spec.ops.linear.experts import expert_linear
 from tests.ops.interpreted import run_interpreted
 
 COMPARE = """
 import torch
-from guided_spec.ops.linear.expert_linear import expert_linear
-from guided_spec.ops.linear.expert_linear_triton import expert_linear as kernel
+from guided_spec.ops.linear.experts import expert_linear
+from guided_spec.ops.linear.experts_triton import expert_linear as kernel
 
 torch.manual_seed(0)
 for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):

@@ -6,15 +6,14 @@ import pytest
 import torch
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.linear.fp8_linear import fp8_linear
-from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight, multiply_out
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, fp8_linear, multiply_out
 from tests.ops.interpreted import run_interpreted
 
 COMPARE = """
 import torch
 from guided_spec.ops.linear import fp8_linear_triton
 from guided_spec.ops.linear.fp8_linear import fp8_linear
-from guided_spec.ops.linear.fp8_weight import multiply_out
+from guided_spec.ops.linear.fp8_linear import multiply_out
 from tests.ops.linear.test_fp8_linear import weight_of
 
 torch.manual_seed(0)

@@ -7,17 +7,16 @@ import torch
 from torch.nn.functional import silu
 
 from guided_spec.errors import ConfigError
-from guided_spec.ops.linear.expert_matrices import Gating, Projection
-from guided_spec.ops.linear.fp8_weight import FP8, Fp8Weight, multiply_out, scales_shape
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts, route
+from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, multiply_out, scales_shape
 from tests.ops.interpreted import run_interpreted
 
 COMPARE = """
 import torch
-from guided_spec.ops.linear import routed_experts_triton as kernels
+from guided_spec.ops.linear import experts_triton as kernels
 from tests.ops.linear.test_routed_experts import scaled
-from guided_spec.ops.linear.expert_matrices import Gating, Projection
-from guided_spec.ops.linear.routed_experts import close_experts, open_experts, route
+from guided_spec.ops.linear.experts import Gating, Projection
+from guided_spec.ops.linear.experts import close_experts, open_experts, route
 
 torch.manual_seed(0)
 gatings = (Gating(), Gating(is_interleaved=True, limit=2.0, alpha=1.7))

@@ -13,9 +13,8 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.training.algorithm import TrainingBatch
-from guided_spec.training.data.batches import Collator, TokenBatches
+from guided_spec.training.data.batches import Collator, GrammarMasks, TokenBatches
 from guided_spec.training.data.dataset import load_examples
-from guided_spec.training.data.grammar_masks import GrammarMasks
 from tests.training.data.test_grammar_masks import rows_of
 
 

@@ -18,13 +18,13 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import translate_bitmask
+from guided_spec.training.data.batches import GrammarMasks
 from guided_spec.training.data.corpus import (
     count_tokens,
     forced_tokens,
     select_draft_vocabulary,
 )
 from guided_spec.training.data.dataset import load_examples, write_grammar_text
-from guided_spec.training.data.grammar_masks import GrammarMasks
 from tests.masks.walks import BYTES, EOS
 from tests.training.data.test_grammar_masks import rows_of
 

@@ -20,8 +20,8 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.bitmask import unpack_bitmask
+from guided_spec.training.data.batches import GrammarMasks, MaskTable
 from guided_spec.training.data.dataset import load_examples, read_grammar_text, write_grammar_text
-from guided_spec.training.data.grammar_masks import GrammarMasks, MaskTable
 from tests.masks.walks import BYTES, EOS
 
 SCHEMA = write_grammar_text(

@@ -1,9 +1,9 @@
-"""What the chosen experts of few tokens make of them, in three steps.
+"""What the chosen experts of few tokens make of them, in three steps, or by a product alone.
 
 ``route`` chooses, ``open_experts`` is gate, up and activation, ``close_experts`` is down and the
-sum by the weights of the choice. The torch code here is the definition; on CUDA each step is one
-kernel of ``guided_spec.ops.linear.routed_experts_triton``, which reads the matrices of the chosen
-experts where they lie. For inference: they have no gradient.
+sum by the weights of the choice. The torch code here is the definition; on CUDA each is one kernel
+of ``guided_spec.ops.linear.experts_triton``, which reads the matrices of the chosen experts where
+they lie. For inference: they have no gradient.
 
 Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-of-experts layer"
 (2017); Shazeer, "GLU variants improve transformer" (2020).
@@ -11,15 +11,68 @@ Shazeer et al., "Outrageously large neural networks: the sparsely-gated mixture-
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import kernels_of
-from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
 from guided_spec.ops.linear.fp8_linear import can_read_fp8
 
-__all__ = ["are_served", "close_experts", "open_experts", "route"]
+__all__ = [
+    "Gating",
+    "Projection",
+    "Routes",
+    "are_served",
+    "close_experts",
+    "expert_linear",
+    "open_experts",
+    "route",
+]
+
+
+class Routes(NamedTuple):
+    """experts: int64 [N, K], the largest first. shares: float32 [N, K], the weights of them."""
+
+    experts: Tensor
+    shares: Tensor
+
+
+class Projection(NamedTuple):
+    """weight: [E, O, I], contiguous. bias: [E, O], or None.
+
+    scales: of weights in fp8, float32 [E, ceil(O / block[0]), ceil(I / block[1])], the factors of
+    blocks as ``Fp8Weight`` says; None for other weights.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    scales: Tensor | None = None
+    block: tuple[int, int] = (1, 1)
+
+    def of(self, experts: Tensor) -> Tensor:
+        """float32 [..., O, I]: the matrices of these experts, integers [...]."""
+        if self.scales is None:
+            return self.weight[experts].float()
+        bytes_ = self.weight.view(torch.uint8)[experts]  # not every torch picks among fp8
+        (rows, columns), (outputs, inputs) = self.block, self.weight.shape[1:]
+        spread = self.scales[experts].repeat_interleave(rows, -2)[..., :outputs, :]
+        spread = spread.repeat_interleave(columns, -1)[..., :inputs]
+        return bytes_.view(self.weight.dtype).float() * spread
+
+
+class Gating(NamedTuple):
+    """How gate and up become one.
+
+    is_interleaved: outputs 2i and 2i + 1 are gate and up i; else up is the second half.
+    limit: None is silu(gate) * up. Else gate is at most ``limit``, up within it on both sides, and
+        the result is gate * sigmoid(alpha * gate) * (up + 1), as of gpt-oss.
+    """
+
+    is_interleaved: bool = False
+    limit: float | None = None
+    alpha: float = 1.0
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
@@ -101,3 +154,30 @@ def _check(x: Tensor, experts: Tensor, weight: Tensor) -> None:
         raise ConfigError("experts", tuple(experts.shape), f"must be [{len(x)}, K]")
     if not weight.is_contiguous():
         raise ConfigError("weight", weight.stride(), "must be contiguous: turn it")
+
+
+def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """[S, O]: row s of the result is weight[experts[s]] times its row of x, plus the bias.
+
+    x: [N, I], of which each row serves S / N pairs behind one another. experts: integers [S] in
+    [0, E). weight: [E, O, I] with any strides, bias: [E, O], of the dtype of ``x``; all on one
+    device. Sums in float32, rounded once. Never waits for the device.
+
+    torch's grouped product sorts its rows by experts and takes three times what reading the weights
+    takes where each expert has a row or two.
+
+    Raises ConfigError for shapes that do not fit.
+    """
+    count, pairs = len(x), len(experts)
+    if x.dim() != 2 or weight.dim() != 3 or x.shape[1] != weight.shape[2]:
+        raise ConfigError("x", tuple(x.shape), f"must be [N, {weight.shape[-1]}], as weight is")
+    if count == 0 or pairs % count != 0:
+        raise ConfigError("experts", pairs, f"must be a multiple of the {count} rows of x")
+    if x.is_cuda:
+        found: Tensor = kernels_of(__name__).expert_linear(x, experts, weight, bias)
+        return found
+    rows = x.repeat_interleave(pairs // count, 0).float().unsqueeze(-1)
+    product = torch.bmm(weight[experts].float(), rows).squeeze(-1)
+    if bias is not None:
+        product = product + bias[experts].float()
+    return product.to(x.dtype)

@@ -12,9 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.launch_triton import await_previous, launch
-from guided_spec.ops.linear.expert_matrices import Gating, Projection, Routes
+from guided_spec.ops.linear.experts import Gating, Projection, Routes
 
-__all__ = ["close_experts", "open_experts", "route", "serves"]
+__all__ = ["close_experts", "expert_linear", "open_experts", "route", "serves"]
 
 ROWS = 8  # outputs of a program
 OPENING_BYTES, CLOSING_BYTES = 1024, 2048  # of an output that it reads at once, at most
@@ -52,7 +52,7 @@ def _columns(projection: Projection, most: int) -> int:
 
 
 def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
-    """See ``guided_spec.ops.linear.routed_experts.route``; on one CUDA device."""
+    """See ``guided_spec.ops.linear.experts.route``; on one CUDA device."""
     rows, num_experts = logits.shape
     experts = logits.new_empty(rows, count, dtype=torch.int64)
     shares = logits.new_empty(rows, count, dtype=torch.float32)
@@ -67,7 +67,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
 
 
 def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
-    """See ``routed_experts.open_experts``; the arguments on one CUDA device."""
+    """See ``experts.open_experts``; the arguments on one CUDA device."""
     (outputs, inputs), width = opening.weight.shape[1:], opening.weight.shape[1] // 2
     opened = x.new_empty(*experts.shape, width)
     columns = _columns(opening, OPENING_BYTES)
@@ -86,7 +86,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
 
 
 def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor:
-    """See ``routed_experts.close_experts``; the arguments on one CUDA device."""
+    """See ``experts.close_experts``; the arguments on one CUDA device."""
     (outputs, inputs), count = closing.weight.shape[1:], routes.experts.shape[1]
     total = opened.new_empty(len(opened), outputs)
     columns = _columns(closing, CLOSING_BYTES)
@@ -266,3 +266,62 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
             result += tl.load(place).to(tl.float32) * tl.load(shares + pair)
     target = total + token * outputs + output
     tl.store(target, result.to(total.dtype.element_ty), mask=is_there)
+
+
+# Outputs and inputs of a tile: wide where the weights lie behind one another in memory.
+INPUTS_FIRST = (16, 512)
+OUTPUTS_FIRST = (64, 64)
+
+
+def expert_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """See ``guided_spec.ops.linear.experts``; the arguments on one CUDA device."""
+    pairs, (outputs, inputs) = len(experts), weight.shape[1:]
+    product = x.new_empty(pairs, outputs)
+    tile = INPUTS_FIRST if weight.stride(2) == 1 else OUTPUTS_FIRST
+    x, given = x.contiguous(), weight if bias is None else bias.contiguous()
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        launch(_expert_linear, (triton.cdiv(outputs, tile[0]), pairs), x)(
+            *(x, experts.contiguous(), weight, given, product, *weight.stride()),
+            *(pairs // len(x), outputs, inputs, bias is not None, *tile),
+        )
+    return product
+
+
+# Triton reads annotations as its own, so the arguments have none.
+@triton.jit(do_not_specialize=["served"])  # type: ignore[untyped-decorator]
+def _expert_linear(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    x,
+    experts,
+    weight,
+    bias,
+    product,
+    of_expert,
+    of_output,
+    of_input,
+    served,
+    outputs,
+    INPUTS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    """ROWS outputs of one pair."""
+    await_previous(IS_DEPENDENT)
+    pair = tl.program_id(1).to(tl.int64)
+    expert = tl.load(experts + pair).to(tl.int64)
+    output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_there = output < outputs
+    row = weight + expert * of_expert + output.to(tl.int64)[:, None] * of_output
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in range(0, INPUTS, COLUMNS):
+        at = first + tl.arange(0, COLUMNS)
+        states = tl.load(x + pair // served * INPUTS + at, mask=at < INPUTS, other=0.0)
+        mask = is_there[:, None] & (at < INPUTS)[None, :]
+        tile = tl.load(row + at[None, :] * of_input, mask=mask, other=0.0)
+        total += tile.to(tl.float32) * states.to(tl.float32)[None, :]
+    found = tl.sum(total, 1)
+    if HAS_BIAS:
+        found += tl.load(bias + expert * outputs + output, mask=is_there, other=0.0).to(tl.float32)
+    target = product + pair * outputs + output
+    tl.store(target, found.to(product.dtype.element_ty), mask=is_there)
