@@ -17,10 +17,9 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.host import Download, host_integers
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
 from guided_spec.ops.sampling.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import draw_noise
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier

@@ -23,7 +23,7 @@ from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
-from guided_spec.ops.sampling.token_rules import check_token_ids, spell_bad_words
+from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words
 from guided_spec.text import GuidedText
 from guided_spec.types import MAX_SEED, SamplingParams
 

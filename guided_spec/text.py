@@ -11,8 +11,8 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
+from guided_spec.ops.sampling.adjust import TokenRules
 from guided_spec.ops.sampling.noise import noise_key
-from guided_spec.ops.sampling.token_rules import TokenRules
 from guided_spec.step import Committed
 from guided_spec.types import SamplingParams
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.loading import load_model
 from guided_spec.ops.slot_attention import KeyValues
 from tests.models.heads import mtp_checkpoints

@@ -25,7 +25,7 @@ from benchmarks.widening.shape import (
 )
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
-from guided_spec.models.heads.eagle3 import LAYER_IDS, Eagle3Head
+from guided_spec.models.heads.eagle import LAYER_IDS, Eagle3Head
 from guided_spec.models.heads.export import rope_fields
 
 __all__ = ["aux_layers", "head_carrier", "head_config", "head_tensors", "wide_fusion"]

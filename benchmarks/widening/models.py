@@ -52,7 +52,7 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.model import BlockHead
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 

@@ -34,7 +34,7 @@ from guided_spec.models.heads.block.runner import (
     MaskedReader,
 )
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock

@@ -15,7 +15,7 @@ from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.block.transitions import MarkovShape
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
+from guided_spec.models.heads.eagle import Eagle3Head, Eagle3Layout
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_model
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer

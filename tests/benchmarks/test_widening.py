@@ -32,7 +32,7 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.evaluate.workload import load_workload
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.heads.eagle3 import LAYER_IDS
+from guided_spec.models.heads.eagle import LAYER_IDS
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.types import SamplingParams

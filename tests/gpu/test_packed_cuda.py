@@ -14,7 +14,7 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.workload import load_workload
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed import packed_lm

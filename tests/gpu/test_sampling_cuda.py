@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from guided_spec.engine.outputs import RequestOutput
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import coupled_sample
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.types import Draft, Noise, SamplingParams

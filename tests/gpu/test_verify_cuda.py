@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from guided_spec.ops.bitmask import pack_bitmask
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, SamplingParams, Verifier

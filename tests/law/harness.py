@@ -16,8 +16,7 @@ from torch import Tensor
 from guided_spec.core import DecodeBatch
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.sampling.adjust import Adjustments
-from guided_spec.ops.sampling.token_rules import Bans, Penalties, RuleTable, TokenRules
+from guided_spec.ops.sampling.adjust import Adjustments, Bans, Penalties, RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import verify as decide
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.types import Draft, DraftPolicy, SamplingParams, Verifier

@@ -20,10 +20,9 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.sampling import verify as decision
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import dense_probs
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers.draft_loop import draft_autoregressively
 from guided_spec.step import commit, speculative_step

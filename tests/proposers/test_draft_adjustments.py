@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.ops.sampling.adjust import Adjustments
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.proposers.draft_loop import DraftAdjustments
 from guided_spec.types import SamplingParams
 from tests.toys import CPU, EOS, VOCAB_SIZE, toy_batch

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.loading import load_model

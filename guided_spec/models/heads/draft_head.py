@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,7 @@ __all__ = [
     "MASK",
     "DraftHead",
     "DraftVocabulary",
+    "HeadArguments",
     "LayoutHead",
     "VocabularyTensors",
     "layer_run",
@@ -127,6 +128,20 @@ class DraftVocabulary:
         return self.target_ids[draft_ids]
 
 
+class HeadArguments(TypedDict):
+    """How a head's pass stands in a text.
+
+    module: which of the modules runs. position_ids: int64 [B, T]. attention_mask: what
+    ``MaskBuilder`` makes. cache: a ``SlotCache`` after ``begin``; layer i of ``config`` is its
+    layer i.
+    """
+
+    module: int
+    position_ids: Tensor
+    attention_mask: Any
+    cache: Any
+
+
 class DraftHead(Protocol):
     """A learned draft head; an ``nn.Module`` in practice.
 
@@ -150,21 +165,12 @@ class DraftHead(Protocol):
         ...
 
     def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        *,
-        module: int,
-        position_ids: Tensor,
-        attention_mask: Any,
-        cache: Any,
+        self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """One pass: tokens int64 [B, T] and hidden [B, T, H] to the recycled hidden [B, T, H].
 
         token_ids: the tokens after the positions, in target-vocabulary ids. hidden: what
-        ``features`` gave for these positions, or what an earlier pass returned. module: which of
-        the modules runs. position_ids: int64 [B, T]. attention_mask: what ``MaskBuilder`` makes.
-        cache: a ``SlotCache`` after ``begin``; layer i of ``config`` is its layer i.
+        ``features`` gave for these positions, or what an earlier pass returned.
         """
         ...
 

@@ -41,8 +41,7 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import MASK, DraftHead
-from guided_spec.models.heads.eagle import EagleHead
-from guided_spec.models.heads.eagle3 import LAYER_IDS, NORM_FLAGS, Eagle3Head
+from guided_spec.models.heads.eagle import LAYER_IDS, NORM_FLAGS, Eagle3Head, EagleHead
 from guided_spec.models.heads.loading import forget_head
 from guided_spec.models.heads.mtp import OWN_NAMES, MtpHead, QwenMtpHead
 from guided_spec.models.heads.weights import check_tensors, split_experts

@@ -12,8 +12,7 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.heads.eagle import EagleHead
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head, EagleHead
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 
 __all__ = ["find_method", "forget_head", "load_head"]

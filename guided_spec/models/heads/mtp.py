@@ -16,7 +16,7 @@ modules of any target's layers.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpLayer
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import Initialize, copy_layers, start_modules
-from guided_spec.models.heads.draft_head import DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftVocabulary, HeadArguments
 from guided_spec.models.heads.weights import fill_head, read_tensors
 from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
 from guided_spec.models.transformers_version import cache_keyword
@@ -113,25 +113,17 @@ class _TargetModules(nn.Module):
         return iter(self.layers)
 
     def forward(
-        self,
-        token_ids: Tensor,
-        hidden: Tensor,
-        *,
-        module: int,
-        position_ids: Tensor,
-        attention_mask: Any,
-        cache: Any,
+        self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] behind the last norm."""
-        arguments = {
-            "position_embeddings": self._kind.rotate(
-                hidden, position_ids, self._layer_types[module]
-            ),
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            **cache_keyword(self.layers[module], cache),
+        module, places = arguments["module"], arguments["position_ids"]
+        given = {
+            "position_embeddings": self._kind.rotate(hidden, places, self._layer_types[module]),
+            "attention_mask": arguments["attention_mask"],
+            "position_ids": places,
+            **cache_keyword(self.layers[module], arguments["cache"]),
         }
-        return self._run(module, self._ends.embed(token_ids).to(hidden.dtype), hidden, arguments)
+        return self._run(module, self._ends.embed(token_ids).to(hidden.dtype), hidden, given)
 
     def _run(
         self, module: int, embedded: Tensor, hidden: Tensor, arguments: dict[str, Any]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
 from guided_spec.models.packed.block_head import PackedBlock, places_of_blocks

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.decoder import has_static_rope, has_whole_rope

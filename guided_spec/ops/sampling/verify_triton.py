@@ -16,9 +16,8 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import ANY, Adjustments
 from guided_spec.ops.sampling.noise import Stream
-from guided_spec.ops.sampling.token_rules import ANY
 from guided_spec.ops.sampling.verify_filter_triton import find_kept
 from guided_spec.ops.sampling.verify_tiles_triton import (
     ACCEPTED,

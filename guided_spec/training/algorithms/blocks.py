@@ -32,7 +32,7 @@ from guided_spec.models.heads.block.layout import BlockLayout
 from guided_spec.models.heads.block.model import BlockHead, BlockPlaces, Sight
 from guided_spec.models.heads.block.transitions import MarkovHead, MarkovShape
 from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.training.algorithm import TargetStates, TrainingBatch, TrainingOutput
 from guided_spec.training.algorithms.heads import (
     HeadTraining,

@@ -27,8 +27,13 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary, LayoutHead
-from guided_spec.models.heads.eagle import EagleHead, EagleLayout
-from guided_spec.models.heads.eagle3 import NORM_FLAGS, Eagle3Head, Eagle3Layout
+from guided_spec.models.heads.eagle import (
+    NORM_FLAGS,
+    Eagle3Head,
+    Eagle3Layout,
+    EagleHead,
+    EagleLayout,
+)
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 from guided_spec.models.target import implementing

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.heads.config import HeadShape
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle import EagleHead, EagleLayout
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
+from guided_spec.models.heads.eagle import Eagle3Head, Eagle3Layout, EagleHead, EagleLayout
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from tests.models.heads.equations import cached_logits, draw_texts, eagle3, unroll
 from tests.models.heads.heads import SPECULATORS_CONFIG, save, write_eagle3
 from tests.models.heads.speculators_models import eagle3_logits

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.heads.config import HeadShape
-from guided_spec.models.heads.eagle3 import Eagle3Head, Eagle3Layout
+from guided_spec.models.heads.eagle import Eagle3Head, Eagle3Layout
 from guided_spec.models.target import TargetLayers
 from tests.models.heads.fresh import KINDS, fresh_head, spread, vocabulary_of
 from tests.models.heads.head_steps import draft_logits

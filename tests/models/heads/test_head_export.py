@@ -15,7 +15,7 @@ from transformers.modeling_layers import MtpModel
 from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.config import HeadShape
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.models.loading import load_model

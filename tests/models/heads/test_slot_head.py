@@ -13,7 +13,7 @@ from torch import Tensor
 
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.draft_head import DraftHead
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from tests.models.heads import mtp_checkpoints

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks

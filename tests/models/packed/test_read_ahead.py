@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.models.checkpoint import Checkpoint
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import head_slots
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead

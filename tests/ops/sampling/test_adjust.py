@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from guided_spec.ops.sampling.adjust import Adjustments
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.types import SamplingParams
 
 NO = float("-inf")

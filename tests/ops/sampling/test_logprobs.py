@@ -14,9 +14,8 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.logprobs import LogprobsPlan, Scores, gather_logprobs
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import LogprobsMode, SamplingParams, TokenLogprobs, TopLogprob
 

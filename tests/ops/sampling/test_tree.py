@@ -14,10 +14,9 @@ from torch import Tensor
 from guided_spec.errors import ConfigError
 from guided_spec.ops.bitmask import pack_bitmask
 from guided_spec.ops.sampling import tree as tree_verifier
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.rejection import rejection_sample
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.tree import (
     _adjust,
     couple_tree,

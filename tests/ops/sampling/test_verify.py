@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys, Stream, exponential_noise, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import (
     KERNEL_VERIFIERS,
     VERIFIERS,

@@ -17,10 +17,9 @@ from torch import Tensor
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask
 from guided_spec.ops.sampling import verify as decision
-from guided_spec.ops.sampling.adjust import Adjustments
+from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.rejection import dense_probs, draft_at
-from guided_spec.ops.sampling.token_rules import RuleTable, TokenRules
 from guided_spec.ops.sampling.verify import draw_noise, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise, SamplingParams, Verifier

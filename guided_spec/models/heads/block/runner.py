@@ -3,7 +3,7 @@
 ``BlockRunner`` keeps the outputs of each slot's block, and goes along it. Who reads the text, and
 computes a block behind it, is a ``BlockReader``: ``ContextReader`` for heads that see the target's
 hidden states as keys and values, over the target's tables, and ``MaskedReader`` for P-EAGLE, whose
-equations are in ``guided_spec.models.heads.eagle3``.
+equations are in ``guided_spec.models.heads.eagle``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from guided_spec.models.heads.block.model import BlockContext, BlockHead
 from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle3 import Eagle3Head
+from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.block_graphs import BlockForward, BlockGraphs, BlockRows, has_graph
 from guided_spec.models.packed.blocks import BLOCK, Blocks
