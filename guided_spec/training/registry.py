@@ -12,6 +12,7 @@ from importlib.metadata import entry_points
 from typing import Any, TypeVar
 
 from guided_spec.errors import ConfigError
+from guided_spec.training.algorithms.options import CONFIGS
 
 __all__ = [
     "ALGORITHMS",
@@ -24,27 +25,17 @@ __all__ = [
 
 ENTRY_POINT_GROUP = "guided_spec.algorithms"
 _Class = TypeVar("_Class", bound=type)
-_BUILT_IN = "guided_spec.training.algorithms."
+_BUILT_IN = "guided_spec.training.algorithms"
 
-# name: the class, or the module that registers it when it is imported
+# name: the class, or "module:Class"
 ALGORITHMS: dict[str, type | str] = {
-    "dflash": "guided_spec.training.algorithms.blocks",
-    "draft_model": "guided_spec.training.algorithms.draft_model",
-    "dspark": "guided_spec.training.algorithms.blocks",
-    "eagle": "guided_spec.training.algorithms.heads",
-    "eagle3": "guided_spec.training.algorithms.heads",
-    "mtp": "guided_spec.training.algorithms.heads",
-    "p_eagle": "guided_spec.training.algorithms.blocks",
-}
-# Their options, in a module that loads no torch.
-_CONFIGS = {
-    "dflash": "DFlashConfig",
-    "draft_model": "DraftModelConfig",
-    "dspark": "DSparkConfig",
-    "eagle": "EagleConfig",
-    "eagle3": "Eagle3Config",
-    "mtp": "MtpConfig",
-    "p_eagle": "PEagleConfig",
+    "dflash": f"{_BUILT_IN}.blocks:DFlashTraining",
+    "draft_model": f"{_BUILT_IN}.draft_model:DraftModelTraining",
+    "dspark": f"{_BUILT_IN}.blocks:DSparkTraining",
+    "eagle": f"{_BUILT_IN}.heads:EagleTraining",
+    "eagle3": f"{_BUILT_IN}.heads:Eagle3Training",
+    "mtp": f"{_BUILT_IN}.heads:MtpTraining",
+    "p_eagle": f"{_BUILT_IN}.blocks:PEagleTraining",
 }
 
 
@@ -56,7 +47,7 @@ def register(name: str) -> Callable[[_Class], _Class]:
 
     def add(algorithm: _Class) -> _Class:
         known = ALGORITHMS.get(name, algorithm)
-        module = known if isinstance(known, str) else known.__module__
+        module = known.partition(":")[0] if isinstance(known, str) else known.__module__
         if module != algorithm.__module__:
             fix = "is taken; choose another, or delete ALGORITHMS[name] first"
             raise ConfigError("name", name, fix)
@@ -76,8 +67,8 @@ def find_algorithm(name: str) -> Any:
     """The class registered under ``name``. Raises ConfigError, listing the names, for another."""
     found = ALGORITHMS.get(name)
     if isinstance(found, str):
-        importlib.import_module(found)
-        found = ALGORITHMS[name]
+        module, _, attribute = found.partition(":")
+        return getattr(importlib.import_module(module), attribute)
     if found is None:
         for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
             return point.load()
@@ -87,10 +78,6 @@ def find_algorithm(name: str) -> Any:
 
 def find_config(name: str) -> type:
     """The class of the options of ``name``: of a built-in one without torch. Raises ConfigError."""
-    found = ALGORITHMS.get(name)
-    if isinstance(found, str) and found.startswith(_BUILT_IN):
-        options = importlib.import_module(f"{_BUILT_IN}options")
-        config: type = vars(options)[_CONFIGS[name]]
-    else:
-        config = find_algorithm(name).config_class
+    is_built_in = isinstance(ALGORITHMS.get(name), str)
+    config: type = CONFIGS[name] if is_built_in else find_algorithm(name).config_class
     return config

@@ -51,7 +51,6 @@ from guided_spec.training.objective import (
     Objective,
     measure,
 )
-from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
@@ -101,7 +100,6 @@ class BlockTraining(HeadTraining):
         return int(bits.sum(dtype=torch.int64))
 
 
-@register("dflash")
 class DFlashTraining(BlockTraining):
     """See ``DraftAlgorithm``; made by ``from_training_args``."""
 
@@ -120,7 +118,6 @@ class DFlashTraining(BlockTraining):
         return ("zlab", "speculators") if self.head.lm_head is None else ("speculators",)
 
 
-@register("dspark")
 class DSparkTraining(BlockTraining):
     """See ``DraftAlgorithm``; made by ``from_training_args``.
 
@@ -176,7 +173,6 @@ class DSparkTraining(BlockTraining):
         return markov
 
 
-@register("p_eagle")
 class PEagleTraining(BlockTraining):
     """See ``DraftAlgorithm``; made by ``from_training_args``."""
 

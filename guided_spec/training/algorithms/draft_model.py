@@ -31,13 +31,11 @@ from guided_spec.training.algorithms.heads import (
 )
 from guided_spec.training.algorithms.options import DraftModelConfig
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
-from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
 __all__ = ["DraftModelTraining"]
 
 
-@register("draft_model")
 class DraftModelTraining(nn.Module):
     """See ``DraftAlgorithm``; made by ``from_training_args``."""
 

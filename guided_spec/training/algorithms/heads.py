@@ -51,7 +51,6 @@ from guided_spec.training.algorithms.options import (
     ShapeOptions,
 )
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
-from guided_spec.training.registry import register
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
@@ -365,7 +364,6 @@ class HeadTraining(nn.Module):
         )
 
 
-@register("eagle")
 class EagleTraining(HeadTraining):
     """EAGLE, arXiv:2401.15077, by EAGLE-3's training-time test.
 
@@ -401,7 +399,6 @@ def eagle3_layout(
     )
 
 
-@register("eagle3")
 class Eagle3Training(HeadTraining):
     """EAGLE-3: training-time test, arXiv:2503.01840."""
 
@@ -423,7 +420,6 @@ class Eagle3Training(HeadTraining):
 DEEPSEEK = ("deepseek_v3", "deepseek_v32", "glm4_moe")
 
 
-@register("mtp")
 class MtpTraining(HeadTraining):
     """Multi-token prediction modules, DeepSeek-V3's report, section 2.2.
 

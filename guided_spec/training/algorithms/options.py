@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 __all__ = [
+    "CONFIGS",
     "DFlashConfig",
     "DSparkConfig",
     "DraftModelConfig",
@@ -180,3 +181,15 @@ class MtpConfig(HeadOptions):
     initialize: Literal["target", "random"] = option(
         "Fresh decoder layers: a copy of the target's last one, or random.", default="target"
     )
+
+
+CONFIGS: dict[str, type] = {
+    "dflash": DFlashConfig,
+    "draft_model": DraftModelConfig,
+    "dspark": DSparkConfig,
+    "eagle": EagleConfig,
+    "eagle3": Eagle3Config,
+    "mtp": MtpConfig,
+    "p_eagle": PEagleConfig,
+}
+"""Of the built-in algorithms, by name."""
