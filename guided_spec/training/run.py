@@ -1,11 +1,7 @@
 """A whole training run: target, data, draft, training, export, validation, report.
 
-The end of a run, tried before its first step: a draft is exported, loaded and asked.
-
-What cannot be written, read back or decoded is refused here, by the very code that would refuse it
-after hours of training. A new algorithm or layout has nothing to declare for that.
-
-The processes of a run: one, or those that torchrun or ``accelerate launch`` started.
+Its end is tried before its first step. A run has one process, or those that torchrun or
+``accelerate launch`` started.
 """
 
 from __future__ import annotations
@@ -16,8 +12,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -65,10 +61,10 @@ from guided_spec.types import SamplingParams
 
 __all__ = [
     "REPORT",
-    "Rehearsal",
     "TrainingReport",
     "close_accelerator",
     "make_accelerator",
+    "rehearse",
     "shard_layers",
     "train",
 ]
@@ -78,81 +74,38 @@ logger = logging.getLogger(__name__)
 FOLDER = "rehearsal"
 
 
-@dataclass(frozen=True)
-class Rehearsal:
-    """What a run will do once its draft is trained; a context manager.
+@contextmanager
+def rehearse(
+    options: TrainOptions,
+    algorithm: Any,
+    algorithm_options: Mapping[str, Any],
+    target: PreTrainedModel,
+) -> Iterator[Path]:
+    """While it is open, an untrained draft is exported below the output folder; yields its folder.
 
-    Entering makes an untrained draft and exports it below the output folder, leaving deletes both.
-    The generators of random numbers are left as they were. algorithm: a ``DraftAlgorithm`` class.
-
-    Raises what ``algorithm`` and its ``export`` raise.
+    So what cannot be written, read back or decoded is refused before the first step, by the very
+    code that would refuse it after hours of training. The generators of random numbers are left as
+    they were. algorithm: a ``DraftAlgorithm`` class. Raises what it and its ``export`` raise.
     """
-
-    options: TrainOptions
-    algorithm: Any
-    algorithm_options: Mapping[str, Any]
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-
-    @property
-    def folder(self) -> Path:
-        """Where the untrained draft is."""
-        return Path(self.options.output) / FOLDER
-
-    @property
-    def _text_config(self) -> Any:
-        return self.target.config.get_text_config(decoder=True)
-
-    def __enter__(self) -> Rehearsal:
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir(parents=True)
-        try:
-            self._export()
-        except BaseException:
-            self._clean()
-            raise
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._clean()
-
-    def decode(self, decoding: HeldoutDecoding) -> None:
-        """Begin with ``decoding``, by the untrained draft.
-
-        Raises ConfigError where all of it would raise something.
-        """
-        if not decoding.items:
-            return
-        try:
-            decoding.check(self.folder)
-        except GuidedSpecError as error:
-            fix = f"{error}; correct that, or pass --decode-limit 0"
-            raise ConfigError("decode_limit", self.options.decode_limit, fix) from error
-
-    def _export(self) -> None:
-        device = self.target.device
+    folder, config = Path(options.output) / FOLDER, target.config.get_text_config(decoder=True)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    device, size, known = target.device, options.draft_vocab_size, config.vocab_size
+    try:
+        if size is not None and size > known:
+            raise ConfigError("draft_vocab_size", size, f"the target has {known} tokens")
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            model = self.algorithm.from_training_args(
-                self._text_config,
-                target=self.target,
-                vocabulary=self._vocabulary(),
-                **self.algorithm_options,
-            )
-            layout = choose_layout(self.options, tuple(model.layouts))
-            model.export(self.folder, layout=layout)
-
-    def _vocabulary(self) -> DraftVocabulary | None:
-        """Of the size that is asked for; which tokens are in it is not known yet."""
-        size, target_size = self.options.draft_vocab_size, self._text_config.vocab_size
-        if size is None:
-            return None
-        if size > target_size:
-            raise ConfigError("draft_vocab_size", size, f"the target has {target_size} tokens")
-        return DraftVocabulary(torch.arange(size, device=self.target.device), target_size)
-
-    def _clean(self) -> None:
-        forget_head(self.folder, self.target)
-        shutil.rmtree(self.folder, ignore_errors=True)
+            vocabulary = None
+            if size is not None:  # which tokens are in it is not known yet
+                vocabulary = DraftVocabulary(torch.arange(size, device=device), known)
+            given = {"target": target, "vocabulary": vocabulary, **algorithm_options}
+            model = algorithm.from_training_args(config, **given)
+            model.export(folder, layout=choose_layout(options, tuple(model.layouts)))
+            del model  # for its memory
+        yield folder
+    finally:
+        forget_head(folder, target)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 PACKAGES = ("accelerate", "datasets")
@@ -177,14 +130,16 @@ def make_accelerator(options: TrainOptions) -> Any:
         raise ConfigError("device", "cuda", "torch sees no CUDA device; pass cpu")
     on_cpu = options.device == "cpu" or not has_cuda
     plugin, processes = None, int(os.environ.get("WORLD_SIZE", "1"))
-    if options.tensor_parallel and processes < 2:
-        fix = "needs several processes: start with torchrun --nproc-per-node=<devices> ..."
-        raise ConfigError("tensor_parallel", "True", fix)
+    if options.sharding == "fsdp" and on_cpu:
+        raise ConfigError("sharding", "fsdp", "needs CUDA devices; pass none")
+    for name in ("tensor_parallel", "sharding"):
+        if getattr(options, name) in (True, "fsdp") and processes < 2:
+            fix = "needs several processes: start with torchrun --nproc-per-node=<devices> ..."
+            raise ConfigError(name, str(getattr(options, name)), fix)
     if options.device_map is not None and processes > 1:
         fix = "is for one process: let it write all features, then train from them without a map"
         raise ConfigError("device_map", options.device_map, fix)
     if options.sharding == "fsdp":
-        _check_sharding(on_cpu=on_cpu)
         plugin = FullyShardedDataParallelPlugin(
             fsdp_version=2, auto_wrap_policy="transformer_based_wrap"
         )
@@ -214,14 +169,6 @@ def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     if plugin is not None:
         plugin.transformer_cls_names_to_wrap = sorted({type(layer).__name__ for layer in layers})
-
-
-def _check_sharding(*, on_cpu: bool) -> None:
-    if on_cpu:
-        raise ConfigError("sharding", "fsdp", "needs CUDA devices; pass none")
-    if int(os.environ.get("WORLD_SIZE", "1")) < 2:
-        fix = "needs several processes: start with torchrun --nproc-per-node=<devices> ..."
-        raise ConfigError("sharding", "fsdp", fix)
 
 
 REPORT = "training.json"
@@ -270,7 +217,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     algorithm_options: keyword arguments, the fields of the algorithm's ``config_class``.
     In a run of several processes each of them has to call it; all get the report, the main one
     writes the files. What can be refused is refused before the first step, by ConfigError and
-    ModelError: see ``Rehearsal``. Raises TrainingStoppedError as ``Trainer.run`` does.
+    ModelError: see ``rehearse``. Raises TrainingStoppedError as ``Trainer.run`` does.
     """
     if options.target == BUNDLED:
         options = replace(options, target=bundled_asset("target"))
@@ -312,8 +259,8 @@ def _run(
 ) -> TrainingReport:
     target = _open_target(options, accelerator.device)
     tokenizer = load_tokenizer(options.target, trust_remote_code=options.trust_remote_code)
-    rehearsal = Rehearsal(options, algorithm, algorithm_options, target, tokenizer)
-    corpus, decoding = _rehearse(rehearsal, accelerator)
+    given = (options, algorithm, algorithm_options, target)
+    corpus, decoding = _read_documents(*given, tokenizer, accelerator)
     if accelerator.is_main_process and repository is not None:
         repository.create()
     model = algorithm.from_training_args(
@@ -345,17 +292,30 @@ class _Documents(NamedTuple):
     decoding: HeldoutDecoding
 
 
-def _rehearse(rehearsal: Rehearsal, accelerator: Any) -> _Documents:
-    options, target, tokenizer = rehearsal.options, rehearsal.target, rehearsal.tokenizer
+def _read_documents(
+    options: TrainOptions,
+    algorithm: Any,
+    algorithm_options: Mapping[str, Any],
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    accelerator: Any,
+) -> _Documents:
+    """While they are read the end of the run is rehearsed, by the main process."""
     with ExitStack() as stack:
+        folder = None
         if accelerator.is_main_process:
-            stack.enter_context(rehearsal)
+            rehearsal = rehearse(options, algorithm, algorithm_options, target)
+            folder = stack.enter_context(rehearsal)
         corpus = Corpus.load(options, accelerator, target, tokenizer)
         items = corpus.decode_items(options.decode_limit)
         params = SamplingParams(max_tokens=options.decode_max_tokens)
         decoding = HeldoutDecoding(target, tokenizer, items, params, options.num_draft_tokens)
-        if accelerator.is_main_process:
-            rehearsal.decode(decoding)
+        if folder is not None and items:
+            try:
+                decoding.check(folder)
+            except GuidedSpecError as error:
+                fix = f"{error}; correct that, or pass --decode-limit 0"
+                raise ConfigError("decode_limit", options.decode_limit, fix) from error
     return _Documents(corpus, decoding)
 
 

@@ -15,7 +15,7 @@ from guided_spec.models.heads.loading import find_method, load_head
 from guided_spec.training.algorithm import DraftAlgorithm
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.registry import find_algorithm
-from guided_spec.training.run import Rehearsal, train
+from guided_spec.training.run import rehearse, train
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target
@@ -80,7 +80,7 @@ def test_what_is_not_refused_can_be_written(tmp_path: Path, name: str) -> None:
                 algorithm=kind, target=source, data=["-"], output=str(output), layout=layout
             )
             try:
-                with Rehearsal(options, algorithm, own, target, tiny_tokenizer()):
+                with rehearse(options, algorithm, own, target):
                     pass
             except GuidedSpecError as error:
                 refused.append((number, layout))

@@ -263,25 +263,34 @@ def eagle3_speculators(
         raise _refusal("speculators", f"a head as wide as its target, found {found}", "safeailab")
     if any(name.endswith(".bias") for name in tensors):
         raise _refusal("speculators", "a head without biases, found some", "safeailab")
-    kind, name, fields = "eagle3", "Eagle3DraftModel", {}
+    fields: dict[str, Any] = {}
+    kind, name = "eagle3", "Eagle3DraftModel"
     if layout.mask_token_id is not None:
         kind, name, fields = "peagle", "PEagleDraftModel", {"mask_token_id": layout.mask_token_id}
+    fields |= {"architectures": [name], **{flag: getattr(layout, flag) for flag in NORM_FLAGS}}
+    layer = {**_layer_fields(head.config, tensors), "tie_word_embeddings": False}
+    fields |= {"embed_requires_grad": False, "transformer_layer_config": layer}
+    fields[LAYER_IDS] = [*layout.aux_hidden_layers]
+    return _speculators(head, tensors, target, options, kind, fields)
+
+
+def _speculators(
+    head: Eagle3Head | BlockHead,
+    tensors: Tensors,
+    target: PreTrainedModel,
+    options: SaveOptions,
+    kind: str,
+    fields: Mapping[str, Any],
+) -> HeadFiles:
+    """With what speculators says of every head of a ``kind``, and with both ends."""
     config = {
-        "architectures": [name],
         "speculators_model_type": kind,
         **speculators_config(target, options, kind),
-        **fields,
-        "draft_vocab_size": layout.draft_vocab_size,
+        "draft_vocab_size": head.layout.draft_vocab_size,
         "target_hidden_size": None,
-        LAYER_IDS: [*layout.aux_hidden_layers],
-        **{name: getattr(layout, name) for name in NORM_FLAGS},
-        "embed_requires_grad": False,
         "tie_word_embeddings": False,
         "dtype": dtype_name(options.dtype),
-        "transformer_layer_config": {
-            **_layer_fields(head.config, tensors),
-            "tie_word_embeddings": False,
-        },
+        **fields,
     }
     complete = replace(options, embedding="copy")
     return HeadFiles(config, _complete(head, _with_mask(tensors), target, complete))
@@ -323,27 +332,20 @@ def block_speculators(
 ) -> HeadFiles:
     """What speculators' classes of DFlash and DSpark read; they want the output head."""
     layout = _plain_block(head, "speculators")
-    kind, name, fields = "dflash", "DFlashDraftModel", {}
+    fields: dict[str, Any] = {}
+    kind, name = "dflash", "DFlashDraftModel"
     if layout.markov is not None:
         kind, name, fields = "dspark", "DSparkDraftModel", _dspark_fields(layout)
-    config = {
+    fields |= {
         "architectures": [name],
-        "speculators_model_type": kind,
-        **speculators_config(target, options, kind),
-        **fields,
-        "draft_vocab_size": layout.draft_vocab_size,
-        "target_hidden_size": None,
         "aux_hidden_state_layer_ids": [*layout.aux_hidden_layers],
         "block_size": layout.block_size,
         "mask_token_id": layout.mask_token_id,
         "sample_from_anchor": layout.from_anchor,
         "sliding_window_non_causal": layout.is_causal is False,
-        "tie_word_embeddings": False,
-        "dtype": dtype_name(options.dtype),
         "transformer_layer_config": _block_fields(head, tensors),
     }
-    complete = replace(options, embedding="copy")
-    return HeadFiles(config, _complete(head, tensors, target, complete))
+    return _speculators(head, tensors, target, options, kind, fields)
 
 
 def block_deepseek(
