@@ -8,7 +8,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
@@ -61,12 +60,7 @@ class RunLog:
             raise ConfigError("tracker", names, fix) from error
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bar.close()
         trackers, self._accelerator.trackers = self._accelerator.trackers, []
         for tracker in trackers:

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -105,15 +105,10 @@ class StopRequest:
             self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        if self._group is not None and error is None:
+        if self._group is not None and kind is None:
             distributed.destroy_process_group(self._group)
 
     def agreed(self) -> signal.Signals | None:
