@@ -23,9 +23,8 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
     upload,
 )
-from guided_spec.models.packed.head_slots import HeadSlots
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
-from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed.slot_head import HeadSlots, PackedSlotHead
 from guided_spec.ops.slot_attention import SlotPlaces
 
 __all__ = ["PackedContextReader", "PackedMaskedReader"]

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.packed import block_graphs, block_readers, head_slots
+from guided_spec.models.packed import block_graphs, block_readers, slot_head
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import ROW_SIZES, SIZES
@@ -104,7 +104,7 @@ def test_no_further_than_a_slot_and_a_graph_reach(
     pair.read([0, 1], [LENGTH - 3, 2])
     assert pair.packed.can_read_ahead([0, 1], [3, 9])
     assert not pair.packed.can_read_ahead([0, 1], [4, 9])
-    monkeypatch.setattr(head_slots, "LARGEST_GRAPH", 12)
+    monkeypatch.setattr(slot_head, "LARGEST_GRAPH", 12)
     assert pair.packed.can_read_ahead([0, 1], [3, 9])
     assert not pair.packed.can_read_ahead([0, 1], [3, 10])
     assert not pair.stock.can_read_ahead([0, 1], [1, 1])  # it has no graphs

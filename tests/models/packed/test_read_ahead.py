@@ -11,7 +11,7 @@ from torch import Tensor
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed import head_slots
+from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
@@ -110,6 +110,6 @@ def test_no_further_than_a_slot_and_a_graph_reach(
     pair.packed.read([0], [pair.tokens(90)], [pair.states(90)])  # 97 of 100
     assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
     assert not pair.packed.can_read_ahead(SLOTS, [4, 4, 4])
-    monkeypatch.setattr(head_slots, "LARGEST_GRAPH", 11)
+    monkeypatch.setattr(slot_head, "LARGEST_GRAPH", 11)
     assert pair.packed.can_read_ahead(SLOTS, [4, 3, 4])
     assert not pair.packed.can_read_ahead(SLOTS, [5, 3, 4])

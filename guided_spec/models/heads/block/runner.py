@@ -22,8 +22,8 @@ from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed.block_graphs import BlockForward, BlockGraphs, BlockRows, has_graph
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs
-from guided_spec.models.packed.head_slots import HeadLine, HeadSlots
 from guided_spec.models.packed.packed_lm import split_places
+from guided_spec.models.packed.slot_head import HeadLine, HeadSlots
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
