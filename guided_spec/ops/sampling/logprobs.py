@@ -65,9 +65,7 @@ class LogprobsPlan:
     order: tuple[int, ...]
 
     @classmethod
-    def stack(
-        cls, params: Sequence[SamplingParams], device: torch.device | None = None
-    ) -> LogprobsPlan | None:
+    def stack(cls, params: Sequence[SamplingParams], device: torch.device) -> LogprobsPlan | None:
         """The plan of a batch, a request for each of ``params``; None when nobody asks."""
         rows: dict[LogprobsMode, list[int]] = {}
         for mode in get_args(LogprobsMode):

@@ -180,7 +180,9 @@ def test_bfloat16_logits_give_float32_logprobs() -> None:
 
 
 def test_nobody_asks() -> None:
-    assert LogprobsPlan.stack([SamplingParams(), SamplingParams(logprobs_mode="masked")]) is None
+    assert (
+        LogprobsPlan.stack([SamplingParams(), SamplingParams(logprobs_mode="masked")], CPU) is None
+    )
 
 
 @pytest.mark.parametrize("count", [-1, 21, 1.0, True, "5"])
