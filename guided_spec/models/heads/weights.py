@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from guided_spec.errors import ModelError
+from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
+from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, multiply_out
 
 __all__ = [
     "check_quantization",
@@ -248,31 +249,23 @@ def dequantize(
     quantization: Any = config.get("quantization_config")
     if not _is_blockwise_fp8(quantization):
         return dict(tensors)
-    block = tuple(quantization["weight_block_size"])
+    rows, columns = quantization["weight_block_size"]
     scales = {name.removesuffix(SCALE) for name in tensors if name.endswith(SCALE)}
-    quantized = {name for name, t in tensors.items() if t.dtype == torch.float8_e4m3fn}
+    quantized = {name for name, t in tensors.items() if t.dtype == FP8}
     unpaired = sorted(scales ^ quantized)
     if unpaired:
         pair = "float8_e4m3fn weights and their _scale_inv"
         raise ModelError(f"fp8 weights: expected pairs of {pair}, found one of {unpaired[0]!r}")
     plain = {name: t for name, t in tensors.items() if not name.endswith(SCALE)}
     for name in quantized:
-        plain[name] = _multiply_out(name, plain[name], tensors[name + SCALE], block).to(dtype)
+        try:
+            weight = Fp8Weight.of(plain[name], tensors[name + SCALE].float(), (rows, columns))
+        except ConfigError as error:
+            raise ModelError(f"{name}{SCALE}: {error}; the checkpoint is broken") from error
+        plain[name] = multiply_out(weight, dtype)
     return plain
 
 
 def _is_blockwise_fp8(quantization: Any) -> bool:
     is_fp8 = isinstance(quantization, Mapping) and quantization.get("quant_method") == "fp8"
     return is_fp8 and bool(quantization.get("weight_block_size"))
-
-
-def _multiply_out(name: str, weight: Tensor, scale: Tensor, block: tuple[int, ...]) -> Tensor:
-    """[out, in] float32."""
-    shape = [-(-size // step) for size, step in zip(weight.shape, block, strict=False)]
-    if weight.dim() != 2 or list(scale.shape) != shape:
-        raise ModelError(
-            f"{name}{SCALE}: expected {shape} for blocks of {list(block)} of "
-            f"{list(weight.shape)}, found {list(scale.shape)}; the checkpoint is broken"
-        )
-    rows = scale.float().repeat_interleave(block[0], 0)[: weight.shape[0]]
-    return weight.float() * rows.repeat_interleave(block[1], 1)[:, : weight.shape[1]]
