@@ -125,8 +125,7 @@ def _vocabulary(vocabulary: DraftVocabulary, wide: Shape) -> Iterator[WideTensor
     small, count = vocabulary.target_size, wide.draft_vocab_size - len(vocabulary)
     padding = torch.arange(small, small + count)
     ids = torch.cat([vocabulary.target_ids.cpu(), padding])
-    tensors = DraftVocabulary(ids, wide.vocab_size).tensors()
-    for name, tensor in tensors._asdict().items():
+    for name, tensor in DraftVocabulary(ids, wide.vocab_size).tensors().items():
         yield WideTensor(name, tuple(tensor.shape), _copy(tensor), tensor.dtype)
 
 

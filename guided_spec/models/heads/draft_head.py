@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypedDict, Unpack
+from typing import Any, ClassVar, Protocol, Self, TypedDict, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -31,23 +31,11 @@ __all__ = [
     "DraftVocabulary",
     "HeadArguments",
     "LayoutHead",
-    "VocabularyTensors",
     "layer_run",
 ]
 
 
 MASK = "mask_hidden"  # P-EAGLE's, for a state that is not known; stored in any shape
-
-
-class VocabularyTensors(NamedTuple):
-    """A draft vocabulary as checkpoints hold it.
-
-    d2t: int64 [D], offsets: draft id i is target id ``i + d2t[i]``.
-    t2d: bool [V], which target tokens the draft scores.
-    """
-
-    d2t: Tensor
-    t2d: Tensor
 
 
 class DraftVocabulary:
@@ -112,13 +100,14 @@ class DraftVocabulary:
         """The same vocabulary on ``device``."""
         return DraftVocabulary(self.target_ids.to(device), self.target_size)
 
-    def tensors(self) -> VocabularyTensors:
-        """The tensors that ``from_offsets`` and other runtimes read, on the vocabulary's device."""
+    def tensors(self) -> dict[str, Tensor]:
+        """As checkpoints hold it, on its device: ``d2t``, see the module's docstring, and ``t2d``,
+        bool [V], which target tokens are scored."""
         target_ids = self.target_ids
         scored = torch.zeros(self.target_size, dtype=torch.bool, device=target_ids.device)
         scored[target_ids] = True
         offsets = target_ids - torch.arange(len(self), device=target_ids.device)
-        return VocabularyTensors(offsets, scored)
+        return {"d2t": offsets, "t2d": scored}
 
     def __len__(self) -> int:
         return len(self.target_ids)

@@ -424,7 +424,7 @@ def _complete(
         missing = [name for name in names if name not in complete]
         complete |= _borrow(target, head.hidden_size, missing)
     if head.vocabulary is not None:
-        complete |= head.vocabulary.tensors()._asdict()
+        complete |= head.vocabulary.tensors()
     return complete
 
 

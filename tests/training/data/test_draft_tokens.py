@@ -97,7 +97,7 @@ def test_the_most_frequent_are_selected(counts: list[int], data: st.DataObject) 
     assert keep <= {*ids}
     others = sorted({*range(len(counts))} - keep, key=lambda token: (-counts[token], token))
     assert {*ids} == keep | {*others[: size - len(keep)]}
-    d2t, t2d = vocabulary.tensors()
+    d2t, t2d = vocabulary.tensors().values()
     assert (d2t.dtype, t2d.dtype) == (torch.int64, torch.bool)
     again = DraftVocabulary.from_offsets(d2t, vocabulary.target_size, "test")
     assert torch.equal(again.target_ids, vocabulary.target_ids)
