@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -28,96 +27,9 @@ __all__ = [
     "ANY_JSON",
     "GuidedBackend",
     "GuidedGrammar",
-    "TolerantMatcher",
     "make_backend",
     "spec_of",
 ]
-
-
-class TolerantMatcher:
-    """A matcher behind SGLang's habits: refusals raise, and a finished text takes any token.
-
-    compiled: the matcher's grammar. text: the tokens that the matcher has taken. ignored: how many
-    came behind the end of the text; no matcher has seen them.
-
-    A step back costs no more than the tokens taken back, however long the text is.
-    """
-
-    def __init__(
-        self,
-        compiled: CompiledGrammar,
-        matcher: GrammarMatcher,
-        text: Sequence[int] = (),
-        ignored: int = 0,
-    ) -> None:
-        self._compiled = compiled
-        self._matcher = matcher
-        self._text = [*text]
-        self._ignored = ignored
-        self._constraint: Constraint | None = None
-
-    @classmethod
-    def at_start(cls, compiled: CompiledGrammar) -> TolerantMatcher:
-        """Before the first token."""
-        return cls(compiled, compiled.new_matcher())
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether the text is complete."""
-        return self._matcher.is_terminated()
-
-    def accept(self, token_id: int) -> None:
-        """Advance by one token; tokens behind the end of the text are counted and change nothing.
-
-        Raises ValueError for a token that the grammar refuses: SGLang ends the request by it.
-        """
-        if self.is_terminated:
-            self._ignored += 1
-            return
-        if not self._matcher.accept_token(token_id):
-            raise ValueError(
-                f"the grammar refuses token {token_id} at position {len(self._text)} of its text"
-            )
-        self._text.append(token_id)
-
-    def rollback(self, num_tokens: int) -> None:
-        """Take back the last ``num_tokens`` tokens."""
-        unseen = min(num_tokens, self._ignored)
-        self._ignored -= unseen
-        seen = num_tokens - unseen
-        if seen:
-            self._matcher.rollback(seen)
-            del self._text[-seen:]
-            if self._constraint is not None and len(self._constraint.committed) > len(self._text):
-                self._constraint = None
-
-    def fill(self, bitmask: Any, index: int) -> None:
-        """Write what may come next into row ``index``, int32 [rows, W] on the host.
-
-        The row of a complete text is left as it is.
-        """
-        if not self.is_terminated:
-            self._matcher.fill_next_token_bitmask(bitmask, index)
-
-    def copy(self) -> TolerantMatcher:
-        """An independent one at the same position."""
-        return TolerantMatcher(self._compiled, self._matcher.fork(), self._text, self._ignored)
-
-    def constraint(self) -> Constraint | None:
-        """The same position for a proposer to draft from; None where nothing can be drafted.
-
-        It has matchers of its own, which follow this one from call to call. None for a
-        complete text, and where these matchers refuse what this one has taken.
-        """
-        if self.is_terminated:
-            return None
-        if self._constraint is None:
-            self._constraint = Constraint(self._compiled)
-        try:
-            self._constraint.commit(self._text[len(self._constraint.committed) :])
-        except GrammarStateError:
-            self._constraint = None
-        return self._constraint
 
 
 ANY_JSON = "$$ANY$$"  # how SGLang writes "any JSON value"
@@ -196,37 +108,85 @@ def make_backend(kind: str, vocabulary: Vocabulary, *, any_whitespace: bool) -> 
 class GuidedGrammar:
     """One request's grammar, as SGLang's scheduler and verifiers use it.
 
-    matcher: this request's. stats: SGLang's ``GrammarStats``.
+    Behind SGLang's habits: refusals raise, and a finished text takes any token. A step back costs
+    no more than the tokens taken back, however long the text is.
+
+    matcher: this request's, at the start of its text. stats: SGLang's ``GrammarStats``.
     backend: which of guided_spec's took the grammar, "xgrammar" or "llguidance".
     """
 
-    def __init__(self, matcher: TolerantMatcher, backend: str, stats: Any) -> None:
+    def __init__(
+        self, compiled: CompiledGrammar, matcher: GrammarMatcher, backend: str, stats: Any
+    ) -> None:
         super().__init__()
         self.backend = backend
         self.grammar_stats = stats
-        self._matcher = matcher
+        self._compiled, self._matcher = compiled, matcher
+        self._text: list[int] = []  # the tokens that the matcher has taken
+        self._ignored = 0  # tokens behind the end of the text, which no matcher has seen
+        self._constraint: Constraint | None = None
+
+    @classmethod
+    def at_start(
+        cls, compiled: CompiledGrammar, backend: str = "", stats: Any = None
+    ) -> GuidedGrammar:
+        """Before the first token."""
+        return cls(compiled, compiled.new_matcher(), backend, stats)
 
     def accept_token(self, token: int) -> None:
-        """Advance by one token. Raises ValueError where the grammar refuses it."""
-        self._matcher.accept(token)
+        """Advance by one token; tokens behind the end of the text are counted and change nothing.
+
+        Raises ValueError for a token that the grammar refuses: SGLang ends the request by it.
+        """
+        if self.is_terminated():
+            self._ignored += 1
+        elif self._matcher.accept_token(token):
+            self._text.append(token)
+        else:
+            raise ValueError(
+                f"the grammar refuses token {token} at position {len(self._text)} of its text"
+            )
         self.current_token = token
 
     def rollback(self, k: int) -> None:
         """Take back the last ``k`` tokens."""
-        self._matcher.rollback(k)
+        unseen = min(k, self._ignored)
+        self._ignored -= unseen
+        seen = k - unseen
+        if seen:
+            self._matcher.rollback(seen)
+            del self._text[-seen:]
+            if self._constraint is not None and len(self._constraint.committed) > len(self._text):
+                self._constraint = None
 
     def is_terminated(self) -> bool:
         """Whether the text is complete."""
-        return self._matcher.is_terminated
+        return self._matcher.is_terminated()
 
     def constraint(self) -> Constraint | None:
-        """The same position for a proposer to draft from; None where nothing can be drafted."""
-        return self._matcher.constraint()
+        """The same position for a proposer to draft from; None where nothing can be drafted.
+
+        It has matchers of its own, which follow this one from call to call. None for a
+        complete text, and where these matchers refuse what this one has taken.
+        """
+        if self.is_terminated():
+            return None
+        if self._constraint is None:
+            self._constraint = Constraint(self._compiled)
+        try:
+            self._constraint.commit(self._text[len(self._constraint.committed) :])
+        except GrammarStateError:
+            self._constraint = None
+        return self._constraint
 
     def copy(self) -> GuidedGrammar:
         """An independent one at the same position; its grammar is not compiled again."""
-        stats = replace(self.grammar_stats, is_cache_hit=True, tree_traversal_time=[])
-        return type(self)(self._matcher.copy(), self.backend, stats)
+        stats = self.grammar_stats
+        if stats is not None:
+            stats = replace(stats, is_cache_hit=True, tree_traversal_time=[])
+        copied = type(self)(self._compiled, self._matcher.fork(), self.backend, stats)
+        copied._text, copied._ignored = [*self._text], self._ignored
+        return copied
 
     def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> Any:
         """int32 [batch_size, W] on the host, all ones."""
@@ -235,8 +195,9 @@ class GuidedGrammar:
         )
 
     def fill_vocab_mask(self, vocab_mask: Any, idx: int) -> None:
-        """Write what may come next into row ``idx``."""
-        self._matcher.fill(vocab_mask, idx)
+        """Write what may come next into row ``idx``; that of a complete text is left as it is."""
+        if not self.is_terminated():
+            self._matcher.fill_next_token_bitmask(vocab_mask, idx)
 
     @staticmethod
     def reset_vocab_mask(vocab_mask: Any) -> None:
@@ -316,7 +277,7 @@ class GuidedBackend:
             return base.InvalidGrammarObject(str(error))
         stats = base.GrammarStats(dispatch_type=key_type)
         name = compiled.backend if isinstance(compiled, NotedGrammar) else ""
-        return _classes()[0](TolerantMatcher.at_start(compiled), name, stats)
+        return _classes()[0].at_start(compiled, name, stats)
 
 
 @cache

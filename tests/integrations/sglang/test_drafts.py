@@ -15,7 +15,7 @@ from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostDrafter
-from guided_spec.integrations.sglang.backend import GuidedGrammar, TolerantMatcher
+from guided_spec.integrations.sglang.backend import GuidedGrammar
 from guided_spec.integrations.sglang.plugin import Drafts, chains
 from tests.tiny_llm import VOCAB_SIZE as TINY_SIZE
 from tests.tiny_llm import tiny_tokenizer
@@ -30,7 +30,7 @@ def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
     """However the place is moved between two drafts, back before the last one or over it."""
     dice = random.Random(seed)
     rule = text_rule([b"ab", b'{"a":1}', b'{"a":0}', b"abcd"])
-    matcher, text = TolerantMatcher.at_start(ToyCompiled(rule)), list[int]()
+    matcher, text = GuidedGrammar.at_start(ToyCompiled(rule)), list[int]()
     for _ in range(20):
         if dice.random() < 0.3:
             number = dice.randint(0, len(text))
@@ -38,7 +38,7 @@ def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
             del text[len(text) - number :]
         elif EOS not in text:
             text.append(dice.choice(sorted(rule(tuple(text)))))
-            matcher.accept(text[-1])
+            matcher.accept_token(text[-1])
         if dice.random() < 0.5:
             constraint = matcher.constraint()
             assert (constraint is None) == (EOS in text)
@@ -51,8 +51,8 @@ def test_a_constraint_stands_where_its_place_stands(seed: int) -> None:
 
 def test_a_place_that_cannot_be_followed_is_not_drafted_from() -> None:
     compiled = ToyCompiled(text_rule([b"ab"]))
-    matcher = TolerantMatcher.at_start(compiled)
-    matcher.accept(TEXTS.index(b"a"))
+    matcher = GuidedGrammar.at_start(compiled)
+    matcher.accept_token(TEXTS.index(b"a"))
     compiled.refused = frozenset({TEXTS.index(b"a")})  # by matchers made from here on
     assert matcher.constraint() is None
 
@@ -87,7 +87,7 @@ class Server:
 
     def grammar(self, spec: GrammarSpec) -> GuidedGrammar:
         compiled = BackendChoice("xgrammar", self.vocabulary).compile(spec)
-        return GuidedGrammar(TolerantMatcher.at_start(compiled), "xgrammar", None)
+        return GuidedGrammar.at_start(compiled, "xgrammar")
 
     def draft(self, outputs: dict[str, str], grammars: Sequence[object]) -> list[list[int]]:
         """The chain of each request, without its root."""

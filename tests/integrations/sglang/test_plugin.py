@@ -17,7 +17,7 @@ from guided_spec.errors import ConfigError, GrammarCompileError
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.integrations.sglang.backend import TolerantMatcher, spec_of
+from guided_spec.integrations.sglang.backend import GuidedGrammar, spec_of
 from guided_spec.integrations.sglang.plugin import BACKENDS, check_options, check_version, register
 from tests.toys import EOS, VOCAB_SIZE, VOCABULARY, ToyCompiled, text_rule
 
@@ -66,9 +66,9 @@ def test_both_forms_of_tags_mean_the_same() -> None:
     ]
     assert specs[0] == specs[1]
     compiled = BackendChoice("auto", letters()).compile(specs[0])
-    matcher = TolerantMatcher.at_start(compiled)
+    matcher = GuidedGrammar.at_start(compiled)
     for letter in "<f>[1]</f>":
-        matcher.accept(ord(letter))
+        matcher.accept_token(ord(letter))
 
 
 def letters() -> Vocabulary:
@@ -76,9 +76,9 @@ def letters() -> Vocabulary:
     return Vocabulary((*(bytes([byte]) for byte in range(128)), b""), (128,), 129)
 
 
-def row_of(matcher: TolerantMatcher, size: int) -> list[int]:
+def row_of(matcher: GuidedGrammar, size: int) -> list[int]:
     bitmask = np.full((2, -(-size // 32)), -1, dtype=np.int32)
-    matcher.fill(bitmask, 1)
+    matcher.fill_vocab_mask(bitmask, 1)
     assert (bitmask[0] == -1).all(), "another request's row"
     return np.flatnonzero(np.unpackbits(bitmask[1].view(np.uint8), bitorder="little")).tolist()
 
@@ -98,25 +98,25 @@ MOVES = st.lists(
 def test_a_place_is_a_list_of_tokens(moves: list[tuple[str, int]]) -> None:
     """Whatever was accepted behind the end of the text can be taken back as well."""
     rule = text_rule(TEXTS)
-    matcher, taken = TolerantMatcher.at_start(ToyCompiled(rule)), list[int]()
+    matcher, taken = GuidedGrammar.at_start(ToyCompiled(rule)), list[int]()
     for move, number in moves:
         seen = taken[: taken.index(EOS) + 1] if EOS in taken else taken
         is_over = EOS in taken
         if move == "copy":
             left, matcher = matcher, matcher.copy()
             if not is_over:
-                left.accept(min(rule(tuple(taken))))  # moves the other one alone
+                left.accept_token(min(rule(tuple(taken))))  # moves the other one alone
         elif move == "rollback":
             number = min(number, len(taken))
             matcher.rollback(number)
             del taken[len(taken) - number :]
         elif is_over or number in rule(tuple(seen)):
-            matcher.accept(number)
+            matcher.accept_token(number)
             taken.append(number)
         else:
             with pytest.raises(ValueError, match=f"token {number} at position {len(seen)}"):
-                matcher.accept(number)
-        assert matcher.is_terminated == (EOS in taken)
+                matcher.accept_token(number)
+        assert matcher.is_terminated() == (EOS in taken)
         if EOS not in taken:
             assert row_of(matcher, VOCAB_SIZE) == sorted(rule(tuple(taken)))
 
@@ -127,21 +127,21 @@ def test_a_place_is_a_list_of_tokens(moves: list[tuple[str, int]]) -> None:
 def test_both_libraries_roll_back(kind: str, choice: st.DataObject) -> None:
     pytest.importorskip(kind)
     compiled = BackendChoice(kind, VOCABULARY).compile(GrammarSpec.regex("a(b|cd)*[01]{0,3}"))
-    matcher, rows = TolerantMatcher.at_start(compiled), list[list[int]]()
-    while len(rows) < 8 and not matcher.is_terminated:
+    matcher, rows = GuidedGrammar.at_start(compiled), list[list[int]]()
+    while len(rows) < 8 and not matcher.is_terminated():
         rows.append(row_of(matcher, VOCAB_SIZE))
-        matcher.accept(choice.draw(st.sampled_from(rows[-1])))
+        matcher.accept_token(choice.draw(st.sampled_from(rows[-1])))
     while rows:
         matcher.rollback(1)
         assert row_of(matcher, VOCAB_SIZE) == rows.pop()
 
 
 def test_the_row_of_a_complete_text_is_left_alone() -> None:
-    matcher = TolerantMatcher.at_start(ToyCompiled(text_rule([b"a"])))
-    matcher.accept(0)
-    matcher.accept(EOS)
+    matcher = GuidedGrammar.at_start(ToyCompiled(text_rule([b"a"])))
+    matcher.accept_token(0)
+    matcher.accept_token(EOS)
     bitmask = xgrammar.allocate_token_bitmask(1, VOCAB_SIZE)
-    matcher.fill(bitmask, 0)
+    matcher.fill_vocab_mask(bitmask, 0)
     assert bool((bitmask == -1).all())
 
 
