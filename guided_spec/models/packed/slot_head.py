@@ -236,7 +236,6 @@ class PackedSlotHead:
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.adopt = self.slots.length, self.slots.adopt
-        self.commit, self.can_read_ahead = self.slots.commit, self.slots.can_read_ahead
         self.graphs = GraphPool(device, window)
         self.whole = WholeDrafts(self.graphs, self, limits.num_slots)
         self._depths, self._marks = ([0] * limits.num_slots for _ in range(2))
@@ -306,6 +305,14 @@ class PackedSlotHead:
         self._hidden[self._index(destinations)] = self._hidden[source].clone()
         self._scored = None
         self._begin_draft(destinations)
+
+    def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool:
+        """See ``HeadSlots``."""
+        return self.slots.can_read_ahead(slots, counts)
+
+    def commit(self, slot: int, count: int) -> None:
+        """The slot holds ``count`` of the tokens that were read ahead."""
+        self.slots.commit(slot, count)
 
     @torch.inference_mode()
     def read_ahead(
