@@ -23,7 +23,7 @@ from rich.table import Table
 
 from benchmarks.schema_corpus import SchemaCase, load_cases
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
-from guided_spec.engine.heap import frozen_heap
+from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import BudgetTooSmallError, GrammarError
 from guided_spec.grammar.backends.auto import BackendChoice

@@ -28,7 +28,7 @@ from benchmarks.gpu.subject import (
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.types import SamplingParams
 
 __all__ = ["main"]

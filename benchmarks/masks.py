@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.row_filling import Text, fill_table
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer

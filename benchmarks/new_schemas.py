@@ -22,15 +22,15 @@ from rich.table import Table
 
 from benchmarks.serving.requests import make_requests
 from guided_spec.cli.console import failures_as_messages, stdout
-from guided_spec.engine.heap import frozen_heap
+from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.rule_endings import ReadRules
 from guided_spec.grammar.completion.rules import RuleSource
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.isolation import Workers
-from guided_spec.grammar.limits import GrammarLimits
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

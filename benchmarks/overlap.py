@@ -19,7 +19,7 @@ from benchmarks.device_time import host_seconds
 from benchmarks.row_filling import RowFilling, Text
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import MaskRows

@@ -69,7 +69,7 @@ KINDS = (
 
 
 def records(count: int, seed: int = 0) -> list[dict[str, Any]]:
-    """Requests of all kinds in turn, as ``guided_spec.evaluate.workload`` reads them."""
+    """Requests of all kinds in turn, as ``guided_spec.evaluate.measurement`` reads them."""
     dice = random.Random(seed)
     found = []
     for at in range(count):

@@ -22,7 +22,7 @@ from benchmarks.schema_judge import Judge, SchemaVerdict
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         UnsupportedSchemaError,
         VocabularyMismatchError,
     )
-    from guided_spec.grammar.backends.conformance import check_grammar_backend
+    from guided_spec.grammar.backends.guarded import check_grammar_backend
     from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_grammar_backend
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
     from guided_spec.grammar.spec import GrammarSpec
@@ -151,7 +151,7 @@ _MODULES = {
     "ToolCall": "grammar.tools.format",
     "TopLogprob": "types",
     "Vocabulary": "grammar.vocabulary",
-    "check_grammar_backend": "grammar.backends.conformance",
+    "check_grammar_backend": "grammar.backends.guarded",
     "commit": "step",
     "generate": "integrations.transformers",
     "register_grammar_backend": "grammar.backends.registry",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import TableState
-from guided_spec.masks.tables import DeviceTables
+from guided_spec.masks.rows import DeviceTables
 from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.sampling.draft_choice import choose_draft

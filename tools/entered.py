@@ -21,7 +21,7 @@ from guided_spec.core import Proposer, from_propose
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.engine.target import SlotTarget
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

@@ -107,7 +107,7 @@ def picture_of_playground(driver: Any, folder: Path) -> None:
 def _served(llm: LLM) -> Iterator[str]:
     """The address of a server in a thread."""
     from guided_spec.server.app import build_server
-    from guided_spec.server.settings import ServerSettings
+    from guided_spec.server.service import ServerSettings
 
     listener = socket.create_server(("127.0.0.1", 0))
     server = build_server(llm, ServerSettings(), "127.0.0.1", 0)

@@ -17,13 +17,12 @@ from benchmarks.blocks.clock import Clock
 from benchmarks.gpu.subject import Subject, free_memory, json_documents, kv_budget
 from guided_spec.config import EngineConfig
 from guided_spec.engine.engine import Engine
-from guided_spec.engine.heap import frozen_heap
 from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.engine.process import frozen_heap
 from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.errors import GuidedSpecError
-from guided_spec.evaluate.measurement import measure_completions, valid_share
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import WorkItem, measure_completions, valid_share
 from guided_spec.types import SamplingParams
 
 __all__ = ["ENGINES", "BlockRun", "DocumentPlan", "RunKey", "measure_blocks"]

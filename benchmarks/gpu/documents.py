@@ -20,11 +20,11 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import GuidedSpecError
 from guided_spec.evaluate.measurement import (
     Measurement,
+    WorkItem,
     measure_completions,
     run_items,
     valid_share,
 )
-from guided_spec.evaluate.workload import WorkItem
 from guided_spec.types import SamplingParams
 
 __all__ = [

@@ -17,8 +17,7 @@ from benchmarks.gpu import vllm_peer
 from benchmarks.gpu.documents import DocumentPlan, DocumentRun, num_documents
 from benchmarks.gpu.subject import Subject, json_documents
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.evaluate.measurement import Measurement, is_valid, run_transformers
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import Measurement, WorkItem, is_valid, run_transformers
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
 

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import WorkItem, load_workload
+from guided_spec.evaluate.measurement import WorkItem, load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 
 __all__ = [

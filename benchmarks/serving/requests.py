@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.measurement import is_valid
-from guided_spec.evaluate.workload import WorkItem, load_workload
+from guided_spec.evaluate.measurement import WorkItem, is_valid, load_workload
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = ["DATASETS", "Request", "make_requests"]

@@ -17,7 +17,7 @@ from benchmarks.soak.proposer import TurnTaking
 from guided_spec.core import DecodeBatch
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.request import Request
-from guided_spec.engine.worker import EngineWorker
+from guided_spec.engine.runner import EngineWorker
 from guided_spec.grammar.backends.llguidance import LLGuidanceMatcher
 from guided_spec.grammar.completion.completion import CompletingMatcher
 from guided_spec.grammar.markers import AfterMatcher

@@ -31,9 +31,8 @@ from benchmarks.soak.requests import GRAMMARS, Case, CaseSource
 from guided_spec.cli.console import failures_as_messages, stderr, stdout
 from guided_spec.core import ProposerContext
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import Chunk, Completion
+from guided_spec.engine.outputs import Chunk, Completion, Manner
 from guided_spec.engine.request import Request
-from guided_spec.engine.streams import Manner
 from guided_spec.errors import BudgetTooSmallError, RequestCancelledError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec

@@ -75,8 +75,7 @@ def _compare(
 ) -> list[Measurement]:
     from guided_spec.cli.profile import profiling
     from guided_spec.engine.setup import bundled_asset
-    from guided_spec.evaluate.measurement import Plan, run_plan
-    from guided_spec.evaluate.workload import load_workload
+    from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
 
     items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
     is_greedy = asked.params.temperature == 0

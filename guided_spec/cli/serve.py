@@ -14,7 +14,7 @@ from guided_spec.cli.options import ModelOptions, Proposer, with_options
 from guided_spec.errors import ConfigError
 
 if TYPE_CHECKING:  # this loads torch
-    from guided_spec.server.settings import ServerSettings
+    from guided_spec.server.service import ServerSettings
 
 __all__ = ["serve"]
 
@@ -100,7 +100,7 @@ def _serve_own(
         fix = "they are another engine's, as --engine vllm's; leave them out"
         raise ConfigError("--engine-options", engine_options, fix)
     _require_packages()
-    from guided_spec.server.settings import ServerSettings
+    from guided_spec.server.service import ServerSettings
 
     settings = ServerSettings(model_names=site.names, api_keys=site.keys, **site.limits)
     _serve(load, others, settings, site.host, site.port)

@@ -15,12 +15,11 @@ from guided_spec.errors import (
 )
 from guided_spec.grammar.backends.auto import BackendChoice
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.limits import NoTableError, TableLimits
+from guided_spec.grammar.document import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
-from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import Unenforced
+from guided_spec.grammar.schema.lowered import Unenforced, close_objects
 from guided_spec.grammar.schema.prepare import examine_schema, lower_checked
 from guided_spec.grammar.schema.rewrite import find_unenforced
 from guided_spec.grammar.spec import GrammarSpec

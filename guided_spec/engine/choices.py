@@ -9,11 +9,10 @@ from concurrent.futures import Future
 from enum import EnumMeta
 from typing import Any, Literal, get_args, get_origin
 
-from guided_spec.engine.outputs import ChoiceOutput, Chunk
+from guided_spec.engine.outputs import ChoiceOutput, Chunk, cancel_all
 from guided_spec.engine.prompt import Prompt, split_prompts
 from guided_spec.engine.request import Job, Request, Scoring, State
 from guided_spec.engine.runner import Runner
-from guided_spec.engine.streams import cancel_all
 from guided_spec.errors import ConfigError, PromptError
 from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens

@@ -29,23 +29,27 @@ from guided_spec.engine.chat import (
     ChatStream,
 )
 from guided_spec.engine.choices import Chooser
-from guided_spec.engine.outputs import ChoiceOutput, Chunk, Completion, RequestOutput, RequestStats
-from guided_spec.engine.parallel import SeedSource
-from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
-from guided_spec.engine.request import Job, Request
-from guided_spec.engine.runner import Load, Runner, Wanted, start_engine
-from guided_spec.engine.streams import (
+from guided_spec.engine.outputs import (
+    ChoiceOutput,
+    Chunk,
+    Completion,
     Failures,
     Manner,
     OnError,
     Params,
+    RequestOutput,
+    RequestStats,
     achunks,
     cancel_all,
     match_params,
 )
+from guided_spec.engine.parallel import SeedSource
+from guided_spec.engine.prompt import Message, Prompt, Prompts, split_prompts
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.runner import Load, Runner, Wanted, start_engine
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.choice_tree import ChoicePaths
-from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words

@@ -8,6 +8,7 @@ together.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import queue
@@ -16,9 +17,9 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from functools import partial
 from logging.handlers import QueueHandler
 from multiprocessing.connection import Connection
@@ -27,20 +28,49 @@ from pathlib import Path
 from typing import Any, NamedTuple, Unpack
 
 from guided_spec.engine.chat import Chat, ChatOptions, ChatRequest
-from guided_spec.engine.heap import frozen_heap
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import Chunk, Completion, RequestStats
+from guided_spec.engine.outputs import (
+    Chunk,
+    Completion,
+    Failures,
+    Manner,
+    OnError,
+    Params,
+    RequestStats,
+    achunks,
+    match_params,
+)
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.runner import Load
 from guided_spec.engine.setup import Options, bundled_asset, find_tokenizer
-from guided_spec.engine.streams import Failures, Manner, OnError, Params, achunks, match_params
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 
-__all__ = ["EngineProcess", "serve"]
+__all__ = [
+    "EngineProcess",
+    "frozen_heap",
+    "serve",
+]
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Inside, the garbage collector looks at new objects only.
+
+    A full run over all that torch and transformers have loaded takes a tenth of a second or more,
+    holds up every thread, and comes when it likes. Nothing of before is collected meanwhile:
+    for a process that serves one model, and for what is timed.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,8 @@
 """Putting an engine together: model, tokenizer, slots, proposer and grammars.
 
 It decides how many KV slots fit the memory and how long a text they hold, and which proposer fits
-the draft checkpoint, or the target's own.
+the draft checkpoint, or the target's own. What an engine does before its first request is here too:
+kernels are compiled, by many threads at once, and graphs captured, so that no step does either.
 """
 
 from __future__ import annotations
@@ -9,32 +10,42 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
+from tqdm.auto import tqdm
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import Proposer, ProposerContext
 from guided_spec.engine.engine import Engine
+from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.parallel import agree_on_least
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.engine.warm_up import warm_up
+from guided_spec.engine.request import Job, Request
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import require_grammar_backend
 from guided_spec.grammar.pipeline import RequestGrammars
+from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.causal_lm import CausalLM, PackedForm, is_packed_on, largest_context
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow
+from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.tree import require_tree_verifier
+from guided_spec.ops.sampling.verify import verify
+from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.proposers import build_proposer
 from guided_spec.proposers.draft_trees import DraftTrees
+from guided_spec.types import Draft, SamplingParams
 
 __all__ = [
     "Options",
@@ -45,7 +56,117 @@ __all__ = [
     "find_tokenizer",
     "plan_slots",
     "resolve_auto",
+    "warm_up",
 ]
+
+_WARM_PROMPT = 8  # tokens
+_WARM_STEPS = 2  # of a text at least
+# What has kernels of its own: greedy or not, and filters.
+_WARM_SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+)
+# Triton compiles a number that is 1 or a multiple of 16 by itself.
+_WARM_BATCHES = (1, 2, 16)
+_WARM_COLUMNS = 16  # of a draft's probabilities: kernels ask whether they are a multiple of 16
+
+
+def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -> None:
+    """Compile the kernels of ``engine``, capture its graphs, and write some short texts with it.
+
+    Afterwards no step captures or compiles anything: a shape without a graph runs launch by launch.
+
+    To be called in the engine's own thread, before its first request. Shows a bar on stderr.
+    """
+    began = time.perf_counter()
+    spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
+    grammar = grammars.queue.submit(spec)
+    if engine.model.device.type == "cuda":
+        _compile_kernels(engine)
+    compiled = time.perf_counter() - began
+    left = engine.capture()
+    with tqdm(desc="capturing CUDA graphs", unit="graph", leave=False) as bar:
+        for _ in left:
+            bar.update()
+        captured = bar.n
+    length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.max_length)
+    prompt = [0] * min(_WARM_PROMPT, length - 1)
+    batches = sorted({min(size, engine.num_slots) for size in _WARM_BATCHES})
+    for batch, sampling, one in product(batches, _WARM_SAMPLINGS, (grammar, None)):
+        params = replace(  # the salt: no request is drafted from these texts
+            sampling,
+            max_tokens=_WARM_PROMPT * _WARM_STEPS,
+            ignore_eos=True,
+            cache_salt="guided_spec.warm_up",
+        )
+        job = Job(prompt, params, length, 0, one, grammars.endings)
+        _write_texts(engine, [Request(job, vocabulary, _ignore) for _ in range(batch)])
+    engine.close_captures()
+    seconds = time.perf_counter() - began
+    logger.info(
+        "compiled kernels and captured %d CUDA graphs in %.1f s, %.1f of them compiling ahead",
+        *(captured, seconds, compiled),
+    )
+
+
+@torch.inference_mode()
+def _compile_kernels(engine: Engine) -> None:
+    """All kernels of its steps that are known beforehand, many at a time."""
+    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
+
+    with compiling_ahead():
+        with engine.compiling():
+            for _ in engine.capture():
+                pass
+        longest = engine.config.num_draft_tokens
+        batches = {1, engine.num_slots}
+        for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
+            for draft in _drafts_of_every_kind(engine.model, batch, width):
+                _verify_anything(engine, draft, params)
+
+
+def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[Draft]:
+    """Drafts of every kind, [B, K]: without probabilities, and of a whole and a reduced vocabulary.
+
+    What they hold is anything.
+    """
+
+    def anything(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=model.device)
+
+    token_ids = anything(batch, width, dtype=torch.int64)
+    draft = Draft(token_ids, anything(batch, dtype=torch.int64))
+    yield draft
+    if width:
+        probs = anything(batch, width, _WARM_COLUMNS, dtype=torch.float32)
+        yield draft._replace(probs=probs)
+        columns = anything(model.vocab_size, dtype=torch.int32)
+        is_certain = anything(batch, width, dtype=torch.bool)
+        yield draft._replace(probs=probs, columns=columns, is_certain=is_certain)
+
+
+def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
+    batch, width = draft.token_ids.shape
+    model = engine.model
+    shape = (batch, width + 1, model.vocab_size)
+    logits = torch.empty(shape, dtype=model.dtype, device=model.device)
+    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
+    noise = NoiseKeys(sampling.seeds, sampling.seeds)
+    verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier))
+
+
+def _write_texts(engine: Engine, requests: Sequence[Request]) -> None:
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+
+
+def _ignore(chunk: Chunk) -> None:
+    if chunk.completion is not None and chunk.completion.error is not None:
+        logger.warning("a text of the warm-up failed: %s", chunk.completion.error)
+
 
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest

@@ -23,11 +23,11 @@ from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.measurement import (
     Measurement,
+    WorkItem,
     measure_completions,
     run_items,
     valid_share,
 )
-from guided_spec.evaluate.workload import WorkItem
 from guided_spec.models.heads.draft_head import LayoutHead
 from guided_spec.models.heads.export import head_layouts, save_head
 from guided_spec.models.heads.loading import find_method, load_head

@@ -26,7 +26,7 @@ from guided_spec.grammar.backends.registry import (
     BackendFactory,
     importable_backends,
 )
-from guided_spec.grammar.limits import GrammarLimits, NoTableError, TableLimits
+from guided_spec.grammar.document import GrammarLimits, NoTableError, TableLimits
 from guided_spec.grammar.spec import GrammarSpec
 
 if TYPE_CHECKING:  # a worker starts by importing this module, and these load torch

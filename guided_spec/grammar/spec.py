@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
-from guided_spec.grammar.schema.closed import AdditionalProperties
+from guided_spec.grammar.schema.lowered import AdditionalProperties
 
 __all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Start", "Unsupported"]
 

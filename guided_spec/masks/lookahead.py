@@ -18,8 +18,7 @@ from torch import Tensor
 
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.masks.filler import Branch, RowFiller, Walk
-from guided_spec.masks.rows import MaskRows
-from guided_spec.masks.tables import TabledTexts
+from guided_spec.masks.rows import MaskRows, TabledTexts
 from guided_spec.types import Draft
 
 __all__ = [

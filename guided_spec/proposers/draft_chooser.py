@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.masks.tables import TabledTexts, TableWalk
+from guided_spec.masks.rows import TabledTexts, TableWalk
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool, Inputs, bucket, pad_rows
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from guided_spec.core import CarryOn, DecodeBatch, DraftInFlight, FinishedDraft, TargetOutput
 from guided_spec.masks.lookahead import Lookahead, Scored
-from guided_spec.masks.tables import TabledTexts, TableWalk
+from guided_spec.masks.rows import TabledTexts, TableWalk
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.host import Download, host_integers, to_device
 from guided_spec.ops.sampling.adjust import Adjustments

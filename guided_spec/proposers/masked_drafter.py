@@ -15,7 +15,7 @@ from torch import Tensor
 
 from guided_spec.core import DecodeBatch, ProposerContext
 from guided_spec.masks.lookahead import Lookahead
-from guided_spec.masks.tables import TabledTexts
+from guided_spec.masks.rows import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import to_device

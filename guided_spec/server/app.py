@@ -41,8 +41,7 @@ from guided_spec.server.endpoints.responses import ResponseAnswer
 from guided_spec.server.endpoints.sampling import plain_messages, template_variables
 from guided_spec.server.faults import add_handlers, invalid_value, json_response
 from guided_spec.server.middleware import BoundedBody, CountedRequests, RequiredKey, TracedRequests
-from guided_spec.server.service import ServedModel, Service
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import ServedModel, ServerSettings, Service
 from guided_spec.server.streaming import open_stream, whole_answer
 from guided_spec.trace.page import asset, legend
 

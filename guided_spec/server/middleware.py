@@ -7,15 +7,35 @@ import hashlib
 import hmac
 import time
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any
 
-from guided_spec.server.caller import CALLER
 from guided_spec.server.faults import ApiError
 from guided_spec.server.metrics import Metrics
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import ServerSettings
 from guided_spec.server.spans import open_span
 
-__all__ = ["BoundedBody", "CountedRequests", "RequiredKey", "TracedRequests"]
+__all__ = [
+    "CALLER",
+    "BoundedBody",
+    "CountedRequests",
+    "RequiredKey",
+    "TracedRequests",
+    "cache_salt",
+]
+
+# A digest of the key; "" without keys. Set for each request before its endpoint runs.
+CALLER: ContextVar[str] = ContextVar("caller", default="")
+
+
+def cache_salt(asked: str | None) -> str | None:
+    """The salt of the prefix cache: callers with different keys share no prompts.
+
+    asked: the salt that the request names, which divides one caller's prompts further.
+    """
+    caller = CALLER.get()
+    return f"{caller}:{asked or ''}" if caller else asked
+
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]

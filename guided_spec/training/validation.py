@@ -17,8 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import ModelError
-from guided_spec.evaluate.measurement import Measurement, measure_completions, valid_share
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import Measurement, WorkItem, measure_completions, valid_share
 from guided_spec.training.algorithm import Metric, TrainingBatch
 from guided_spec.training.features import Features
 from guided_spec.types import SamplingParams

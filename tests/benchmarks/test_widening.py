@@ -30,7 +30,7 @@ from benchmarks.widening.tokenizer import write_tokenizer
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, ModelError
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.heads.eagle import LAYER_IDS
 from guided_spec.models.heads.loading import load_head

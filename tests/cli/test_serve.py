@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from guided_spec.cli.main import app
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import ServerSettings
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 
 from guided_spec import LLM, BudgetTooSmallError, GrammarSpec, SamplingParams, Vocabulary
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.grammar.backends.conformance import check_grammar_backend
+from guided_spec.grammar.backends.guarded import check_grammar_backend
 from guided_spec.grammar.backends.registry import (
     ENTRY_POINT_GROUP,
     GRAMMAR_BACKENDS,

@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.worker import EngineWorker
+from guided_spec.engine.runner import EngineWorker
 from guided_spec.errors import RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec

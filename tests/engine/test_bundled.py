@@ -9,8 +9,7 @@ import pytest
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
-from guided_spec.evaluate.measurement import is_valid
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import is_valid, load_workload
 from guided_spec.types import SamplingParams
 
 ITEMS = load_workload(Path(bundled_asset("heldout.jsonl")), 12)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from guided_spec.engine.outputs import Completion
-from guided_spec.evaluate.measurement import run_transformers
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import WorkItem, run_transformers
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import STORIES, make_llm, near_copy, tiny_model

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 
-from guided_spec.engine.heap import frozen_heap
+from guided_spec.engine.process import frozen_heap
 
 
 class Node:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from guided_spec.engine import warm_up as warming
+from guided_spec.engine import setup as warming
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request
 from guided_spec.engine.setup import Options, Setup, bundled_asset
@@ -45,9 +45,9 @@ def write(setup: Setup, temperature: float, batch: int) -> list[Chunk]:
 def test_no_step_captures_behind_it(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming, "SAMPLINGS", warming.SAMPLINGS[:2])
+    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:2])
     setup = build(max_model_len=256)
-    with caplog.at_level(logging.INFO, "guided_spec.engine.warm_up"):
+    with caplog.at_level(logging.INFO, "guided_spec.engine.setup"):
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert "failed" not in caplog.text
     assert "captured" in caplog.text
@@ -109,9 +109,9 @@ def test_what_only_compiles_captures_nothing() -> None:
 def test_a_context_shorter_than_its_texts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(warming, "SAMPLINGS", warming.SAMPLINGS[:1])
+    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:1])
     setup = build(max_model_len=12)
-    with caplog.at_level(logging.WARNING, "guided_spec.engine.warm_up"):
+    with caplog.at_level(logging.WARNING, "guided_spec.engine.setup"):
         warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     assert caplog.text == ""
     setup.grammars.queue.close()

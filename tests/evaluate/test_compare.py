@@ -8,8 +8,15 @@ from pathlib import Path
 import pytest
 
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.measurement import Measurement, Plan, is_valid, run_plan
-from guided_spec.evaluate.workload import WorkItem, load_workload, read_grammar
+from guided_spec.evaluate.measurement import (
+    Measurement,
+    Plan,
+    WorkItem,
+    is_valid,
+    load_workload,
+    read_grammar,
+    run_plan,
+)
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy

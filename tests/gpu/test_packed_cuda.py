@@ -11,7 +11,7 @@ import torch
 
 from guided_spec import LLM, SamplingParams
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head

@@ -15,14 +15,13 @@ import pytest
 from guided_spec.errors import GrammarCompileError, UnsupportedSchemaError
 from guided_spec.grammar import isolation
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.completion.endings import UnreadableGrammarError
 from guided_spec.grammar.completion.rule_endings import RuleEndings
 from guided_spec.grammar.completion.rules import RuleSource
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.markers import AfterGrammar
-from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.completion.spelled import MARKERS, SPELLED
 from tests.grammar.hostile import NO_VOCABULARY, HostileBackend, large

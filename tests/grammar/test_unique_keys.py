@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.backends.conformance import check_grammar_backend
+from guided_spec.grammar.backends.guarded import check_grammar_backend
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.key_tokens import START, Keys, KeyState, advance
 from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker

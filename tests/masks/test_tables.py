@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from guided_spec.grammar.tables.token_table import TableState
-from guided_spec.masks.tables import DeviceTables, TabledTexts
+from guided_spec.masks.rows import DeviceTables, TabledTexts
 from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
 from tests.ops.table_walks import random_table
 

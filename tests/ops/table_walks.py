@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TableState, TokenTable
-from guided_spec.masks.tables import DeviceTables
+from guided_spec.masks.rows import DeviceTables
 from guided_spec.ops import table_rows
 
 __all__ = ["Walked", "host_walk", "random_table", "start", "walk"]

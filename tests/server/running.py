@@ -15,7 +15,7 @@ from pydantic import BaseModel
 
 from guided_spec.engine.llm import LLM
 from guided_spec.server.app import build_server
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import ServerSettings
 
 __all__ = ["ASK", "BOOK", "LONG", "Contact", "Running", "running", "until"]
 

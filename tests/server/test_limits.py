@@ -11,8 +11,7 @@ import pytest
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.server.faults import ApiError
-from guided_spec.server.service import Admission
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import Admission, ServerSettings
 from tests.server.running import BOOK, running
 
 

@@ -15,7 +15,7 @@ import pytest
 import typer.main
 
 from guided_spec.cli.main import app
-from guided_spec.server.settings import ServerSettings
+from guided_spec.server.service import ServerSettings
 from tests.docs.pages import README, ROOT, read_blocks
 from tests.server.running import Running
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams

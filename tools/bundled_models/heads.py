@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from guided_spec.engine.setup import bundled_asset
-from guided_spec.evaluate.measurement import Measurement
-from guided_spec.evaluate.workload import load_workload
+from guided_spec.evaluate.measurement import Measurement, load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.training.options import TrainOptions
 from guided_spec.training.run import TrainingReport, train

@@ -41,8 +41,7 @@ from guided_spec.errors import (
 from guided_spec.grammar.backends.any_order import any_order_grammar
 from guided_spec.grammar.document import DocumentBackend, SpecDocument
 from guided_spec.grammar.protocol import Matcher, require_first_token
-from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
-from guided_spec.grammar.schema.formats import FORMATS
+from guided_spec.grammar.regex import FORMATS, RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.lowered import (
     HOLDS_PARTS,
     Lowered,

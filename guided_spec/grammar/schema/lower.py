@@ -13,10 +13,9 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.schema.closed import AdditionalProperties, close_objects
+from guided_spec.grammar.regex import FORMATS
 from guided_spec.grammar.schema.dialect import spell
-from guided_spec.grammar.schema.formats import FORMATS
-from guided_spec.grammar.schema.lowered import Lowered
+from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, close_objects
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 

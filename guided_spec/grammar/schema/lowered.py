@@ -1,17 +1,21 @@
-"""A schema in fewer keywords: what of it could not be kept, its subschemas, where they stand."""
+"""A schema in fewer keywords, what of it is lost, and objects that are closed around their keys."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import reduce
 from typing import Any, Literal, NamedTuple
 
 __all__ = [
     "HOLDS_PARTS",
+    "AdditionalProperties",
+    "ClosedSchema",
     "Lowered",
     "Report",
     "Unenforced",
     "all_parts",
     "change_parts",
+    "close_objects",
     "describe",
     "escape",
     "find",
@@ -158,3 +162,227 @@ def change_parts(node: dict[str, Any], change: Callable[[Any, str], Any]) -> dic
                 for name, part in node[keyword].items()
             }
     return changed
+
+
+AdditionalProperties = Literal["closed", "schema"]
+
+_MAX_DEPTH = 16
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "deprecated", "$comment"})
+# How a definition is used: as a value of its own, closed; as one of several parts that hold
+# together, closed further in only; or as it was written.
+_Form = Literal["value", "part", "plain"]
+
+
+class ClosedSchema(NamedTuple):
+    """A schema with closed objects.
+
+    open_at: JSON pointers of the lowered schema, of objects in which nothing below is closed: two
+        parts of them describe the same key, each in its own way.
+    """
+
+    schema: Any
+    open_at: tuple[str, ...] = ()
+
+
+def close_objects(schema: Any) -> ClosedSchema:
+    """``schema``, as ``lower.lower`` writes it, with closed objects. A new value."""
+    if not isinstance(schema, dict):
+        return ClosedSchema(schema)
+    return _Closing(schema).run()
+
+
+class _Declared(NamedTuple):
+    """What the parts that hold together at one place declare.
+
+    names: with how many parts describe it by more than a scalar. is_listed: whether all values are.
+    """
+
+    names: dict[str, int]
+    patterns: tuple[str, ...] = ()
+    required: tuple[str, ...] = ()
+    has_keys: bool = False
+    is_explicit: bool = False
+    is_listed: bool = False
+
+    def also(self, other: _Declared) -> _Declared:
+        """What both declare together."""
+        names = {n: self.names.get(n, 0) + other.names.get(n, 0) for n in self.names | other.names}
+        return _Declared(
+            names,
+            tuple(dict.fromkeys(self.patterns + other.patterns)),
+            tuple(dict.fromkeys(self.required + other.required)),
+            self.has_keys or other.has_keys,
+            self.is_explicit or other.is_explicit,
+            self.is_listed or other.is_listed,
+        )
+
+    @property
+    def is_contested(self) -> bool:
+        """Whether two parts describe what is inside one key."""
+        return any(count > 1 for count in self.names.values())
+
+    def closure(self) -> dict[str, Any]:
+        """A schema that admits these keys only."""
+        keys = dict.fromkeys([*self.names, *self.required], True)
+        schema: dict[str, Any] = {"properties": keys} if keys else {}
+        schema |= {"patternProperties": dict.fromkeys(self.patterns, True)} if self.patterns else {}
+        return {**schema, "additionalProperties": False}
+
+
+_NOTHING = _Declared({})
+
+
+class _Closing:
+    """One pass over one schema."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._old: dict[str, Any] = root.get("$defs", {})
+        self._new: dict[str, Any] = {}
+        self._open_at: dict[str, None] = {}
+
+    def run(self) -> ClosedSchema:
+        root = {key: value for key, value in self._root.items() if key != "$defs"}
+        schema = self._value(root, "", _NOTHING)
+        if self._new:
+            schema = {**schema, "$defs": self._new}
+        return ClosedSchema(schema, tuple(self._open_at))
+
+    def _value(self, node: Any, pointer: str, outer: _Declared) -> Any:
+        """The schema of a whole value. outer: what is declared beside it, of a branch."""
+        if not isinstance(node, dict):
+            return node
+        if node.keys() - _ANNOTATIONS == {"$ref"} and outer == _NOTHING:
+            return {**node, "$ref": self._refer(node["$ref"], "value")}
+        always = outer.also(self._always(node))
+        branches = [self._always(branch) for branch in self._branches(node)]
+        if always.is_listed:
+            return self._as_written(node)
+        is_one = len(node.get("anyOf", ())) == len(branches)
+        every = reduce(_Declared.also, branches, always)
+        together = [always.also(branch) for branch in branches] if is_one else [every]
+        is_contested = any(declared.is_contested for declared in [always, *together])
+        if is_contested:
+            self._open_at[pointer] = None
+        elif is_one and any(branch.has_keys or branch.is_explicit for branch in branches):
+            return self._by_branch(node, pointer, always)
+        body = self._as_written(node) if is_contested else self._part(node, pointer)
+        if every.is_explicit or not every.has_keys or not _may_be_object(node):
+            return body
+        return _with_closure(body, every.closure())
+
+    def _by_branch(self, node: dict[str, Any], pointer: str, always: _Declared) -> dict[str, Any]:
+        """Each branch closed around its own keys and the common ones."""
+        rest = {key: value for key, value in node.items() if key != "anyOf"}
+        common = always if always.has_keys else _NOTHING
+        options = []
+        for index, branch in enumerate(node["anyOf"]):
+            place = f"{pointer}/anyOf/{index}"
+            if always.is_explicit:
+                options.append(self._part(branch, place))
+            else:
+                options.append(self._value(branch, place, common))
+        return {**self._part(rest, pointer), "anyOf": options}
+
+    def _part(self, node: Any, pointer: str) -> Any:
+        """One of the parts that hold together: closed further in only."""
+        if not isinstance(node, dict):
+            return node
+
+        def close(part: Any, path: str) -> Any:
+            if path.startswith(("allOf/", "anyOf/")):
+                return self._part(part, f"{pointer}/{path}")
+            return self._value(part, f"{pointer}/{path}", _NOTHING)
+
+        return self._referring(change_parts(node, close), "part")
+
+    def _as_written(self, node: Any) -> Any:
+        if not isinstance(node, dict):
+            return node
+        return self._referring(change_parts(node, lambda part, _: self._as_written(part)), "plain")
+
+    def _referring(self, node: dict[str, Any], form: _Form) -> dict[str, Any]:
+        return {**node, "$ref": self._refer(node["$ref"], form)} if "$ref" in node else node
+
+    def _refer(self, reference: str, form: _Form) -> str:
+        """The reference to a definition in this form, which is made when it is first needed."""
+        target = self._resolve(reference)
+        if reference == "#" and form == "value":
+            return reference
+        if target is None:
+            return reference  # to nothing: the backend says so
+        name = self._name(reference, form)
+        if name not in self._new:
+            self._new[name] = {}  # for itself
+            pointer = reference[1:]
+            if form == "value":
+                self._new[name] = self._value(target, pointer, _NOTHING)
+            elif form == "part":
+                self._new[name] = self._part(target, pointer)
+            else:
+                self._new[name] = self._as_written(target)
+        return f"#/$defs/{escape(name)}"
+
+    def _name(self, reference: str, form: _Form) -> str:
+        own = unescape(reference.rpartition("/")[2]) if reference != "#" else "root"
+        if form == "value":
+            return own
+        name = f"{own}.{form}"  # of a form that is rare
+        while name in self._old:
+            name += "'"
+        return name
+
+    def _resolve(self, reference: str) -> Any:
+        if reference == "#":
+            return {key: value for key, value in self._root.items() if key != "$defs"}
+        return self._old.get(unescape(reference.removeprefix("#/$defs/")))
+
+    def _always(self, node: Any, depth: int = 0) -> _Declared:
+        """What ``node`` declares along with all that holds wherever it does."""
+        if not isinstance(node, dict) or depth > _MAX_DEPTH:
+            return _NOTHING
+        listed = node.get("properties", {})
+        found = _Declared(
+            {n: int(not _is_scalar(part)) for n, part in listed.items() if part is not False},
+            tuple(node.get("patternProperties", ())),
+            tuple(node.get("required", ())),
+            ("properties" in node and (not listed or any(p is not False for p in listed.values())))
+            or bool(node.get("patternProperties")),
+            "additionalProperties" in node,
+            "enum" in node or "const" in node,
+        )
+        parts = (self._always(part, depth + 1) for part in self._parts(node))
+        return reduce(_Declared.also, parts, found)
+
+    def _parts(self, node: dict[str, Any]) -> list[Any]:
+        parts = list(node.get("allOf", ()))
+        return [*parts, self._resolve(node["$ref"])] if "$ref" in node else parts
+
+    def _branches(self, node: Any, depth: int = 0) -> Iterator[Any]:
+        """Of every ``anyOf`` that holds wherever ``node`` does; the node's own come first."""
+        if isinstance(node, dict) and depth <= _MAX_DEPTH:
+            yield from node.get("anyOf", ())
+            for part in self._parts(node):
+                yield from self._branches(part, depth + 1)
+
+
+def _with_closure(body: dict[str, Any], closure: dict[str, Any]) -> dict[str, Any]:
+    if body.keys() == {"allOf"}:
+        return {"allOf": [*body["allOf"], closure]}
+    if "allOf" in body or "$ref" in body:
+        return {"allOf": [body, closure]}
+    merged = {**body, "additionalProperties": False}
+    for keyword in _MAPS:
+        if keyword in closure:
+            merged[keyword] = {**body.get(keyword, {})}
+            for name, part in closure[keyword].items():
+                merged[keyword].setdefault(name, part)
+    return merged
+
+
+def _may_be_object(node: dict[str, Any]) -> bool:
+    return "object" in node.get("type", "object")
+
+
+def _is_scalar(node: Any) -> bool:
+    return not isinstance(node, dict) or (HOLDS_PARTS | {"$ref"}).isdisjoint(node)

@@ -22,9 +22,8 @@ from guided_spec.errors import (
     UnsatisfiableGrammarError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.schema.closed import AdditionalProperties
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import Lowered, describe, narrowing
+from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
 
 __all__ = [

@@ -25,12 +25,17 @@ from fractions import Fraction
 from typing import Any
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.regex import RE_PARSER, to_fullmatch
-from guided_spec.grammar.schema.closed import AdditionalProperties
-from guided_spec.grammar.schema.formats import FORMATS, fits_length, format_within
+from guided_spec.grammar.regex import FORMATS, RE_PARSER, fits_length, format_within, to_fullmatch
 from guided_spec.grammar.schema.keys import has_finite_value, other_keys
 from guided_spec.grammar.schema.lower import lower
-from guided_spec.grammar.schema.lowered import Lowered, Report, Unenforced, escape, find
+from guided_spec.grammar.schema.lowered import (
+    AdditionalProperties,
+    Lowered,
+    Report,
+    Unenforced,
+    escape,
+    find,
+)
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
 
 __all__ = [

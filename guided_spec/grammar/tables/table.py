@@ -20,7 +20,7 @@ from guided_spec.grammar.completion.parse_states import NOWHERE, ParseStates
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.shortest import RuleTexts
 from guided_spec.grammar.completion.spelling import Spelling
-from guided_spec.grammar.limits import NoTableError, TableLimits
+from guided_spec.grammar.document import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row
 from guided_spec.grammar.tables.token_table import (
     ANY_NUMBER,

@@ -16,7 +16,7 @@ import numpy as np
 
 from guided_spec.errors import ConfigError, GrammarError, GrammarStateError
 from guided_spec.grammar.completion.rules import tells_rules
-from guided_spec.grammar.limits import NoTableError
+from guided_spec.grammar.document import NoTableError
 from guided_spec.grammar.markers import AfterGrammar
 from guided_spec.grammar.protocol import (
     CompiledGrammar,
@@ -27,13 +27,7 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import tabled_part
-from guided_spec.grammar.tables.token_table import (
-    ENDED,
-    OUTSIDE,
-    REFUSED,
-    TableState,
-    TokenTable,
-)
+from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TableState, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 __all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]

@@ -24,9 +24,8 @@ from guided_spec.errors import (
     ModelError,
 )
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.limits import GrammarLimits
-from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.document import GrammarLimits
+from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

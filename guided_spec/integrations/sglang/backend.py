@@ -15,7 +15,7 @@ from typing import Any
 
 from guided_spec.errors import GrammarCompileError, GrammarStateError, GuidedSpecError
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.spec import GrammarSpec

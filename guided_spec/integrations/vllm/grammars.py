@@ -19,11 +19,9 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.ebnf import any_order_ebnf, regex_ebnf, schema_ebnf
 from guided_spec.grammar.backends.tag import bound_whitespace, prepare_tag
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarGrammar
-from guided_spec.grammar.compiler import GrammarCompileQueue
-from guided_spec.grammar.document import DocumentBackend, SpecDocument
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import DocumentBackend, GrammarLimits, SpecDocument
 from guided_spec.grammar.markers import BYTES, Markers
-from guided_spec.grammar.pipeline import GrammarPipeline, RequestGrammars
+from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline, RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.regex import to_fullmatch
 from guided_spec.grammar.schema.prepare import require_enforced

@@ -18,7 +18,7 @@ import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostTexts
 from guided_spec.integrations.vllm.plugin import around_drafting, install

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
-from guided_spec.grammar.compiler import GrammarCompileQueue
+from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary

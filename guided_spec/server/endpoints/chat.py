@@ -14,7 +14,6 @@ from guided_spec.engine.chat import ChatChunk, ChatCompletion, ChatOptions, Chat
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.errors import PromptError
 from guided_spec.server.endpoints.bodies import ChatBody
-from guided_spec.server.endpoints.logprobs import chat_logprobs
 from guided_spec.server.endpoints.replies import (
     CallDelta,
     CallFunction,
@@ -26,8 +25,10 @@ from guided_spec.server.endpoints.replies import (
     Delta,
     FinishReason,
     MessageReply,
+    SampleTraces,
     TraceReply,
     Usage,
+    chat_logprobs,
 )
 from guided_spec.server.endpoints.sampling import (
     asked_grammar,
@@ -36,7 +37,6 @@ from guided_spec.server.endpoints.sampling import (
     sampling_params,
     template_variables,
 )
-from guided_spec.server.endpoints.traces import SampleTraces
 from guided_spec.server.faults import api_error
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service

@@ -12,10 +12,14 @@ from typing import Any
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.server.endpoints.bodies import CompletionBody
 from guided_spec.server.endpoints.chat import finish_reason
-from guided_spec.server.endpoints.logprobs import completion_logprobs
-from guided_spec.server.endpoints.replies import CompletionChoice, CompletionReply, Usage
+from guided_spec.server.endpoints.replies import (
+    CompletionChoice,
+    CompletionReply,
+    SampleTraces,
+    Usage,
+    completion_logprobs,
+)
 from guided_spec.server.endpoints.sampling import asked_grammar, sampling_params
-from guided_spec.server.endpoints.traces import SampleTraces
 from guided_spec.server.faults import invalid_value
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.server.caller import cache_salt
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
     CompletionBody,
@@ -16,6 +15,7 @@ from guided_spec.server.endpoints.bodies import (
     StructuredOutputs,
 )
 from guided_spec.server.faults import ApiError, api_error, invalid_value
+from guided_spec.server.middleware import cache_salt
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = [

@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from guided_spec.engine.llm import LLM
-from guided_spec.engine.outputs import RequestOutput
+from guided_spec.engine.outputs import OnError, RequestOutput
 from guided_spec.engine.prompt import PromptEncoder
-from guided_spec.engine.streams import OnError
 from guided_spec.errors import ConfigError, GuidedSpecError
-from guided_spec.evaluate.workload import WorkItem
+from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary

@@ -10,8 +10,7 @@ from typing import Any
 
 import httpx
 
-from guided_spec.engine.outputs import Completion, RequestOutput, RequestStats
-from guided_spec.engine.streams import OnError
+from guided_spec.engine.outputs import Completion, OnError, RequestOutput, RequestStats
 from guided_spec.errors import ConfigError, RequestError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams

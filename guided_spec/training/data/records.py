@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from guided_spec.engine.prompt import Message
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.workload import GRAMMAR_KEYS, NOTE_KEYS, read_grammar, refuse_unknown
+from guided_spec.evaluate.measurement import GRAMMAR_KEYS, NOTE_KEYS, read_grammar, refuse_unknown
 from guided_spec.grammar.spec import GrammarSpec
 
 __all__ = [

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.backends.conformance import check_grammar_backend
-from guided_spec.grammar.backends.guarded import GuardedBackend
+from guided_spec.grammar.backends.guarded import GuardedBackend, check_grammar_backend
 from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, find_grammar_backend
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.backends.own_backends import Broken, Handing, Listed, faulty

@@ -14,9 +14,8 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import BudgetTooSmallError, GrammarStateError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.compiler import GrammarCompileQueue
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
-from guided_spec.grammar.pipeline import GrammarPipeline
+from guided_spec.grammar.pipeline import GrammarCompileQueue, GrammarPipeline
 from guided_spec.grammar.protocol import GrammarMatcher, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.masks.constraint import Constraint

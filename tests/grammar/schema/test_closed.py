@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.auto import BackendChoice
-from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.lowered import close_objects
 from guided_spec.grammar.spec import GrammarSpec
 from tests.masks.walks import BYTES, accepts, walk
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from guided_spec.grammar.schema.formats import FORMATS
+from guided_spec.grammar.regex import FORMATS
 from guided_spec.grammar.schema.lower import lower
 
 DATA = Path(__file__).parent.parent.parent / "data"

@@ -16,8 +16,8 @@ from benchmarks.schema_judge import Judge, SchemaVerdict, random_text
 from benchmarks.schemas import summarize
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.auto import AutoBackend
-from guided_spec.grammar.schema.closed import close_objects
 from guided_spec.grammar.schema.lower import lower
+from guided_spec.grammar.schema.lowered import close_objects
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.schema.test_lower import SCHEMAS, VALUES
 from tests.masks.walks import BYTES, accepts

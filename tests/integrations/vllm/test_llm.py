@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from guided_spec import LLM, GrammarSpec, SamplingParams
-from guided_spec.engine.streams import Manner
+from guided_spec.engine.outputs import Manner
 from guided_spec.errors import (
     ConfigError,
     GrammarCompileError,
@@ -25,7 +25,7 @@ from guided_spec.errors import (
     RequestError,
     UnsupportedSchemaError,
 )
-from guided_spec.grammar.limits import GrammarLimits
+from guided_spec.grammar.document import GrammarLimits
 from guided_spec.integrations.vllm import llm as integration
 from guided_spec.integrations.vllm import plugin
 from tests.integrations.vllm.fake import World, install

@@ -14,8 +14,7 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, RequestError
-from guided_spec.evaluate.measurement import is_valid
-from guided_spec.evaluate.workload import read_grammar
+from guided_spec.evaluate.measurement import is_valid, read_grammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.training.data import corpus
 from guided_spec.training.data.corpus import Regenerated, regenerate
