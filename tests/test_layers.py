@@ -20,7 +20,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 LAYERS = (
     {"errors", "config", "types"},
     {"ops", "grammar", "models"},
-    {"masks", "conditioned", "core", "guide", "step", "text"},
+    {"masks", "conditioned", "core", "guide", "step"},
     {"proposers", "trace"},
     {"engine"},
     {"integrations", "training", "evaluate", "server", "cli"},

@@ -41,7 +41,7 @@ from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
 from guided_spec.ops.host import named_range
 from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed, Step, commit, speculative_step
-from guided_spec.trace.recorder import see_step
+from guided_spec.trace.record import see_step
 from guided_spec.types import TokenLogprobs
 
 __all__ = [

@@ -53,7 +53,7 @@ from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words
-from guided_spec.trace.recorder import TraceSource
+from guided_spec.trace.record import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
 __all__ = ["LLM", "ProgressBar"]

@@ -15,10 +15,9 @@ from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.guide import GuidedText
 from guided_spec.step import Committed
-from guided_spec.text import GuidedText
-from guided_spec.trace.record import StepTrace, Trace
-from guided_spec.trace.recorder import SeenStep, TraceRecorder, TraceSource
+from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs
 
 __all__ = [

@@ -18,12 +18,12 @@ from guided_spec.core import DecodeBatch, DraftInFlight, PromptPiece, TargetOutp
 from guided_spec.engine.request import Request
 from guided_spec.errors import NoTokenLeftError
 from guided_spec.grammar.choice_tree import ChoiceTree, TokenRow
+from guided_spec.guide import GuidedText
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.step import Branch
-from guided_spec.text import GuidedText
 
 __all__ = [
     "KeptStates",

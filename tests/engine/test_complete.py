@@ -13,7 +13,7 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import Completion
 from guided_spec.errors import BudgetTooSmallError, ConfigError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.completion import parse_states as completion_states
+from guided_spec.grammar.completion import rule_endings as completion_states
 from guided_spec.grammar.completion.completion import CompletingGrammar, EndingsCache
 from guided_spec.grammar.protocol import as_matcher
 from guided_spec.grammar.spec import GrammarSpec

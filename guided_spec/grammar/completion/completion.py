@@ -36,8 +36,12 @@ from guided_spec.grammar.completion.endings import (
     EndLostError,
     UnreadableGrammarError,
 )
-from guided_spec.grammar.completion.parse_states import ParseStates
-from guided_spec.grammar.completion.rule_endings import ReadRules, RuleEndings, read_source
+from guided_spec.grammar.completion.rule_endings import (
+    ParseStates,
+    ReadRules,
+    RuleEndings,
+    read_source,
+)
 from guided_spec.grammar.completion.rules import RuleSource, source_of
 from guided_spec.grammar.completion.search import SearchEndings
 from guided_spec.grammar.completion.spelling import SearchTokens, Spelling

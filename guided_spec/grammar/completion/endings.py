@@ -1,10 +1,12 @@
-"""How a text can end in time: a grammar's rules as automata over bytes that call each other."""
+"""How a text can end in time: rules as automata over bytes, and the shortest text of each state."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import heapq
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -18,9 +20,14 @@ __all__ = [
     "Call",
     "EndLostError",
     "Endings",
+    "Rests",
+    "RuleTexts",
     "Rules",
     "UnreadableGrammarError",
     "byte_sequences",
+    "longest_rest",
+    "rest_of_call",
+    "shortest_texts",
 ]
 
 NEVER = int(np.iinfo(np.int32).max)
@@ -216,3 +223,210 @@ class Rules:
                 return False
             state = self.skips[state][0]
         return False
+
+
+_MOST_BYTES = 64 * 2**20
+_Rest = tuple[int, bytes]  # length first: shorter texts come before longer ones
+
+
+def shortest_texts(rules: Rules) -> list[bytes | None]:
+    """[N]: from each state to the end of its rule, the shortest text; of equals the smallest.
+
+    None where the rule cannot end. Knuth, "A Generalization of Dijkstra's Algorithm", Information
+    Processing Letters 6(1), 1977. Raises UnreadableGrammarError where they take too much memory.
+    """
+    callers = _callers(rules)
+    found: list[bytes | None] = [None] * len(rules.ends)
+    queue: list[tuple[int, bytes, int]] = []
+    for state, is_end in enumerate(rules.ends):
+        if is_end:
+            queue.append((0, b"", state))
+    total = 0
+    while queue:
+        length, text, state = heapq.heappop(queue)
+        if found[state] is not None:
+            continue
+        found[state] = text
+        total += length
+        if total > _MOST_BYTES:
+            raise UnreadableGrammarError("too long in its shortest form")
+        for before, low, call in callers[state]:
+            if found[before] is not None:
+                continue
+            if call is None:
+                rest = text if low < 0 else bytes([low]) + text
+            else:
+                inner, after = found[call.rule], found[call.then]
+                if after is None or (inner is None and call.least > 0):
+                    continue
+                rest = (inner or b"") * call.least + after
+            heapq.heappush(queue, (len(rest), rest, before))
+    return found
+
+
+def _callers(rules: Rules) -> dict[int, list[tuple[int, int, Call | None]]]:
+    """By state: the states whose shortest text may come from that one's."""
+    found: dict[int, list[tuple[int, int, Call | None]]] = defaultdict(list)
+    for state in range(len(rules.ends)):
+        for low, _, then in rules.chars[state]:
+            found[then].append((state, low, None))
+        for then in rules.skips[state]:
+            found[then].append((state, -1, None))
+        for call in rules.calls[state]:
+            found[call.then].append((state, -1, call))
+            found[call.rule].append((state, -1, call))
+    return found
+
+
+def rest_of_call(call: Call, texts: list[bytes | None], done: int) -> bytes:
+    """What must follow behind an open call: ``done`` counts the one that is open as complete."""
+    inner, after = texts[call.rule], texts[call.then]
+    assert inner is not None
+    assert after is not None
+    return inner * max(0, call.least - done) + after
+
+
+def _require_no_left_recursion(rules: Rules, texts: list[bytes | None]) -> None:
+    """Raises UnreadableGrammarError where a rule may call itself before its first byte."""
+    state_of: dict[int, int] = {}  # 1: on the way, 2: done
+    for root in {call.rule for calls in rules.calls for call in calls} | {rules.root}:
+        if root in state_of:
+            continue
+        state_of[root] = 1
+        stack = [(root, _first_calls(rules, texts, root))]
+        while stack:
+            rule, callees = stack[-1]
+            callee = next(callees, None)
+            if callee is None:
+                state_of[rule] = 2
+                stack.pop()
+            elif state_of.get(callee) == 1:
+                raise UnreadableGrammarError("a rule that begins with itself")
+            elif callee not in state_of:
+                state_of[callee] = 1
+                stack.append((callee, _first_calls(rules, texts, callee)))
+
+
+def _first_calls(rules: Rules, texts: list[bytes | None], rule: int) -> Iterator[int]:
+    """The rules that may be called at the very start of a rule."""
+    seen, waiting = {rule}, [rule]
+    while waiting:
+        state = waiting.pop()
+        nexts = list(rules.skips[state])
+        for call in rules.calls[state]:
+            yield call.rule
+            if call.least == 0 or texts[call.rule] == b"":
+                nexts.append(call.then)
+        waiting.extend(then for then in nexts if then not in seen)
+        seen.update(nexts)
+
+
+class Rests(NamedTuple):
+    """Of ``longest_rest``. of: int64 [N]. is_lasting: it is so behind any number of bytes."""
+
+    of: NDArray[np.int64]
+    is_lasting: bool
+
+
+def longest_rest(
+    rules: Rules, texts: list[bytes | None], num_bytes: int, size: Callable[[bytes], int]
+) -> Rests:
+    """What may be missing at most, behind any ``num_bytes`` bytes from a state.
+
+    size: of a missing text; of two texts it is at most the sum of theirs.
+
+    Only what is missing to the end of the state's own rule and of the rules called meanwhile; along
+    the way that the bytes took, so that the shortest end of several readings is no longer. It is
+    the fixed point of::
+
+        f[n](q) = max(f[n-1](q), f[n-1](behind a byte), f[n](behind a skip),
+                      f[n](start of a called rule) + rest behind it, f[m](behind the call))
+
+    with m = n - 1 where the called rule holds a byte at least, else n. Where f[n] is f[n-1], it is
+    f of any larger number too: so it is unless rules call each other for ever.
+    """
+    table = _Table(rules, texts, size)
+    before = np.array([0 if text is None else size(text) for text in texts], dtype=np.int64)
+    for _ in range(num_bytes):
+        now = table.closure(table.bytes_on(before))
+        if np.array_equal(now, before):
+            return Rests(before, is_lasting=True)
+        before = now
+    return Rests(before, is_lasting=False)
+
+
+class _Table:
+    """The edges as arrays: (from, to, what is added)."""
+
+    def __init__(
+        self, rules: Rules, texts: list[bytes | None], size: Callable[[bytes], int]
+    ) -> None:
+        later: list[tuple[int, int, int]] = []  # one byte is gone
+        same: list[tuple[int, int, int]] = []
+        for state in range(len(rules.ends)):
+            later.extend((state, then, 0) for _, _, then in rules.chars[state])
+            same.extend((state, then, 0) for then in rules.skips[state])
+            for call in rules.calls[state]:
+                if texts[call.rule] is None or texts[call.then] is None:
+                    continue
+                same.append((state, call.rule, size(rest_of_call(call, texts, 1))))
+                is_empty = call.least == 0 or texts[call.rule] == b""
+                (same if is_empty else later).append((state, call.then, 0))
+        self._later = np.array(later, dtype=np.int64).reshape(-1, 3)
+        self._same = np.array(same, dtype=np.int64).reshape(-1, 3)
+
+    def bytes_on(self, before: NDArray[np.int64]) -> NDArray[np.int64]:
+        now = before.copy()
+        np.maximum.at(now, self._later[:, 0], before[self._later[:, 1]])
+        return now
+
+    def closure(self, now: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Until no edge without a byte adds anything; there is no way round without a byte."""
+        for _ in range(len(now)):
+            grown = now.copy()
+            np.maximum.at(grown, self._same[:, 0], now[self._same[:, 1]] + self._same[:, 2])
+            if np.array_equal(grown, now):
+                break
+            now = grown
+        return now
+
+
+_FORESEEN = 64  # bytes: most rules that do not call themselves have no more to leave behind them
+
+
+class RuleTexts:
+    """A grammar's rules with the shortest text from each of their states.
+
+    num_bytes: of the longest token. texts: [N], see ``shortest_texts``.
+
+    What else is said here is found when it is first asked for, and handed over with it.
+
+    Raises UnreadableGrammarError for rules that no text matches, or that begin with themselves.
+    """
+
+    def __init__(self, rules: Rules, num_bytes: int) -> None:
+        self.rules, self.num_bytes = rules, num_bytes
+        self.texts = shortest_texts(rules)
+        _require_no_left_recursion(rules, self.texts)
+        if self.texts[rules.root] is None:
+            raise UnreadableGrammarError("no text matches")
+        self._by_tokens: Rests | None = None
+
+    @property
+    def shortest_bytes(self) -> frozenset[int]:
+        """The bytes that any shortest text is made of."""
+        return frozenset(b"".join(text for text in self.texts if text is not None))
+
+    @cached_property
+    def by_bytes(self) -> Rests:
+        """Bytes that may be missing behind any token."""
+        return self._longest_rest(len)
+
+    def by_tokens(self, num_tokens: Callable[[bytes], int]) -> Rests:
+        """Tokens that may be missing behind any token; num_tokens: that write a text."""
+        if self._by_tokens is None:
+            self._by_tokens = self._longest_rest(num_tokens)
+        return self._by_tokens
+
+    def _longest_rest(self, size: Callable[[bytes], int]) -> Rests:
+        return longest_rest(self.rules, self.texts, max(self.num_bytes, _FORESEEN), size)

@@ -15,10 +15,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from guided_spec.grammar.completion.endings import EndLostError, Rules, UnreadableGrammarError
-from guided_spec.grammar.completion.parse_states import NOWHERE, ParseStates
+from guided_spec.grammar.completion.endings import (
+    EndLostError,
+    Rules,
+    RuleTexts,
+    UnreadableGrammarError,
+)
+from guided_spec.grammar.completion.rule_endings import NOWHERE, ParseStates
 from guided_spec.grammar.completion.rules import rules_of
-from guided_spec.grammar.completion.shortest import RuleTexts
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.document import NoTableError, TableLimits
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, legal_row

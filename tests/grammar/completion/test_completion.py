@@ -20,12 +20,15 @@ from guided_spec.grammar.completion.completion import (
     CompletingMatcher,
     EndingsCache,
 )
-from guided_spec.grammar.completion.endings import Endings
-from guided_spec.grammar.completion.parse_states import NOWHERE, ParseState, ParseStates
-from guided_spec.grammar.completion.rule_endings import RuleEndings
+from guided_spec.grammar.completion.endings import Endings, RuleTexts
+from guided_spec.grammar.completion.rule_endings import (
+    NOWHERE,
+    ParseState,
+    ParseStates,
+    RuleEndings,
+)
 from guided_spec.grammar.completion.rules import rules_of
 from guided_spec.grammar.completion.search import SearchEndings
-from guided_spec.grammar.completion.shortest import RuleTexts
 from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import (

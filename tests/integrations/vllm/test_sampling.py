@@ -25,7 +25,7 @@ from guided_spec.integrations.vllm.sampling import (
     require_honoured,
     to_vllm,
 )
-from guided_spec.trace.recorder import TraceSource
+from guided_spec.trace.record import TraceSource
 from guided_spec.types import TopLogprob
 from tests.integrations.vllm.fake import install
 

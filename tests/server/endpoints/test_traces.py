@@ -103,7 +103,7 @@ def test_nothing_is_recorded_unasked(
     def refuse(*_args: object) -> None:
         raise AssertionError("a step was recorded")
 
-    monkeypatch.setattr("guided_spec.trace.recorder.TraceRecorder.__init__", refuse)
+    monkeypatch.setattr("guided_spec.trace.record.TraceRecorder.__init__", refuse)
     assert "trace" not in served.post(path, body).json()["choices"][0]
     assert traces(events(served, path, body)) == []
 
