@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypedDict
 from guided_spec.engine.outputs import Chunk, Completion, RequestOutput
 from guided_spec.engine.prompt import Message, PromptEncoder
 from guided_spec.errors import ConfigError, PromptError
-from guided_spec.grammar.markers import FINAL_CHANNEL
+from guided_spec.grammar.markers import BEGINNINGS, FINAL_CHANNEL
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tools.format import (
     BegunText,
@@ -42,7 +42,6 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams, TokenLogprobs
 
 __all__ = [
-    "BEGINNINGS",
     "Chat",
     "ChatChunk",
     "ChatCompletion",
@@ -55,16 +54,6 @@ __all__ = [
     "SplitText",
     "ToolCallDelta",
 ]
-
-BEGINNINGS = {
-    "</think>": "<think>",
-    "[/THINK]": "[THINK]",
-    "</seed:think>": "<seed:think>",
-    "<|END_THINKING|>": "<|START_THINKING|>",
-    "</thought>": "<thought>",
-    "\u25c1/think\u25b7": "\u25c1think\u25b7",
-}
-"""What begins the reasoning that a marker of ``DEFAULT_MARKERS`` ends; gpt-oss has channels."""
 
 ReasoningState = Literal["unopened", "open", "closed"]
 

@@ -12,13 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import GrammarCompileError
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, WrappedMatcher
+from guided_spec.grammar.protocol import GrammarMatcher, WrappedGrammar, WrappedMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.grammar.tables.token_table import TableState
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
 __all__ = [
+    "BEGINNINGS",
     "BYTES",
     "DEFAULT_MARKERS",
     "FINAL_CHANNEL",
@@ -189,15 +190,17 @@ def _borders(symbols: tuple[int, ...]) -> tuple[int, ...]:
 FINAL_CHANNEL = "<|channel|>final<|message|>"
 """What begins gpt-oss's answer."""
 
-DEFAULT_MARKERS = (
-    "</think>",  # Qwen, DeepSeek, GLM, MiniMax, Kimi, Hunyuan, Nemotron
-    "[/THINK]",  # Magistral
-    FINAL_CHANNEL,  # gpt-oss
-    "</seed:think>",  # Seed-OSS
-    "<|END_THINKING|>",  # Command A Reasoning
-    "</thought>",  # EXAONE Deep
-    "\u25c1/think\u25b7",  # Kimi-VL
-)
+BEGINNINGS = {
+    "</think>": "<think>",  # Qwen, DeepSeek, GLM, MiniMax, Kimi, Hunyuan, Nemotron
+    "[/THINK]": "[THINK]",  # Magistral
+    "</seed:think>": "<seed:think>",  # Seed-OSS
+    "<|END_THINKING|>": "<|START_THINKING|>",  # Command A Reasoning
+    "</thought>": "<thought>",  # EXAONE Deep
+    "\u25c1/think\u25b7": "\u25c1think\u25b7",  # Kimi-VL
+}
+"""What begins the reasoning that a marker ends; gpt-oss has channels."""
+
+DEFAULT_MARKERS = (*BEGINNINGS, FINAL_CHANNEL)
 """How model families end their reasoning; the first one that the chat template holds counts."""
 
 _WHITESPACE = frozenset(b" \t\n\v\f\r")
@@ -318,23 +321,17 @@ def _utf8(text: str) -> bytes:
         raise GrammarCompileError(f"the marker {text!r} is not text: {error}") from error
 
 
-@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
-class AfterGrammar:
+@dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
+class AfterGrammar(WrappedGrammar):
     """A compiled grammar that binds behind ``marker``; immutable, shared by requests.
 
     budget: free tokens at most before the marker is written; None for any number.
     excluded: empty, since free text may hold every token. The matchers refuse the inner grammar's.
     """
 
-    inner: CompiledGrammar
     marker: Marker
     budget: int | None = None
     excluded: frozenset[int] = frozenset()
-
-    @property
-    def memory_size_bytes(self) -> int:
-        """Of the inner grammar."""
-        return self.inner.memory_size_bytes
 
     def new_matcher(self) -> AfterMatcher:
         """A matcher at the start of the free text."""

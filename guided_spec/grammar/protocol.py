@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,6 +22,7 @@ __all__ = [
     "GrammarBackend",
     "GrammarMatcher",
     "Matcher",
+    "WrappedGrammar",
     "WrappedMatcher",
     "accept_tokens",
     "as_matcher",
@@ -254,6 +256,22 @@ class CompiledGrammar(Protocol):
         None when the grammar leaves no whitespace free. Never used for masks.
         """
         ...
+
+
+@dataclass(frozen=True, eq=False)
+class WrappedGrammar:
+    """A grammar around another one, ``inner``, whose size and whitespace style are its own."""
+
+    inner: CompiledGrammar
+
+    @property
+    def memory_size_bytes(self) -> int:
+        """Of the one inside."""
+        return self.inner.memory_size_bytes
+
+    def new_style_matcher(self) -> GrammarMatcher | None:
+        """The one inside's: drafts are cut where this grammar refuses them."""
+        return self.inner.new_style_matcher()
 
 
 class GrammarBackend(Protocol):

@@ -22,6 +22,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
+    WrappedGrammar,
     WrappedMatcher,
     legal_row,
 )
@@ -63,7 +64,7 @@ BackendGrammar = TypeVar("BackendGrammar", bound=NotedGrammar)
 
 
 @dataclass(frozen=True, eq=False)  # without slots, which leave no room for weak references
-class UniqueKeysGrammar(Generic[BackendGrammar]):
+class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     """A compiled grammar of JSON texts, without those that write a key twice; shared by requests.
 
     inner: of the backend ``backend``. run_out: whether keys may run out, see ``FreeKeys``.
@@ -81,18 +82,9 @@ class UniqueKeysGrammar(Generic[BackendGrammar]):
         """As the one inside has it."""
         return self.inner.excluded
 
-    @property
-    def memory_size_bytes(self) -> int:
-        """Of the one inside."""
-        return self.inner.memory_size_bytes
-
     def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
         return UniqueKeysMatcher(self, self.inner.new_matcher())
-
-    def new_style_matcher(self) -> GrammarMatcher | None:
-        """The one inside: its drafts may repeat a key, and are cut there."""
-        return self.inner.new_style_matcher()
 
 
 MaybeUnique: TypeAlias = BackendGrammar | UniqueKeysGrammar[BackendGrammar]

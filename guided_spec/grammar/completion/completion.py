@@ -51,6 +51,7 @@ from guided_spec.grammar.protocol import (
     CompiledGrammar,
     GrammarMatcher,
     Matcher,
+    WrappedGrammar,
     WrappedMatcher,
     legal_row,
 )
@@ -257,8 +258,8 @@ class EndingsCache:
         return endings if np.array_equal(first, own) else None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CompletingGrammar:
+@dataclass(frozen=True, eq=False)
+class CompletingGrammar(WrappedGrammar):
     """A compiled grammar whose texts end within ``max_tokens``, the stop token among them.
 
     is_required: whether a text that loses its way to the end is at fault; else it goes on without
@@ -267,7 +268,6 @@ class CompletingGrammar:
     Raises BudgetTooSmallError where no text is known that is short enough.
     """
 
-    compiled: CompiledGrammar
     endings: Endings
     max_tokens: int
     is_required: bool = False
@@ -280,20 +280,11 @@ class CompletingGrammar:
     @property
     def excluded(self) -> frozenset[int]:
         """As the grammar has it."""
-        return self.compiled.excluded
-
-    @property
-    def memory_size_bytes(self) -> int:
-        """Of the grammar."""
-        return self.compiled.memory_size_bytes
+        return self.inner.excluded
 
     def new_matcher(self) -> CompletingMatcher:
         """A matcher at the start of the grammar, with the whole budget."""
-        return CompletingMatcher(self, self.compiled.new_matcher())
-
-    def new_style_matcher(self) -> GrammarMatcher | None:
-        """The grammar's own: drafts need not end in time."""
-        return self.compiled.new_style_matcher()
+        return CompletingMatcher(self, self.inner.new_matcher())
 
 
 class _Known(NamedTuple):
@@ -328,7 +319,7 @@ class CompletingMatcher(WrappedMatcher):
     @property
     def budget(self) -> Budget:
         """As the grammar was made with it."""
-        return Budget(self._grammar.compiled, self._grammar.is_required)
+        return Budget(self._grammar.inner, self._grammar.is_required)
 
     @property
     def steered(self) -> Set[int]:
