@@ -55,23 +55,6 @@ __all__ = [
     "serve",
 ]
 
-
-@contextmanager
-def frozen_heap() -> Iterator[None]:
-    """Inside, the garbage collector looks at new objects only.
-
-    A full run over all that torch and transformers have loaded takes a tenth of a second or more,
-    holds up every thread, and comes when it likes. Nothing of before is collected meanwhile:
-    for a process that serves one model, and for what is timed.
-    """
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
 logger = logging.getLogger(__name__)
 
 _PROGRAM = "from guided_spec.engine.process import serve; serve()"
@@ -452,3 +435,19 @@ def _tell_load(llm: LLM, outgoing: queue.SimpleQueue[Any], is_over: threading.Ev
         if load != last:
             outgoing.put(load)
             last = load
+
+
+@contextmanager
+def frozen_heap() -> Iterator[None]:
+    """Inside, the garbage collector looks at new objects only.
+
+    A full run over all that torch and transformers have loaded takes a tenth of a second or more,
+    holds up every thread, and comes when it likes. Nothing of before is collected meanwhile:
+    for a process that serves one model, and for what is timed.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

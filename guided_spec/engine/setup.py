@@ -59,115 +59,6 @@ __all__ = [
     "warm_up",
 ]
 
-_WARM_PROMPT = 8  # tokens
-_WARM_STEPS = 2  # of a text at least
-# What has kernels of its own: greedy or not, and filters.
-_WARM_SAMPLINGS = (
-    SamplingParams(temperature=0.0),
-    SamplingParams(temperature=0.7),
-    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
-)
-# Triton compiles a number that is 1 or a multiple of 16 by itself.
-_WARM_BATCHES = (1, 2, 16)
-_WARM_COLUMNS = 16  # of a draft's probabilities: kernels ask whether they are a multiple of 16
-
-
-def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -> None:
-    """Compile the kernels of ``engine``, capture its graphs, and write some short texts with it.
-
-    Afterwards no step captures or compiles anything: a shape without a graph runs launch by launch.
-
-    To be called in the engine's own thread, before its first request. Shows a bar on stderr.
-    """
-    began = time.perf_counter()
-    spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
-    grammar = grammars.queue.submit(spec)
-    if engine.model.device.type == "cuda":
-        _compile_kernels(engine)
-    compiled = time.perf_counter() - began
-    left = engine.capture()
-    with tqdm(desc="capturing CUDA graphs", unit="graph", leave=False) as bar:
-        for _ in left:
-            bar.update()
-        captured = bar.n
-    length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.max_length)
-    prompt = [0] * min(_WARM_PROMPT, length - 1)
-    batches = sorted({min(size, engine.num_slots) for size in _WARM_BATCHES})
-    for batch, sampling, one in product(batches, _WARM_SAMPLINGS, (grammar, None)):
-        params = replace(  # the salt: no request is drafted from these texts
-            sampling,
-            max_tokens=_WARM_PROMPT * _WARM_STEPS,
-            ignore_eos=True,
-            cache_salt="guided_spec.warm_up",
-        )
-        job = Job(prompt, params, length, 0, one, grammars.endings)
-        _write_texts(engine, [Request(job, vocabulary, _ignore) for _ in range(batch)])
-    engine.close_captures()
-    seconds = time.perf_counter() - began
-    logger.info(
-        "compiled kernels and captured %d CUDA graphs in %.1f s, %.1f of them compiling ahead",
-        *(captured, seconds, compiled),
-    )
-
-
-@torch.inference_mode()
-def _compile_kernels(engine: Engine) -> None:
-    """All kernels of its steps that are known beforehand, many at a time."""
-    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
-
-    with compiling_ahead():
-        with engine.compiling():
-            for _ in engine.capture():
-                pass
-        longest = engine.config.num_draft_tokens
-        batches = {1, engine.num_slots}
-        for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
-            for draft in _drafts_of_every_kind(engine.model, batch, width):
-                _verify_anything(engine, draft, params)
-
-
-def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[Draft]:
-    """Drafts of every kind, [B, K]: without probabilities, and of a whole and a reduced vocabulary.
-
-    What they hold is anything.
-    """
-
-    def anything(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=model.device)
-
-    token_ids = anything(batch, width, dtype=torch.int64)
-    draft = Draft(token_ids, anything(batch, dtype=torch.int64))
-    yield draft
-    if width:
-        probs = anything(batch, width, _WARM_COLUMNS, dtype=torch.float32)
-        yield draft._replace(probs=probs)
-        columns = anything(model.vocab_size, dtype=torch.int32)
-        is_certain = anything(batch, width, dtype=torch.bool)
-        yield draft._replace(probs=probs, columns=columns, is_certain=is_certain)
-
-
-def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
-    batch, width = draft.token_ids.shape
-    model = engine.model
-    shape = (batch, width + 1, model.vocab_size)
-    logits = torch.empty(shape, dtype=model.dtype, device=model.device)
-    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
-    noise = NoiseKeys(sampling.seeds, sampling.seeds)
-    verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier))
-
-
-def _write_texts(engine: Engine, requests: Sequence[Request]) -> None:
-    for request in requests:
-        engine.add(request)
-    while engine.has_work:
-        engine.step()
-
-
-def _ignore(chunk: Chunk) -> None:
-    if chunk.completion is not None and chunk.completion.error is not None:
-        logger.warning("a text of the warm-up failed: %s", chunk.completion.error)
-
-
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest
 
@@ -507,3 +398,112 @@ def find_tokenizer(model: Any, options: Options) -> Any:
         return load_tokenizer(model.config.name_or_path)
     names = ("revision", "trust_remote_code")  # of the same repository
     return load_tokenizer(model, **{n: options.load[n] for n in names if n in options.load})
+
+
+_WARM_PROMPT = 8  # tokens
+_WARM_STEPS = 2  # of a text at least
+# What has kernels of its own: greedy or not, and filters.
+_WARM_SAMPLINGS = (
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=0.7),
+    SamplingParams(temperature=0.7, top_k=20, top_p=0.9),
+)
+# Triton compiles a number that is 1 or a multiple of 16 by itself.
+_WARM_BATCHES = (1, 2, 16)
+_WARM_COLUMNS = 16  # of a draft's probabilities: kernels ask whether they are a multiple of 16
+
+
+def warm_up(engine: Engine, vocabulary: Vocabulary, grammars: RequestGrammars) -> None:
+    """Compile the kernels of ``engine``, capture its graphs, and write some short texts with it.
+
+    Afterwards no step captures or compiles anything: a shape without a graph runs launch by launch.
+
+    To be called in the engine's own thread, before its first request. Shows a bar on stderr.
+    """
+    began = time.perf_counter()
+    spec = GrammarSpec.json_schema({"type": "array", "items": {"type": "integer"}})
+    grammar = grammars.queue.submit(spec)
+    if engine.model.device.type == "cuda":
+        _compile_kernels(engine)
+    compiled = time.perf_counter() - began
+    left = engine.capture()
+    with tqdm(desc="capturing CUDA graphs", unit="graph", leave=False) as bar:
+        for _ in left:
+            bar.update()
+        captured = bar.n
+    length = min(_WARM_PROMPT * (_WARM_STEPS + 1), engine.max_length)
+    prompt = [0] * min(_WARM_PROMPT, length - 1)
+    batches = sorted({min(size, engine.num_slots) for size in _WARM_BATCHES})
+    for batch, sampling, one in product(batches, _WARM_SAMPLINGS, (grammar, None)):
+        params = replace(  # the salt: no request is drafted from these texts
+            sampling,
+            max_tokens=_WARM_PROMPT * _WARM_STEPS,
+            ignore_eos=True,
+            cache_salt="guided_spec.warm_up",
+        )
+        job = Job(prompt, params, length, 0, one, grammars.endings)
+        _write_texts(engine, [Request(job, vocabulary, _ignore) for _ in range(batch)])
+    engine.close_captures()
+    seconds = time.perf_counter() - began
+    logger.info(
+        "compiled kernels and captured %d CUDA graphs in %.1f s, %.1f of them compiling ahead",
+        *(captured, seconds, compiled),
+    )
+
+
+@torch.inference_mode()
+def _compile_kernels(engine: Engine) -> None:
+    """All kernels of its steps that are known beforehand, many at a time."""
+    from guided_spec.ops.launch_triton import compiling_ahead  # imported here: it needs triton
+
+    with compiling_ahead():
+        with engine.compiling():
+            for _ in engine.capture():
+                pass
+        longest = engine.config.num_draft_tokens
+        batches = {1, engine.num_slots}
+        for batch, width, params in product(batches, {0, longest}, _WARM_SAMPLINGS):
+            for draft in _drafts_of_every_kind(engine.model, batch, width):
+                _verify_anything(engine, draft, params)
+
+
+def _drafts_of_every_kind(model: CausalLM, batch: int, width: int) -> Iterator[Draft]:
+    """Drafts of every kind, [B, K]: without probabilities, and of a whole and a reduced vocabulary.
+
+    What they hold is anything.
+    """
+
+    def anything(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=model.device)
+
+    token_ids = anything(batch, width, dtype=torch.int64)
+    draft = Draft(token_ids, anything(batch, dtype=torch.int64))
+    yield draft
+    if width:
+        probs = anything(batch, width, _WARM_COLUMNS, dtype=torch.float32)
+        yield draft._replace(probs=probs)
+        columns = anything(model.vocab_size, dtype=torch.int32)
+        is_certain = anything(batch, width, dtype=torch.bool)
+        yield draft._replace(probs=probs, columns=columns, is_certain=is_certain)
+
+
+def _verify_anything(engine: Engine, draft: Draft, params: SamplingParams) -> None:
+    batch, width = draft.token_ids.shape
+    model = engine.model
+    shape = (batch, width + 1, model.vocab_size)
+    logits = torch.empty(shape, dtype=model.dtype, device=model.device)
+    sampling = Sampling.stack([params] * batch, [0] * batch, model.device)
+    noise = NoiseKeys(sampling.seeds, sampling.seeds)
+    verify(logits, None, draft, VerifyRows(sampling, noise, engine.config.verifier))
+
+
+def _write_texts(engine: Engine, requests: Sequence[Request]) -> None:
+    for request in requests:
+        engine.add(request)
+    while engine.has_work:
+        engine.step()
+
+
+def _ignore(chunk: Chunk) -> None:
+    if chunk.completion is not None and chunk.completion.error is not None:
+        logger.warning("a text of the warm-up failed: %s", chunk.completion.error)
