@@ -10,6 +10,7 @@ and values that the rows hold.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Annotated, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ Attend = Callable[[KeyValues], Tensor]  # over one layer's buffers
 def _ways(case: Case) -> dict[str, Attend]:
     if case.places.shared is None:
         return {"blocks": _over_blocks(case), "torch": _masked(case)}
-    apart = case._replace(places=case.places._replace(shared=None))
+    apart = case._replace(places=replace(case.places, shared=None))
     return {"blocks": _over_blocks(apart), "together": _over_blocks(case)}
 
 

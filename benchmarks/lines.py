@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
@@ -37,4 +38,4 @@ def places_of(
     tables[:, :whole] = tables[0, :whole].clone()
     groups = [Alike(tuple(range(batch)), whole * BLOCK)]
     alike = split_places(torch.from_numpy(rows.shared(size, groups)).to(device), size)
-    return places._replace(shared=SharedPositions(*alike))
+    return replace(places, shared=SharedPositions(*alike))

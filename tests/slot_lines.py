@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -106,7 +107,8 @@ class Data(NamedTuple):
             shared = places.shared
             if shared is not None:
                 shared = SharedPositions(*(part.to(target) for part in shared))
-            places = places._replace(
+            places = replace(
+                places,
                 tree=None if places.tree is None else places.tree.to(target),
                 tokens=tokens.to(target),
                 rows=rows.to(target),
@@ -208,7 +210,7 @@ def make(case: Case, num_slots: int = NUM_SLOTS) -> Data:
                     heads, width
                 )
     places = places_of(case.spans, tables, case.max_length, case.unused)
-    places = places._replace(shared=_shared_of(case), tree=_tree_of(case))
+    places = replace(places, shared=_shared_of(case), tree=_tree_of(case))
     return Data(query, KeyValues(key, value), buffers, places)
 
 

@@ -1,4 +1,4 @@
-"""The small steps between a decoder's matrix products, each as one operator.
+"""The small steps between a decoder's matrix products, each as one function.
 
 The torch code here is the definition and rounds where transformers' Llama modules round, so that a
 forward made of these gives what the modules give; on CUDA, one kernel of
@@ -12,8 +12,7 @@ form of transformers: (a, b) -> (a cos - b sin, b cos + a sin) with b half a hea
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,7 +52,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tenso
     before the weight. shift: added to the weight in float32, as of Gemma, where 1 is; then the
     product alone is rounded, to the dtype of ``x``.
     """
-    normed: Tensor = _rms_norm(x, weight, eps, shift)
+    normed: Tensor = (kernels_of(__name__).rms_norm if _serves(x) else _norm)(x, weight, eps, shift)
     return normed
 
 
@@ -61,7 +60,10 @@ def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
 ) -> AddedNorm:
     """The sum of x and residual [..., H], rounded to their dtype, and ``rms_norm`` of it."""
-    return AddedNorm(*_add_rms_norm(x, residual, weight, eps, shift))
+    if _serves(x):
+        return AddedNorm(*kernels_of(__name__).add_rms_norm(x, residual, weight, eps, shift))
+    total = (x + residual).contiguous()
+    return AddedNorm(total, _norm(total, weight, eps, shift))
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
@@ -69,8 +71,8 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
     silu(x) = x / (1 + exp(-x)) is worked out in float32 and rounded before the product.
     """
-    product: Tensor = _silu_mul(gate, up)
-    return product
+    product: Tensor = kernels_of(__name__).silu_mul(gate, up) if _serves(gate) else silu(gate) * up
+    return product.contiguous()
 
 
 def silu_mul_packed(gate_up: Tensor) -> Tensor:
@@ -79,70 +81,16 @@ def silu_mul_packed(gate_up: Tensor) -> Tensor:
     return silu_mul(gate, up)
 
 
-def _norm_reference(x: Tensor, weight: Tensor, eps: float, shift: float = 0.0) -> Tensor:
+def _norm(x: Tensor, weight: Tensor, eps: float, shift: float) -> Tensor:
     wide = x.float()
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if shift:
         return (wide * (shift + weight.float())).to(x.dtype).contiguous()
     return (weight * wide.to(x.dtype)).contiguous()
 
 
-def _add_norm_reference(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, shift: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    total = (x + residual).contiguous()
-    return total, _norm_reference(total, weight, eps, shift)
-
-
-def _silu_reference(gate: Tensor, up: Tensor) -> Tensor:
-    return (silu(gate) * up).contiguous()
-
-
-def _define(
-    name: str, schema: str, reference: Callable[..., Any], shape: Callable[..., Any]
-) -> Any:
-    """An operator: ``reference`` everywhere, the kernel of the same name on CUDA."""
-
-    def on_cuda(*arguments: Any) -> Any:
-        found = getattr(kernels_of(__name__), name) if has_triton() else reference
-        return found(*arguments)
-
-    # Written out, because not every supported torch infers it from postponed annotations.
-    operator = torch.library.custom_op(
-        f"guided_spec::{name}", reference, mutates_args=(), schema=schema
-    )
-    operator.register_kernel("cuda", on_cuda)
-    operator.register_fake(shape)
-    return operator
-
-
-def _like_first(x: Tensor, *_: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _like_normed(x: Tensor, weight: Tensor, _: float, shift: float) -> Tensor:
-    return x.new_empty(x.shape, dtype=x.dtype if shift else torch.result_type(x, weight))
-
-
-def _like_added(
-    x: Tensor, _residual: Tensor, weight: Tensor, eps: float, shift: float
-) -> tuple[Tensor, Tensor]:
-    return x.new_empty(x.shape), _like_normed(x, weight, eps, shift)
-
-
-_rms_norm = _define(
-    "rms_norm",
-    "(Tensor x, Tensor weight, float eps, float shift) -> Tensor",
-    _norm_reference,
-    _like_normed,
-)
-_add_rms_norm = _define(
-    "add_rms_norm",
-    "(Tensor x, Tensor residual, Tensor weight, float eps, float shift) -> (Tensor, Tensor)",
-    _add_norm_reference,
-    _like_added,
-)
-_silu_mul = _define("silu_mul", "(Tensor gate, Tensor up) -> Tensor", _silu_reference, _like_first)
+def _serves(states: Tensor) -> bool:
+    return states.is_cuda and has_triton()
 
 
 def rotate_and_store(
@@ -163,7 +111,7 @@ def rotate_and_store(
     On CUDA one kernel; never waits for the device.
     """
     heads: Tensor = packed.unflatten(1, (shape.queries + 2 * shape.keys, shape.size))
-    if packed.is_cuda:
+    if _serves(packed):
         kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, places)
         return heads[:, : shape.queries]
     turned = heads[:, : shape.queries + shape.keys]

@@ -3,8 +3,8 @@
 The tokens of a step stand in one line, each row's own behind one another, so that rows of any
 lengths share a forward without padding: drafts, forced spans and pieces of prompts. Each writes its
 key and value where it belongs and attends over its own slot, whose blocks a table lists. What
-happens depends on tensors of the device only, never on integers of the host: it can be captured in
-a CUDA graph, and be compiled as one node of a larger graph.
+happens on CUDA depends on tensors of the device only, never on integers of the host: it can be
+captured in a CUDA graph.
 
 Blocks and tables are those of Kwon et al., "Efficient memory management for large language model
 serving with PagedAttention" (2023). The torch code here is the definition; on CUDA,
@@ -13,7 +13,9 @@ serving with PagedAttention" (2023). The torch code here is the definition; on C
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,13 +36,6 @@ __all__ = [
     "slot_attention",
     "store_keys_values",
 ]
-
-# Written out, because not every supported version of torch infers it from postponed annotations.
-SCHEMA = (
-    "(Tensor query, Tensor? key, Tensor? value, Tensor(a!) keys, Tensor(b!) values, Tensor tokens, "
-    "Tensor rows, Tensor tables, Tensor? sinks, Tensor? order, Tensor? groups, Tensor? tree, "
-    "int max_length, float scale, int window, int width, int view) -> Tensor"
-)
 
 CHAIN = -1  # of ``SlotPlaces.tree``: a token that sees all before it
 MAX_TREE = 64  # tokens of a row that is a tree: bits of an int64
@@ -74,7 +69,8 @@ class SharedPositions(NamedTuple):
     groups: Tensor
 
 
-class SlotPlaces(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class SlotPlaces:
     """Where the tokens of a forward belong.
 
     tokens: int64 [2, N]: the slot of each token, -1 for an unused one, and its position there.
@@ -95,8 +91,9 @@ class SlotPlaces(NamedTuple):
         that it follows.
 
     Tensors on the device of the buffers, which may change their values between two replays of a
-    CUDA graph. Rows of one slot must not overlap; they see each other, since all is written before
-    anything is read.
+    CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
+    what they say. Rows of one slot must not overlap; they see each other, since all is written
+    before anything is read.
     """
 
     tokens: Tensor
@@ -107,11 +104,66 @@ class SlotPlaces(NamedTuple):
     view: int | None = None
     shared: SharedPositions | None = None
     tree: Tensor | None = None
+    # By the positions of a block, and the window.
+    _stored: dict[int, StoredAt] = field(default_factory=dict, init=False, repr=False)
+    _seen: dict[tuple[int, int], list[SeenRow]] = field(
+        default_factory=dict, init=False, repr=False
+    )
 
     @property
     def positions(self) -> Tensor:
         """int64 [N]: the position in its text that each token stands for."""
         return self.tokens[1] if self.tree is None else self.tree[0]
+
+    def stored(self, block: int) -> StoredAt:
+        """Where the tokens' keys and values go, in blocks of so many positions."""
+        if block not in self._stored:
+            slots, positions = self.tokens
+            # An unused token goes behind the positions: leaving it out would wait for the device.
+            places = positions.clamp_max(self.max_length).where(slots >= 0, self.max_length)
+            found = self.tables[slots.clamp_min(0), places // block].long()
+            self._stored[block] = StoredAt(found, places % block)
+        return self._stored[block]
+
+    def seen(self, block: int, window: int = 0) -> list[SeenRow]:
+        """What each used row sees; window: 0 for none."""
+        if (block, window) not in self._seen:
+            self._seen[block, window] = list(self._see(block, window))
+        return self._seen[block, window]
+
+    def _see(self, block: int, window: int) -> Iterator[SeenRow]:
+        first = 0
+        for slot, start, end in self.rows.T.tolist():
+            count, low = end - first, max(start - window + 1, 0) if window else 0
+            # All between the first position that the first token sees and the last of the last one.
+            seen = range(low, min(start + count, self.max_length))
+            if count > 0 and slot >= 0 and seen:
+                tree = None if self.tree is None else self.tree[:, first:end]
+                asking = range(start, start + count)
+                visible = _visible(asking, seen, window, tree, self.rows.device)
+                blocks = self.tables[slot, seen.start // block : -(-seen.stop // block)]
+                yield SeenRow(slice(first, end), seen, blocks.long(), visible)
+            first = max(end, first)
+
+
+class StoredAt(NamedTuple):
+    """int64 [N] each: of every token the block, and the place in it."""
+
+    blocks: Tensor
+    within: Tensor
+
+
+class SeenRow(NamedTuple):
+    """What a row of tokens sees.
+
+    tokens: which of the line they are. positions: of the slot, that any of them sees.
+    blocks: int64 [n], which hold those. visible: see ``_visible``.
+    """
+
+    tokens: slice
+    positions: range
+    blocks: Tensor
+    visible: Tensor | None
 
 
 class HeadShape(NamedTuple):
@@ -182,21 +234,22 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     device where a kernel runs. Raises ConfigError for shapes that do not fit.
     """
     _check(query, new, buffers, window, sinks)
-    key, value = (None, None) if new is None else new
-    width = len(query) if places.width is None else places.width
-    view = places.max_length if places.view is None else places.view
-    order, groups = (None, None) if places.shared is None else places.shared
-    where = (places.tokens, places.rows, places.tables, sinks, order, groups, places.tree)
-    attended: Tensor = _operator(
-        *(query, key, value, *buffers, *where),
-        *(places.max_length, scale, window or 0, width, view),
-    )
-    return attended
+    if query.is_cuda and has_triton():
+        attend = kernels_of(__name__).slot_attention
+        attended: Tensor = attend(
+            *(query, new, buffers, places), scale=scale, window=window, sinks=sinks
+        )
+        return attended
+    if new is not None:
+        store_keys_values(new, buffers, places)
+    return _attend(query, buffers, places, scale, window, sinks)
 
 
 def store_keys_values(new: KeyValues, buffers: KeyValues, places: SlotPlaces) -> None:
     """Put the new tokens where ``slot_attention`` would; in torch, on any device."""
-    _write(new, buffers, places.tokens, places.tables, places.max_length)
+    blocks, within = places.stored(buffers.keys.shape[2])
+    for states, buffer in zip(new, buffers, strict=True):
+        buffer[blocks, :, within] = states.to(buffer.dtype)
 
 
 def _check(
@@ -222,43 +275,18 @@ def _check(
         raise ConfigError("sinks", tuple(sinks.shape), f"must be [{query.shape[1]}], one a head")
 
 
-def _reference(  # noqa: PLR0913 - the schema of an operator is flat
+def _attend(
     query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    tokens: Tensor,
-    rows: Tensor,
-    tables: Tensor,
-    sinks: Tensor | None,
-    order: Tensor | None,
-    groups: Tensor | None,
-    tree: Tensor | None,
-    max_length: int,
+    buffers: KeyValues,
+    places: SlotPlaces,
     scale: float,
-    window: int,
-    width: int,
-    view: int,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    del order, groups, width, view
-    if key is not None and value is not None:
-        new = KeyValues(key, value)
-        _write(new, KeyValues(keys, values), tokens, tables, max_length)
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
-    first = 0
-    for slot, start, end in rows.T.tolist():
-        # All between the first position that the first token sees and the last of the last one.
-        seen = range(
-            max(start - window + 1, 0) if window else 0, min(start + end - first, max_length)
-        )
-        if end > first and slot >= 0 and seen:
-            kept = KeyValues(*(_read(buffer, tables[slot], seen) for buffer in (keys, values)))
-            of_row = None if tree is None else tree[:, first:end]
-            mask = _visible(range(start, start + end - first), seen, window, of_row, query.device)
-            asked = query[first:end]
-            attended[first:end] = _attend_row(asked, kept, mask, scale, sinks).to(query.dtype)
-        first = max(end, first)
+    for row in places.seen(buffers.keys.shape[2], window or 0):
+        found = _attend_row(query[row.tokens], buffers, row, scale, sinks)
+        attended[row.tokens] = found.to(query.dtype)
     return attended
 
 
@@ -284,12 +312,12 @@ def _visible(
 
 
 def _attend_row(
-    query: Tensor, kept: KeyValues, visible: Tensor | None, scale: float, sinks: Tensor | None
+    query: Tensor, buffers: KeyValues, row: SeenRow, scale: float, sinks: Tensor | None
 ) -> Tensor:
     """[T, Hq, D] of one row in float32: T queries over [Hkv, L, D] kept ones."""
-    keys, values = (part.float() for part in kept)
+    keys, values = (_read(buffer, row).float() for buffer in buffers)
     asked = query.float().transpose(0, 1)
-    mask = visible
+    mask = visible = row.visible
     if sinks is not None:  # one more key of each head, which scores as the sink does and holds 0
         keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
         mask = asked.new_zeros(*asked.shape[:2], keys.shape[1])
@@ -307,44 +335,12 @@ def _attend_row(
     return attended.masked_fill(~visible.any(1)[:, None, None], 0)
 
 
-def _read(buffer: Tensor, table: Tensor, seen: range) -> Tensor:
-    """[Hkv, L, D]: these positions of a slot."""
+def _read(buffer: Tensor, row: SeenRow) -> Tensor:
+    """[Hkv, L, D]: the positions that a row sees."""
     heads, block, width = buffer.shape[1:]
-    first = seen.start // block
-    blocks = table[first : -(-seen.stop // block)].long()
     # A head's part of a block lies together, so that a row of this view is one.
-    parts = blocks * heads + torch.arange(heads, device=blocks.device).unsqueeze(1)
+    parts = row.blocks * heads + torch.arange(heads, device=row.blocks.device).unsqueeze(1)
     found = buffer.view(-1, block * width).index_select(0, parts.flatten())
     found = found.view(heads, -1, width)
-    return found[:, seen.start - first * block : seen.stop - first * block]
-
-
-def _write(
-    new: KeyValues, buffers: KeyValues, tokens: Tensor, tables: Tensor, max_length: int
-) -> None:
-    """Put keys and values [N, Hkv, D] where the tokens belong."""
-    slots, positions = tokens
-    block = buffers.keys.shape[2]
-    # An unused token goes behind the positions: to leave it out would take a wait for the device.
-    places = positions.clamp_max(max_length).where(slots >= 0, max_length)
-    found = tables[slots.clamp_min(0), places // block].long()
-    within = places % block
-    for states, buffer in zip(new, buffers, strict=True):
-        buffer[found, :, within] = states.to(buffer.dtype)
-
-
-def _on_cuda(*arguments: Any) -> Tensor:
-    attend = kernels_of(__name__).slot_attention if has_triton() else _reference
-    found: Tensor = attend(*arguments)
-    return found
-
-
-def _shape(query: Tensor, *_: Any) -> Tensor:
-    return query.new_empty(query.shape)
-
-
-_operator = torch.library.custom_op(
-    "guided_spec::slot_attention", _reference, mutates_args=("keys", "values"), schema=SCHEMA
-)
-_operator.register_kernel("cuda", _on_cuda)
-_operator.register_fake(_shape)
+    before = row.positions.start // block * block
+    return found[:, row.positions.start - before : row.positions.stop - before]

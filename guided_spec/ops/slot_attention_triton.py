@@ -28,6 +28,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from guided_spec.ops.launch_triton import await_previous, launch
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
 __all__ = ["Tiling", "choose_tiling", "slot_attention"]
 
@@ -100,48 +101,42 @@ class Parts(NamedTuple):
         return cls(partial, query.new_empty(shape, dtype=torch.float32))
 
 
-def slot_attention(  # noqa: PLR0913 - the schema of the operator
+def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
     query: Tensor,
-    key: Tensor | None,
-    value: Tensor | None,
-    keys: Tensor,
-    values: Tensor,
-    tokens: Tensor,
-    rows: Tensor,
-    tables: Tensor,
-    sinks: Tensor | None,
-    order: Tensor | None,
-    groups: Tensor | None,
-    tree: Tensor | None,
-    max_length: int,
+    new: KeyValues | None,
+    buffers: KeyValues,
+    places: SlotPlaces,
+    *,
     scale: float,
-    window: int,
-    width: int,
-    view: int,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
     """See ``guided_spec.ops.slot_attention``; the arguments on one CUDA device.
 
-    key, value: None where the blocks hold them. window: 0 for none. order, groups: of
-    ``SharedPositions``, not looked at where there is a window. tree, width, view: see
-    ``SlotPlaces``.
+    Groups of ``SharedPositions`` are not looked at where there is a window.
     tiling: by ``choose_tiling`` when None.
     """
+    keys, values = buffers
+    tables, max_length, tree = places.tables, places.max_length, places.tree
+    width = len(query) if places.width is None else places.width
+    view = max_length if places.view is None else places.view
+    window = window or 0
     count, heads, size = query.shape
     output = query.new_empty(query.shape)
     if output.numel() == 0:
         return output
-    query, tokens, rows = _with_rows(query.to(keys.dtype)), tokens.contiguous(), rows.contiguous()
+    query, tokens = _with_rows(query.to(keys.dtype)), places.tokens.contiguous()
+    rows = places.rows.contiguous()
     num_kv_heads, block = keys.shape[1:3]
     padded = max(triton.next_power_of_2(size), 16)
     tile = choose_tiling(query, num_kv_heads, width, view) if tiling is None else tiling
     group, num_rows = heads // num_kv_heads, rows.shape[1]
     memory = (tables, tables.stride(0), max_length, block)
     fixed = (num_kv_heads, group, size, padded)
-    if order is None or groups is None or window:
-        order, groups, lines = rows, rows, 0
-    else:
-        lines = _lines(groups)
+    shared_by = None if window else places.shared
+    order, groups = shared_by or (rows, rows)
+    lines = 0 if shared_by is None else _lines(groups)
     shared = (order.contiguous(), groups.contiguous(), count, groups.shape[1])
     sunk = (query if sinks is None else sinks, sinks is not None)
     grown = (rows if tree is None else tree.contiguous(), tree is not None)
@@ -162,8 +157,8 @@ def slot_attention(  # noqa: PLR0913 - the schema of the operator
         return parts
 
     with torch.cuda.device_of(query):  # Triton launches on the current device
-        if key is not None and value is not None:
-            key, value = _with_rows(key), _with_rows(value)
+        if new is not None:
+            key, value = _with_rows(new.keys), _with_rows(new.values)
             launch(_store, (triton.cdiv(count, TOKENS_STORED), num_kv_heads), query)(
                 *(key, value, keys, values, tokens, count, *memory),
                 *(*key.stride()[:2], *value.stride()[:2], size, padded, TOKENS_STORED),

@@ -28,7 +28,7 @@ from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.slot_attention import KeyValues
+from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.trees.kept_branch_triton import keep_branch
 from guided_spec.types import Draft, SamplingParams
@@ -113,11 +113,8 @@ def attend(*, is_tree: bool) -> None:
     tables = torch.zeros(2, 4, dtype=torch.int32)
     query = torch.empty(7, 8, 128, dtype=torch.bfloat16)
     tree = line if is_tree else None
-    where = (line, rows, tables)
-    slot_attention(
-        *(query, None, None, *buffers, *where, None, None, None, tree),
-        *(255, 1.0, 0, 4, 256),
-    )
+    places = SlotPlaces(line, rows, tables, 255, width=4, view=256, tree=tree)
+    slot_attention(query, None, buffers, places, scale=1.0)
     if is_tree:
         keep_branch(line[0, :2], buffers.keys, tables, line[:, :2], line)
 

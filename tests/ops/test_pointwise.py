@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import (
@@ -75,22 +73,3 @@ def test_silu_mul_is_the_inside_of_the_mlp(dtype: torch.dtype) -> None:
     assert torch.equal(mlp.down_proj(silu_mul(gate, up)), mlp(x))
     packed = silu_mul_packed(torch.cat([gate, up], -1))
     torch.testing.assert_close(packed, silu_mul(gate, up))
-
-
-def contracts() -> list[tuple[str, Callable[[], tuple[Any, ...]]]]:
-    def states(*shape: int) -> Tensor:
-        return torch.randn(shape)
-
-    return [
-        ("rms_norm", lambda: (states(2, 3, 8), states(8), 1e-5, 0.0)),
-        ("rms_norm", lambda: (states(2, 3, 8), states(8).bfloat16(), 1e-5, 1.0)),
-        ("add_rms_norm", lambda: (states(2, 8), states(2, 8), states(8), 1e-5, 0.0)),
-        ("silu_mul", lambda: (states(2, 3, 8), states(2, 3, 8))),
-    ]
-
-
-@pytest.mark.parametrize(("name", "arguments"), contracts(), ids=lambda value: str(value)[:12])
-def test_the_operators_keep_their_contract(
-    name: str, arguments: Callable[[], tuple[Any, ...]]
-) -> None:
-    torch.library.opcheck(getattr(torch.ops.guided_spec, name).default, arguments())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -63,7 +64,7 @@ def make(
     unused = Unused(2, 1)
     places = places_of(spans, make_tables(NUM_SLOTS, LENGTH, block), LENGTH, unused)
     if is_tree:  # tokens stand for other positions than those where they are kept
-        places = places._replace(tree=torch.stack([places.tokens[1] // 2, places.tokens[0]]))
+        places = replace(places, tree=torch.stack([places.tokens[1] // 2, places.tokens[0]]))
     packed = torch.randn(places.tokens.shape[1], shape.width)
     cos, sin = (torch.randn(LENGTH, shape.size // 2).repeat(1, 2) for _ in range(2))
     return Given(packed, Rotation(cos, sin), places)

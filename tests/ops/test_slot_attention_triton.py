@@ -7,9 +7,11 @@ import pytest
 from tests.ops.interpreted import run_interpreted
 
 COMPARE = """
+from dataclasses import replace
+
 import torch
 from hypothesis import example, given, settings, strategies as st
-from guided_spec.ops.slot_attention import _reference
+from guided_spec.ops.slot_attention import slot_attention as reference
 from guided_spec.ops.slot_attention_triton import Tiling, choose_tiling, slot_attention
 from tests.slot_lines import Alike, Case, Span, cases, kept_positions, make
 
@@ -52,17 +54,16 @@ TREES = (TREE, (), (0, 0), TREE, (0,))
 @given(cases(70, [8, 16, 24, 48, 64]), st.sampled_from(list(TOLERANCE)), st.booleans())
 def compare(case, dtype, is_stored):
     drawn = make(case).to(dtype)
-    tokens, rows, tables, max_length, _, _, shared, tree = drawn.places
-    cut = (max_length, 0.3, case.window or 0, 3, max_length)
-    places = (tokens, rows, tables, case.sinks(), *(shared or (None, None)), tree, *cut)
-    kept, used = kept_positions(drawn.places, case.block), tokens[0] >= 0
+    places = replace(drawn.places, width=3)
+    options = dict(scale=0.3, window=case.window, sinks=case.sinks())
+    kept, used = kept_positions(places, case.block), places.tokens[0] >= 0
     theirs = drawn.clone()
-    expected = _reference(theirs.query, *theirs.new, *theirs.buffers, *places)
-    given_ = (None, None) if is_stored else drawn.new
+    expected = reference(theirs.query, theirs.new, theirs.buffers, places, **options)
+    given_ = None if is_stored else drawn.new
     before = theirs if is_stored else drawn
     for tiling in TILINGS:
         ours = before.clone()
-        found = slot_attention(ours.query, *given_, *ours.buffers, *places, tiling)
+        found = slot_attention(ours.query, given_, ours.buffers, places, **options, tiling=tiling)
         atol, rtol = TOLERANCE[dtype]
         torch.testing.assert_close(found[used], expected[used], atol=atol, rtol=rtol)
         for got, wanted in zip(ours.buffers, theirs.buffers):

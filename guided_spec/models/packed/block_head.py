@@ -7,6 +7,7 @@ moves on, and the next read overwrites them. So one attention sees the text and 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,7 +115,7 @@ def _seen_from_the_end(places: SlotPlaces, count: int) -> SlotPlaces:
     slots, starts, _ = places.rows.unbind(0)
     ends = torch.arange(1, len(slots) + 1, device=slots.device)
     rows = torch.stack([slots, starts + (count - 1), ends])
-    return places._replace(tokens=rows[:2], rows=rows, width=1)
+    return replace(places, tokens=rows[:2], rows=rows, width=1)
 
 
 class _KeysValues(NamedTuple):
