@@ -30,6 +30,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.draft_masks import DraftMasks
 from guided_spec.integrations.vllm.forced import FORCED, ForcedLead
+from guided_spec.integrations.vllm.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, requested, warn
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
@@ -376,6 +377,11 @@ _V2_PATCHES = (
         _loop("target_dependent_ar", "TargetDependentARSpeculator", _FUSES[1]),
     )),
     Patch(f"{_V2}.cudagraph_utils", "CudaGraphManager.run_fullgraph", "self desc"),
+    # The drafter without a model, or a release that has none in the new runner.
+    OneOf((
+        LOOKUP_PATCHES,
+        (Patch("vllm.config.speculative", "SpeculativeConfig", attributes="!use_ngram"),),
+    )),
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)

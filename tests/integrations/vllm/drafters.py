@@ -41,16 +41,23 @@ def _vllm(module: str) -> Any:
 
 
 def use_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pinned memory, and Triton's interpreter stores behind masks made of a flag for all."""
+    """No pinned memory, and Triton's interpreter takes masks that are made of a flag for all."""
     use_cpu(monkeypatch)
     interpreter = importlib.import_module("triton.runtime.interpreter")
-    store = interpreter.InterpreterBuilder.create_masked_store
+    builder = interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def with_bools(mask: Any) -> Any:
+        return interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
+
+    def load_behind_bools(self: Any, ptrs: Any, mask: Any, *others: Any) -> Any:
+        return load(self, ptrs, with_bools(mask), *others)
 
     def store_behind_bools(self: Any, ptrs: Any, value: Any, mask: Any, *policies: Any) -> Any:
-        mask = interpreter.TensorHandle(mask.data.astype(bool), mask.dtype)
-        return store(self, ptrs, value, mask, *policies)
+        return store(self, ptrs, value, with_bools(mask), *policies)
 
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_masked_store", store_behind_bools)
+    monkeypatch.setattr(builder, "create_masked_load", load_behind_bools)
+    monkeypatch.setattr(builder, "create_masked_store", store_behind_bools)
     for name in ("v1.utils", "v1.spec_decode.llm_base_proposer"):
         monkeypatch.setattr(_vllm(name), "PIN_MEMORY", False, raising=False)
     base = _vllm("v1.spec_decode.llm_base_proposer")

@@ -1,0 +1,103 @@
+"""Forced text and prompt lookup in vLLM's new model runner, without a model.
+
+vLLM from 0.32 on has an n-gram drafter there, which looks up on the device what followed the last
+tokens before. With the feature ``forced`` requests under a grammar are drafted on the host instead,
+from their texts and grammars, and the result is put into vLLM's draft. So the new runner stays,
+which ``custom_class`` has no place in; a step waits for its tokens where one of its requests has a
+grammar. Free requests keep vLLM's drafts.
+
+Masks alone bring nothing here: what is looked up is cut at its first illegal token in any case.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from guided_spec.integrations.host_drafter import HostDrafter
+from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.forced import FORCED
+from guided_spec.integrations.vllm.plugin import log, requested, warn
+from guided_spec.integrations.vllm.requests import follow_requests
+
+__all__ = ["LOOKUP_PATCHES", "Lookup", "guide_lookup", "propose_lookup"]
+
+_PLACE = "guided_spec_lookup"  # on the speculator
+
+
+class Lookup:
+    """The drafts of one speculator's requests under a grammar.
+
+    speculator: vLLM's NgramGPUSpeculator. Raises ModelError for a tokenizer that cannot be read,
+    and ConfigError for more than 64 draft tokens.
+    """
+
+    def __init__(self, speculator: Any) -> None:
+        config = speculator.vllm_config
+        self._requests = follow_requests(speculator, config)
+        of = self._requests.grammars
+        self._num_draft: int = speculator.num_speculative_steps
+        size = config.scheduler_config.max_num_seqs
+        self._drafter = HostDrafter(of.vocabulary, of.tokenizer, self._num_draft, size)
+        self._requests.at_end(self._drafter.release)
+        log(f"{type(speculator).__name__} drafts under grammars")
+
+    def put(self, names: Sequence[str], draft: Tensor) -> None:
+        """Put the drafts of a batch into ``draft``, int64 [B, K] on the device.
+
+        What was sampled has been noted. Behind a shorter draft stays what vLLM drafted there.
+        """
+        if not self._requests.any_grammar(names):
+            return
+        constraints = self._requests.commit(names)
+        on_host = self._requests.on_host(names, constraints, self._num_draft)
+        bound = [at for at, constraint in enumerate(constraints) if constraint is not None]
+        if not bound:
+            return
+        given = torch.full(draft.shape, -1, dtype=draft.dtype)
+        found = self._drafter.draft([on_host[at] for at in bound])
+        for at, tokens in zip(bound, found, strict=True):
+            given[at, : len(tokens)] = torch.tensor(tokens, dtype=draft.dtype)
+        given = given.to(draft.device)
+        draft.copy_(torch.where(given < 0, draft, given))
+
+
+def guide_lookup(original: Callable[..., None]) -> Callable[..., None]:
+    """Around the speculator's ``__init__``: it has no ``load_model``."""
+
+    @functools.wraps(original)
+    def __init__(self: Any, vllm_config: Any, device: Any, req_states: Any) -> None:
+        original(self, vllm_config, device, req_states)
+        is_wanted = FORCED in requested()
+        setattr(self, _PLACE, Lookup(self) if is_wanted else None)
+        if not is_wanted:
+            warn(f"{type(self).__name__} drafts as without this package: ask for {FORCED}")
+
+    return __init__
+
+
+def propose_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Around the speculator's ``propose``: one step."""
+
+    @functools.wraps(original)
+    def propose(self: Any, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        draft = original(self, input_batch, *args, **kwargs)
+        lookup: Lookup | None = getattr(self, _PLACE)
+        if lookup is not None and not kwargs.get("dummy_run", False):
+            lookup.put(input_batch.req_ids, draft)
+        return draft
+
+    return propose
+
+
+_MODULE = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
+_CLASS = "NgramGPUSpeculator"
+LOOKUP_PATCHES = (
+    Patch(_MODULE, f"{_CLASS}.__init__", "self vllm_config device req_states", guide_lookup),
+    Patch(_MODULE, f"{_CLASS}.propose", "self input_batch ...", propose_lookup),
+    Patch(_MODULE, _CLASS, attributes="num_speculative_steps vllm_config"),
+)
