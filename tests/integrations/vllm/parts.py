@@ -26,6 +26,7 @@ __all__ = [
     "RELEASE",
     "Step",
     "add_request",
+    "end_step",
     "first_step",
     "interpreted",
     "make_config",
@@ -153,10 +154,10 @@ def first_step(scheduler: Any, count: int) -> Any:
     return step
 
 
-def next_step(
+def end_step(
     scheduler: Any, step: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]
-) -> Step:
-    """What follows when ``step`` gave ``sampled`` and the drafter then drew ``drafts``."""
+) -> None:
+    """``step`` gave ``sampled`` and the drafter then drew ``drafts``."""
     outputs = _vllm("v1.outputs")
     names = list(sampled)
     index = {name: at for at, name in enumerate(names)}
@@ -165,6 +166,13 @@ def next_step(
         step, outputs.ModelRunnerOutput(names, index, sampled_token_ids=tokens)
     )
     scheduler.update_draft_token_ids(outputs.DraftTokenIds(list(drafts), list(drafts.values())))
+
+
+def next_step(
+    scheduler: Any, step: Any, sampled: dict[str, list[int]], drafts: dict[str, list[int]]
+) -> Step:
+    """What follows when ``step`` ended so, see ``end_step``."""
+    end_step(scheduler, step, sampled, drafts)
     scheduled = scheduler.schedule()
     return Step(scheduled, scheduler.get_grammar_bitmask(scheduled))
 

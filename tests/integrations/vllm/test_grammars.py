@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import json
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,8 @@ from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.grammars import HandingBackend, written
+from guided_spec.integrations.vllm.plugin import installed_version
+from guided_spec.integrations.vllm.requests import VllmGrammars
 from tests.integrations.vllm.fake import MODEL, Grammars
 
 OBJECT = {
@@ -138,3 +142,20 @@ def test_the_text_is_what_vllm_reads_as_ebnf() -> None:
         else:
             assert json.loads(found.source)["type"] == "structural_tag"
             assert found.spec.kind == "structural_tag"
+
+
+@pytest.mark.skipif(installed_version() is None, reason="vLLM is not installed")
+@pytest.mark.filterwarnings("ignore")  # vLLM's own
+def test_whitespace_has_an_end() -> None:
+    """vLLM's own grammar for a schema lets a text be blanks up to ``max_tokens``; ours does not."""
+    parts: Any = importlib.import_module("tests.integrations.vllm.parts")
+    grammars = VllmGrammars(parts.make_config())
+    asked = GrammarSpec.json_schema(OBJECT)
+    (blank,) = parts.tokenizer().encode(" ", add_special_tokens=False)
+    (brace,) = parts.tokenizer().encode("{", add_special_tokens=False)
+    plain = grammars.compile(replace(asked, any_whitespace=True)).new_matcher()
+    own = grammars.compile(written(SpecDocument(asked)).spec).new_matcher()
+    assert plain.accept_token(brace)
+    assert own.accept_token(brace)
+    assert all(plain.accept_token(blank) for _ in range(100))
+    assert not own.accept_token(blank)

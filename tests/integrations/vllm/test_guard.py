@@ -1,14 +1,14 @@
 """Mask rows that are lost between vLLM's scheduler and its worker, planted one by one.
 
 The rows are those of the real scheduler. What a runner gets is taken from its ``sample_tokens``,
-and on the older runner put where its logits are by vLLM's own function.
+and put where its logits are by vLLM's own function.
 """
 
 from __future__ import annotations
 
 import copy
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,162 +20,19 @@ vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
 from guided_spec.integrations.vllm import requests as vllm_requests  # noqa: E402
-from tests.integrations.vllm.parts import (  # noqa: E402
-    NUM_DRAFT,
-    RELEASE,
-    Step,
-    add_request,
-    first_step,
-    make_config,
-    make_scheduler,
-    next_step,
-    tokenizer,
+from tests.integrations.vllm.guarded import (  # noqa: E402
+    HISTORIES,
+    LEGAL,
+    Make,
+    NewRunner,
+    Runner,
+    World,
+    first_letter,
+    ids,
 )
+from tests.integrations.vllm.parts import RELEASE, Step, make_config  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
-REGEXES = {"x": "a[bc]d[ef]g+", "y": "h[ij]k[lm]n+"}
-WRITTEN = {"x": "a", "y": "h"}
-DRAFTS = {"x": "bd", "y": "ik"}
-LEGAL = {"x": ["bc", "d", "ef"], "y": ["ij", "k", "lm"]}
-
-
-def ids(text: str) -> list[int]:
-    found = [tokenizer().encode(one, add_special_tokens=False) for one in text]
-    assert all(len(one) == 1 for one in found)
-    return [one[0] for one in found]
-
-
-def first_letter(token_id: Any) -> str:
-    text: str = tokenizer().decode([int(token_id)])
-    return text[:1]
-
-
-class Runner:
-    """As much of the older runner as is looked at. is_reading: its requests' prompts."""
-
-    def __init__(self, config: Any) -> None:
-        self.vllm_config = config
-        self.use_async_scheduling = False
-        self.requests: dict[str, Any] = {}
-        self.input_batch = SimpleNamespace(req_ids=[])
-        self.is_reading = False
-        vllm_guard.guard_runner(lambda _: None)(self)
-
-    def add(self, name: str, params: Any) -> None:
-        self.requests[name] = SimpleNamespace(sampling_params=params, output_token_ids=[])
-
-    def note(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
-        """A step samples these tokens, and the runner writes them down."""
-        self.input_batch.req_ids = [*names]
-        mask = torch.zeros(len(names), dtype=torch.bool)
-        self.discard_request_mask = SimpleNamespace(gpu=mask, np=mask.numpy())
-        output = SimpleNamespace(sampled_token_ids=torch.tensor(sampled))
-        vllm_requests.note_sampled_v1(lambda *_: output)(self, None, None)
-        for name, tokens in zip(names, sampled, strict=True):
-            self.requests[name].output_token_ids.extend(tokens)
-
-    def guarded(self, step: Step, drafts: dict[str, list[int]], output: Any) -> Any:
-        """What the runner gets in the place of ``output``, where it verifies ``drafts``."""
-        names = self.input_batch.req_ids
-        flat = torch.tensor([token for name in names for token in drafts[name]])
-        metadata = SimpleNamespace(
-            draft_token_ids=flat, num_draft_tokens=[len(drafts[name]) for name in names]
-        )
-        self.discard_request_mask.np[:] = self.is_reading
-        self.execute_model_state = SimpleNamespace(
-            scheduler_output=step.scheduled, logits=0, spec_decode_metadata=metadata
-        )
-        return vllm_guard.guard_masks_v1(lambda _, given: given)(self, output)
-
-
-class NewRunner(Runner):
-    """The same of the new runner."""
-
-    def __init__(self, config: Any) -> None:
-        self.speculator = None
-        self.req_states = SimpleNamespace(
-            req_id_to_index={},
-            prompt_len=SimpleNamespace(np=np.full(8, 3)),
-            prefill_len=SimpleNamespace(np=np.full(8, 3)),
-            num_computed_prefill_tokens=np.full(8, 3),
-        )
-        super().__init__(config)
-
-    def add(self, name: str, params: Any) -> None:
-        self.req_states.req_id_to_index[name] = len(self.req_states.req_id_to_index)
-        new = SimpleNamespace(req_id=name, sampling_params=params, prefill_token_ids=[5, 6, 7])
-        scheduled = SimpleNamespace(scheduled_new_reqs=[new])
-        vllm_requests.note_requests(lambda *_: None)(self, scheduled)
-
-    def note(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
-        self.input_batch.req_ids = [*names]
-        counts = torch.tensor([len(tokens) for tokens in sampled])
-        output = (SimpleNamespace(sampled_token_ids=torch.tensor(sampled)), counts, None)
-        vllm_requests.note_sampled_v2(lambda *_: output)(self, None, self.input_batch, None)
-
-    def guarded(self, step: Step, drafts: dict[str, list[int]], output: Any) -> Any:
-        names = self.input_batch.req_ids
-        lines = [[0, *drafts[name]] for name in names]
-        ends = np.cumsum([0, *map(len, lines)])
-        scheduled = step.scheduled.scheduled_spec_decode_tokens
-        batch = SimpleNamespace(
-            req_ids=names,
-            num_draft_tokens_per_req=np.array([len(scheduled.get(name, ())) for name in names]),
-            cu_num_logits_np=ends,
-            cu_num_logits=torch.tensor(ends),
-            input_ids=torch.tensor([token for line in lines for token in line]),
-            logits_indices=torch.arange(ends[-1]),
-            idx_mapping_np=np.array([self.req_states.req_id_to_index[name] for name in names]),
-            num_scheduled_tokens=np.array([-1 if self.is_reading else len(x) for x in lines]),
-        )
-        self.execute_model_state = SimpleNamespace(input_batch=batch, hidden_states=0)
-        return vllm_guard.guard_masks_v2(lambda _, given: given)(self, output)
-
-
-Make = Callable[[Any], Runner]
-
-
-class World:
-    """Two requests behind their first token, and the step that verifies two drafts of each."""
-
-    def __init__(
-        self,
-        make: Make,
-        drafts: dict[str, str] = DRAFTS,
-        regex: str | None = None,
-        stops: Sequence[int] = (),
-    ) -> None:
-        config = make_config()
-        scheduler = make_scheduler(config)
-        self.runner = make(config)
-        for name, own in REGEXES.items():
-            request = add_request(scheduler, name, stops, regex=regex or own)
-            self.runner.add(name, request.sampling_params)
-        step = first_step(scheduler, len(REGEXES))
-        sampled = {name: ids("a" if regex else text) for name, text in WRITTEN.items()}
-        self.runner.note([*REGEXES], [*sampled.values()])
-        self.drafts = {name: ids(text) for name, text in drafts.items()}
-        self.step = next_step(scheduler, step, sampled, {**self.drafts})
-        self.output = copy.deepcopy(self.step.grammar)
-
-    def size(self, name: str) -> int:
-        if RELEASE >= (0, 33):
-            return NUM_DRAFT + 1
-        return len(self.step.scheduled.scheduled_spec_decode_tokens.get(name, ())) + 1
-
-    def rows(self, output: Any, name: str) -> Any:
-        names = output.structured_output_request_ids
-        start = sum(map(self.size, names[: names.index(name)]))
-        return output.grammar_bitmask[start : start + self.size(name)]
-
-    def check(self) -> Any:
-        return self.runner.guarded(self.step, self.drafts, self.output)
-
-    def legal(self, output: Any, name: str) -> list[str]:
-        """The letters that tokens may begin with by each of a request's rows."""
-        bits = np.unpackbits(self.rows(output, name).view(np.uint8), axis=-1, bitorder="little")
-        rows = bits[: len(self.drafts[name]) + 1]
-        return ["".join(sorted({*map(first_letter, np.flatnonzero(row))})) for row in rows]
 
 
 @pytest.fixture(params=[Runner, NewRunner])
@@ -231,6 +88,12 @@ def open_behind_a_draft(world: World) -> None:
     world.rows(world.output, "x")[1:] = -1
 
 
+def swap(world: World) -> None:
+    """Each request has the rows of the other."""
+    x, y = world.rows(world.output, "x"), world.rows(world.output, "y")
+    x[:], y[:] = y.copy(), x.copy()
+
+
 FAULTS: dict[Callable[[World], None], dict[str, int]] = {
     unname: {"missing": 3},
     unname_all: {"missing": 6},
@@ -270,16 +133,10 @@ def test_rows_behind_a_refused_draft_stay_open(make: Make) -> None:
 
 def test_rows_of_another_place_are_stale_where_that_costs_no_wait(make: Make) -> None:
     world = World(make)
-    x, y = world.rows(world.output, "x"), world.rows(world.output, "y")
-    x[:], y[:] = y.copy(), x.copy()
-    guard = vllm_guard.guard_of(world.runner)
-    assert guard is not None
-    if make is Runner:  # it knows its texts, and the grammars are compiled beside the first steps
-        for shadow in guard.requests._shadows._shadows.values():
-            shadow._future.result(60)
-    else:
+    swap(world)
+    if make is NewRunner:
         assert world.check() is world.output  # the texts are on the device
-        guard.requests.stand(["x", "y"])  # as drafting under grammars does before
+    world.know()
     found = world.check()
     assert {name: world.legal(found, name) for name in LEGAL} == LEGAL
     assert counted() == {"stale": 6}
@@ -297,24 +154,32 @@ def test_requests_that_have_ended_or_are_read_need_no_rows(make: Make) -> None:
     assert counted() == {}  # it did not
 
 
-@pytest.mark.parametrize("is_guarded", [False, True])
-def test_the_target_writes_what_its_grammar_allows(*, is_guarded: bool) -> None:
-    """vLLM's own function puts the rows where the logits of a target are that likes one token."""
-    world = World(Runner)
-    open_behind_a_draft(world)
-    output = world.check() if is_guarded else world.output
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("fault", [*FAULTS, swap])
+def test_the_target_writes_what_its_grammar_allows(
+    make: Make, fault: Callable[[World], None], history: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the guard, whatever came before; and without it, it does not."""
+    world = World(make, history=history)
+    fault(world)
+    world.know()
+    assert illegal(world, world.output, monkeypatch)
+    assert not illegal(world, world.check(), monkeypatch)
+
+
+def illegal(world: World, output: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What a target that likes one token writes against its grammars, under these rows."""
     logits = torch.zeros(6, 4096)
     (liked,) = ids("z")
     logits[:, liked] = 5.0
     batch = SimpleNamespace(req_ids=world.runner.input_batch.req_ids)
     utils: Any = importlib.import_module("vllm.v1.structured_output.utils")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(utils, "PIN_MEMORY", False, raising=False)
+    monkeypatch.setattr(utils, "PIN_MEMORY", False, raising=False)
+    if output is not None:  # else a runner has nothing to apply
         utils.apply_grammar_bitmask(world.step.scheduled, output, batch, logits)
     written = [first_letter(token_id) for token_id in logits.argmax(-1)]
     rows = [letters for name in batch.req_ids for letters in LEGAL[name]]
-    illegal = [at for at, letters in enumerate(rows) if written[at] not in letters]
-    assert illegal == ([] if is_guarded else [1, 2])
+    return [one for one, letters in zip(written, rows, strict=True) if one not in letters]
 
 
 def test_where_the_guard_cannot_follow_it_is_off(caplog: pytest.LogCaptureFixture) -> None:
