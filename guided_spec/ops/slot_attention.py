@@ -38,6 +38,7 @@ __all__ = [
 ]
 
 CHAIN = -1  # of ``SlotPlaces.tree``: a token that sees all before it
+MOST_IN_PLACE = 32  # queries of a head of keys; for more, torch's attention over a copy is faster
 MAX_TREE = 64  # tokens of a row that is a tree: bits of an int64
 
 
@@ -142,7 +143,11 @@ class SlotPlaces:
                 asking = range(start, start + count)
                 visible = _visible(asking, seen, window, tree, self.rows.device)
                 blocks = self.tables[slot, seen.start // block : -(-seen.stop // block)]
-                yield SeenRow(slice(first, end), seen, blocks.long(), visible)
+                listed = blocks.tolist()
+                is_one_piece = listed == [*range(listed[0], listed[0] + len(listed))]
+                begins_whole = seen.start % block == 0
+                piece = listed[0] if is_one_piece and begins_whole else None
+                yield SeenRow(slice(first, end), seen, blocks.long(), visible, piece)
             first = max(end, first)
 
 
@@ -158,12 +163,15 @@ class SeenRow(NamedTuple):
 
     tokens: which of the line they are. positions: of the slot, that any of them sees.
     blocks: int64 [n], which hold those. visible: see ``_visible``.
+    first: the first of the blocks where they follow one another in the buffer and the positions
+        begin with one, else None.
     """
 
     tokens: slice
     positions: range
     blocks: Tensor
     visible: Tensor | None
+    first: int | None
 
 
 class HeadShape(NamedTuple):
@@ -285,7 +293,14 @@ def _attend(
 ) -> Tensor:
     attended = torch.zeros_like(query, memory_format=torch.contiguous_format)
     for row in places.seen(buffers.keys.shape[2], window or 0):
-        found = _attend_row(query[row.tokens], buffers, row, scale, sinks)
+        asked, heads = query[row.tokens].float(), buffers.keys.shape[1]
+        is_short = asked.shape[0] * asked.shape[1] <= MOST_IN_PLACE * heads
+        if is_short and row.first is not None and sinks is None:
+            found = _attend_in_place(asked, buffers, row, scale)
+        else:
+            found = _attend_row(asked, buffers, row, scale, sinks)
+        if row.visible is not None:
+            found = found.masked_fill(~row.visible.any(1)[:, None, None], 0)
         attended[row.tokens] = found.to(query.dtype)
     return attended
 
@@ -314,10 +329,10 @@ def _visible(
 def _attend_row(
     query: Tensor, buffers: KeyValues, row: SeenRow, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """[T, Hq, D] of one row in float32: T queries over [Hkv, L, D] kept ones."""
+    """[T, Hq, D] of one row: T queries in float32 over a copy of what they see, [Hkv, L, D]."""
     keys, values = (_read(buffer, row).float() for buffer in buffers)
-    asked = query.float().transpose(0, 1)
-    mask = visible = row.visible
+    asked, visible = query.transpose(0, 1), row.visible
+    mask = visible
     if sinks is not None:  # one more key of each head, which scores as the sink does and holds 0
         keys, values = (functional.pad(part, (0, 0, 0, 1)) for part in (keys, values))
         mask = asked.new_zeros(*asked.shape[:2], keys.shape[1])
@@ -329,10 +344,30 @@ def _attend_row(
         scale=scale,
         enable_gqa=len(asked) > len(keys),
     )
-    attended = found[0].transpose(0, 1)
-    if visible is None or bool(visible.any(1).all()):
-        return attended
-    return attended.masked_fill(~visible.any(1)[:, None, None], 0)
+    return found[0].transpose(0, 1)
+
+
+def _attend_in_place(query: Tensor, buffers: KeyValues, row: SeenRow, scale: float) -> Tensor:
+    """``_attend_row`` over blocks where they lie, as one matrix product each."""
+    assert row.first is not None
+    count, (_, heads, block, size) = len(query), buffers.keys.shape
+    # What is behind the last position may be anything: its block is read by itself, up to there.
+    num_whole, rest = divmod(len(row.positions), block)
+    last = row.first + num_whole
+    wholes = [buffer[row.first : last].float() for buffer in buffers]
+    ends = [buffer[last, :, :rest].float() for buffer in buffers] if rest else []
+    asked = scale * query.view(count, heads, -1, size).permute(1, 2, 0, 3).reshape(heads, -1, size)
+    scores = (asked @ wholes[0].transpose(-1, -2)).permute(1, 2, 0, 3).flatten(2)
+    if ends:
+        scores = torch.cat([scores, asked @ ends[0].transpose(-1, -2)], 2)
+    if row.visible is not None:
+        scores.unflatten(1, (-1, count)).masked_fill_(~row.visible, -torch.inf)
+    shares = scores.softmax(2)
+    of_whole = shares[:, :, : num_whole * block].unflatten(2, (num_whole, block))
+    mixed: Tensor = (of_whole.permute(2, 0, 1, 3) @ wholes[1]).sum(0)
+    if ends:
+        mixed = mixed.baddbmm(shares[:, :, num_whole * block :], ends[1])
+    return mixed.view(heads, -1, count, size).permute(2, 0, 1, 3).reshape(query.shape)
 
 
 def _read(buffer: Tensor, row: SeenRow) -> Tensor:

@@ -126,6 +126,22 @@ def test_pieces_of_a_text_are_the_text() -> None:
     torch.testing.assert_close(found, expected[order])
 
 
+@pytest.mark.parametrize("parents", [(), ((0, 1, 0), (), tuple(range(7)))])
+def test_blocks_that_follow_one_another_give_the_same(parents: tuple[tuple[int, ...], ...]) -> None:
+    """Few queries are then multiplied with the keys where they lie."""
+    spans = [Span(1, 17, 4), Span(0, 3, 1), Span(2, 8, 8)]
+    case = Case(2, 2, 8, max_length=30, block=8, spans=spans, parents=parents)
+    data = make(case)
+    anywhere = data.places.tables
+    in_order = torch.arange(anywhere.numel(), dtype=torch.int32).view(anywhere.shape)
+    moved = [torch.empty_like(buffer) for buffer in data.buffers]
+    for buffer, before in zip(moved, data.buffers, strict=True):
+        buffer[in_order] = before[anywhere]
+    placed = replace(data.places, tables=in_order)
+    found = attend(case, data._replace(buffers=KeyValues(*moved), places=placed))
+    torch.testing.assert_close(found, attend(case, data))
+
+
 def test_width_and_view_change_nothing() -> None:
     case = Case(2, 2, 8, max_length=30, block=4, spans=[Span(1, 3, 4), Span(0, 20, 4)])
     data = make(case)
