@@ -74,7 +74,10 @@ def test_what_is_emitted_is_the_targets(
         step = speculative_step(TARGET, trees(Knowing("mask", vocabulary), 7), batch)
     assert step.branch is not None
     beside = (step.branch.kept > torch.arange(1, step.branch.kept.shape[1] + 1)).any(1)
-    assert int(beside.sum()) > rows / 10  # what stands beside the drafts is accepted too
+    # What stands beside the drafts is accepted too. A draft over few tokens gives each of them more
+    # than the target does: a refused one leaves little for the others that the drafter knows.
+    is_rare = vocabulary is not None and verifier == "rejection"
+    assert int(beside.sum()) > (0 if is_rare else rows / 10)
     committed = commit(batch, step.accepted)
     for parity, rule in enumerate(rules):
         texts = [tuple(one.token_ids) for one in committed[parity::2]]

@@ -102,8 +102,15 @@ def test_assisted_generation(kind: str, tmp_path: Path) -> None:
     assert found.tolist() == plain.tolist()
     assert is_whole(JSON, found)
     torch.manual_seed(0)
-    sampled = assisted.run(setup, LETTERS, PROMPT, max_new_tokens=24, do_sample=True)
-    assert is_whole(LETTERS, sampled)
+    try:
+        sampled = assisted.run(setup, LETTERS, PROMPT, max_new_tokens=24, do_sample=True)
+    except RuntimeError as error:
+        # docs/transformers.md: transformers refuses a draft, and nothing is left of the target's
+        # distribution, where both sides know the same single token and the draft is another one.
+        assert kind == "other_tokenizer"  # noqa: PT017
+        assert "probability tensor" in str(error)  # noqa: PT017
+    else:
+        assert is_whole(LETTERS, sampled)
 
 
 def test_plain_generation_writes_what_the_engine_writes() -> None:
