@@ -113,11 +113,14 @@ class Constraint:
         Costs little: the matchers need not have read the last tokens.
         """
         found = self._original.table_state(ahead + len(self._unread))
+        if found is None or not self._unread:
+            return found
+        state = found.state
         for token_id in self._unread:
-            if found is not None:
-                state = found.table.after(found.state, token_id)
-                found = found._replace(state=state) if state >= 0 else None
-        return found
+            state = found.table.after(state, token_id)
+            if state < 0:
+                return None
+        return found._replace(state=state)
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""

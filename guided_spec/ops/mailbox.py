@@ -89,9 +89,9 @@ class Mailbox:
 
     def release(self) -> None:
         """The device waits for no position any more: it finds rows that forbid nothing."""
-        for depth in np.flatnonzero(self._orders[:, 0] != self.ticket):
-            self._orders[depth, 1:] = self._nothing.data_ptr()
-            self._orders[depth, 0] = self.ticket
+        waits = self._orders[:, 0] != self.ticket
+        self._orders[waits, 1:] = self._nothing.data_ptr()
+        self._orders[waits, 0] = self.ticket
 
     def wait(self, depth: int, count: int, check: Callable[[], None]) -> Answer:
         """The first ``count`` answers of one position, once all are there.
