@@ -1,10 +1,8 @@
 """The mask rows of a step: filled on the host, read where the model runs.
 
-Host memory for mask rows, whose untouched rows forbid nothing.
-
-The mask rows of a step on a CUDA device, and how they get there.
-
-Rows of many of xgrammar's own matchers in one call.
+The host's memory for rows, which forbid nothing while they are untouched, and how they get to a
+CUDA device; the tables there that rows can come from instead; and xgrammar's own matchers, which
+fill many rows in one call.
 """
 
 from __future__ import annotations

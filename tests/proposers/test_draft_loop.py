@@ -18,7 +18,7 @@ from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.proposers.draft_loop import DraftLoop, draft_autoregressively
 from guided_spec.proposers.drafting import read_policy
-from guided_spec.step import commit, speculative_step
+from guided_spec.step import Committed, commit, speculative_step
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy, SamplingParams
 from tests.loops import plain_greedy, speculate, target_probs
 from tests.toys import (
@@ -92,8 +92,16 @@ def test_what_is_emitted_is_the_targets(
         step = speculative_step(TARGET, from_propose(kind(policy, vocabulary)), batch)
     committed = commit(batch, step.accepted)
     assert max(len(one.token_ids) for one in committed) == 3  # drafts are accepted at all
+    check_two_tokens(committed, rules)
+
+
+def check_two_tokens(committed: Sequence[Committed], rules: Sequence[Rule | None]) -> None:
+    """The law of the first token, and of the second behind each first one.
+
+    rules: of the texts, in turn.
+    """
     for parity, rule in enumerate(rules):
-        texts = [tuple(one.token_ids) for one in committed[parity::2]]
+        texts = [tuple(one.token_ids) for one in committed[parity :: len(rules)]]
         check_law(Counter(text[0] for text in texts), law(rule, ()))
         for first, count in Counter(text[0] for text in texts if len(text) > 1).items():
             seconds = Counter(text[1] for text in texts if len(text) > 1 and text[0] == first)

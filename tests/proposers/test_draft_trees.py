@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -20,7 +19,7 @@ from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.proposers.drafting import host_draft, no_draft
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import SamplingParams, Verifier
-from tests.proposers.test_draft_loop import SMALL, TARGET, EarlyDrafter, check_law, law
+from tests.proposers.test_draft_loop import SMALL, TARGET, EarlyDrafter, check_two_tokens
 from tests.toys import (
     EOS,
     VOCAB_SIZE,
@@ -79,13 +78,7 @@ def test_what_is_emitted_is_the_targets(
     is_rare = vocabulary is not None and verifier == "rejection"
     assert int(beside.sum()) > (0 if is_rare else rows / 10)
     committed = commit(batch, step.accepted)
-    for parity, rule in enumerate(rules):
-        texts = [tuple(one.token_ids) for one in committed[parity::2]]
-        check_law(Counter(text[0] for text in texts), law(rule, ()))
-        for first, count in Counter(text[0] for text in texts if len(text) > 1).items():
-            seconds = Counter(text[1] for text in texts if len(text) > 1 and text[0] == first)
-            if count > 100:
-                check_law(seconds, law(rule, (first,)))
+    check_two_tokens(committed, rules)
 
 
 class Known(EarlyDrafter):

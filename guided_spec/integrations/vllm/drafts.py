@@ -35,7 +35,7 @@ from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, lo
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.host import host_integers
+from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 
 __all__ = [
@@ -158,7 +158,7 @@ class Drafting:
         at, known = self._masks.position, self._masks.known
         if self._draft is None or known is None or at == 0:  # the first graph reads what is new
             return False
-        self._draft[: len(known), at] = host_integers(known).to(self._draft.device)
+        self._draft[: len(known), at] = to_device(known, self._draft.device)
         return True
 
     def _watch(self, model: Any) -> None:

@@ -23,6 +23,7 @@ from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.forced import FORCED
 from guided_spec.integrations.vllm.plugin import log, requested, warn
 from guided_spec.integrations.vllm.requests import follow_requests
+from guided_spec.ops.host import to_device
 
 __all__ = ["LOOKUP_PATCHES", "Lookup", "guide_lookup", "propose_lookup"]
 
@@ -58,11 +59,11 @@ class Lookup:
         bound = [at for at, constraint in enumerate(constraints) if constraint is not None]
         if not bound:
             return
-        given = torch.full(draft.shape, -1, dtype=draft.dtype)
+        rows = [[-1] * draft.shape[1] for _ in range(len(draft))]
         found = self._drafter.draft([on_host[at] for at in bound])
         for at, tokens in zip(bound, found, strict=True):
-            given[at, : len(tokens)] = torch.tensor(tokens, dtype=draft.dtype)
-        given = given.to(draft.device)
+            rows[at][: len(tokens)] = tokens
+        given = to_device(rows, draft.device)
         draft.copy_(torch.where(given < 0, draft, given))
 
 
