@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
 from benchmarks.mixed_traffic import counted
+from guided_spec.models.packed.graph_pool import GraphPool, Inputs
 from guided_spec.ops.launch_triton import compiling_ahead
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify import verify
@@ -51,3 +54,27 @@ def test_one_filter_or_all_rows_of_a_draft_or_one_are_the_same_kernels() -> None
             for params in ({"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.1}):
                 decide(logits[:, :width].contiguous(), SamplingParams(temperature=1.0, **params))
     assert made["compiled"] == 0
+
+
+def test_garbage_of_an_engine_before_is_not_collected_in_a_capture() -> None:
+    """Its graphs lie in cycles of references, and may not be freed while another is captured."""
+
+    class Dropped:
+        def __init__(self) -> None:
+            self.itself = self
+            self.pool = GraphPool(CUDA)
+            self.pool.run("double", {"x": torch.ones(2)}, lambda given: given["x"] * 2)
+
+    def body(given: Inputs) -> torch.Tensor:
+        kept = [[index] for index in range(1000)]  # new objects: many for the collector
+        return given["x"] * len(kept)
+
+    Dropped()
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        found = GraphPool(CUDA).run("times", {"x": torch.ones(2)}, body)
+    finally:
+        gc.set_threshold(*before)
+    assert found.tolist() == [1000, 1000]
+    assert gc.isenabled()

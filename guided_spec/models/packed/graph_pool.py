@@ -6,8 +6,10 @@ Batches are filled up to the sizes that graphs have.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import gc
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum, auto
 from functools import cache
@@ -79,6 +81,22 @@ class Captured(NamedTuple):
     graph: Any
     inputs: dict[str, Tensor]
     outputs: Any
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, no garbage is collected.
+
+    An engine that was dropped is a cycle of references: a capture fails if the collector comes
+    upon its graphs or its pinned memory in the capturing thread, because CUDA may not free then.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphPool:
@@ -190,12 +208,13 @@ class GraphPool:
         # Not by ``torch.cuda.graph``: it gives memory back before each capture, and there are many.
         with torch.cuda.stream(self._stream):
             body(given)  # kernels are loaded, and libraries set up
-            # Other threads may use the device meanwhile: mask rows have a stream of their own.
-            graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
-            try:
-                outputs = body(given)
-            finally:
-                graph.capture_end()
+            with _no_collection():
+                # Other threads may use the device meanwhile: mask rows have a stream of their own.
+                graph.capture_begin(pool=self._memory, capture_error_mode="thread_local")
+                try:
+                    outputs = body(given)
+                finally:
+                    graph.capture_end()
         current.wait_stream(self._stream)
         found = outputs if isinstance(outputs, tuple) else (outputs,)
         self._outputs |= {one.data_ptr(): one for one in found if isinstance(one, Tensor)}
