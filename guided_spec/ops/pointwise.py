@@ -110,28 +110,33 @@ def rotate_and_store(
     Returns the queries [N, Hq, D], a view of ``packed``. Computes in float32 and rounds once.
     On CUDA one kernel; never waits for the device.
     """
-    heads: Tensor = packed.unflatten(1, (shape.queries + 2 * shape.keys, shape.size))
+    first = shape.stride * shape.queries
+    heads: Tensor = packed.unflatten(1, (first + 2 * shape.keys, shape.size))
+    query = heads[:, : first : shape.stride]
     if _serves(packed):
         kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, places)
-        return heads[:, : shape.queries]
-    turned = heads[:, : shape.queries + shape.keys]
+        return query
+    key, value = heads[:, first:].split(shape.keys, 1)
     positions = places.positions.clamp_max(len(rotation.cos) - 1)
     at = Rotation(rotation.cos[positions], rotation.sin[positions])
-    turned.copy_(_rotate(turned, at, shape, norms))
-    query, key, value = heads.split([shape.queries, shape.keys, shape.keys], 1)
+    both = torch.cat([query, key], 1) if shape.has_gates else heads[:, : first + shape.keys]
+    turned = _rotate(both, at, shape, norms)
+    query.copy_(turned[:, : shape.queries])
+    key.copy_(turned[:, shape.queries :])
     store_keys_values(KeyValues(key, value), buffers, places)
-    queries: Tensor = query
-    return queries
+    return query
 
 
 def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorms | None) -> Tensor:
-    """[N, Hq + Hkv, D] rotated by [N, D], float32."""
+    """[N, Hq + Hkv, D] rotated by [N, R], float32."""
     values = heads.float()
     if norms is not None:
         values = values * torch.rsqrt(values.square().mean(-1, keepdim=True) + norms.eps)
         weights = [norms.query.expand(shape.queries, -1), norms.key.expand(shape.keys, -1)]
         values = values * torch.cat(weights).float()
-    low, high = values.chunk(2, -1)
+    width = rotation.cos.shape[1]
+    moving = values[..., :width]
+    low, high = moving.chunk(2, -1)
     cos, sin = (part.float().unsqueeze(1) for part in rotation)
-    turned: Tensor = values * cos + torch.cat([-high, low], -1) * sin
-    return turned
+    turned: Tensor = moving * cos + torch.cat([-high, low], -1) * sin
+    return turned if width == shape.size else torch.cat([turned, values[..., width:]], -1)

@@ -147,7 +147,7 @@ def rotate_and_store(
         return
     cos, sin = rotation
     query, key, eps = (cos, cos, 0.0) if norms is None else norms
-    num_heads, memory = shape.queries + 2 * shape.keys, places.tables
+    num_heads, memory, turned = shape.queries + 2 * shape.keys, places.tables, cos.shape[1]
     tokens = places.tokens.contiguous()
     tree = tokens if places.tree is None else places.tree.contiguous()
     with torch.cuda.device_of(packed):  # Triton launches on the current device
@@ -157,7 +157,10 @@ def rotate_and_store(
             queries=shape.queries,
             keys_count=shape.keys,
             size=shape.size,
-            half_block=triton.next_power_of_2(shape.size // 2),
+            turned=turned,
+            stride=shape.stride,
+            half_block=triton.next_power_of_2(turned // 2),
+            rest_block=triton.next_power_of_2(shape.size - turned),
             heads=HEADS,
             has_norms=norms is not None,
             is_tree=places.tree is not None,
@@ -189,7 +192,10 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     queries: tl.constexpr,
     keys_count: tl.constexpr,
     size: tl.constexpr,
+    turned: tl.constexpr,
+    stride: tl.constexpr,
     half_block: tl.constexpr,
+    rest_block: tl.constexpr,
     heads: tl.constexpr,
     has_norms: tl.constexpr,
     is_tree: tl.constexpr,
@@ -198,23 +204,31 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
     await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    half: tl.constexpr = size // 2
+    half: tl.constexpr = turned // 2
     head = tl.program_id(1) * heads + tl.arange(0, heads)
     at = tl.arange(0, half_block)
     is_value = head >= queries + keys_count
     is_turned = head < queries + keys_count
     inside = (head < queries + 2 * keys_count)[:, None] & (at < half)[None, :]
-    source = packed + token * width + head[:, None] * size + at[None, :]
+    column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # behind the gates
+    line = (packed + token * width + column)[:, None]
+    source = line + at[None, :]
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     place = tl.load(tokens + count + token)
     position = tl.load(tree + token) if is_tree else place
-    turn = tl.minimum(position, positions - 1) * size + at
+    turn = tl.minimum(position, positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
     turned_low, turned_high = low, high
+    if turned < size:
+        behind = turned + tl.arange(0, rest_block)
+        is_rest = (head < queries + 2 * keys_count)[:, None] & (behind < size)[None, :]
+        rest = tl.load(line + behind[None, :], mask=is_rest, other=0.0).to(tl.float32)
     if has_norms:
         mean = (tl.sum(low * low, 1) + tl.sum(high * high, 1)) / size
+        if turned < size:
+            mean += tl.sum(rest * rest, 1) / size
         scale = (1.0 / tl.sqrt(mean + eps))[:, None]
         is_query = (head < queries)[:, None]
         for_query, for_key = inside & is_query, inside & (head >= queries)[:, None]
@@ -225,6 +239,12 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
         weight = tl.load(query_norm + half + each, mask=for_query, other=0.0).to(tl.float32)
         weight += tl.load(key_norm + half + each, mask=for_key, other=0.0).to(tl.float32)
         turned_high = high * scale * weight
+        if turned < size:
+            for_query, for_key = is_rest & is_query, is_rest & (head >= queries)[:, None]
+            each = behind[None, :] + head[:, None] * 0
+            weight = tl.load(query_norm + each, mask=for_query, other=0.0).to(tl.float32)
+            weight += tl.load(key_norm + each, mask=for_key, other=0.0).to(tl.float32)
+            rest = tl.where(is_value[:, None], rest, rest * scale * weight)
     low_out = tl.where(is_value[:, None], low, turned_low * c - turned_high * s)
     high_out = tl.where(is_value[:, None], high, turned_high * c + turned_low * s)
     out = packed.dtype.element_ty
@@ -239,7 +259,15 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries
     target = ((found.to(tl.int64) * keys_count + number) * block + place % block) * size
-    target = target[:, None] + at[None, :]
+    target = target[:, None]
+    if turned < size:
+        out_rest = rest.to(out)
+        tl.store(line + behind[None, :], out_rest, mask=is_rest & is_turned[:, None])
+        is_kept = is_rest & (head >= first)[:, None]
+        place = target + behind[None, :]
+        tl.store(keys + place, out_rest, mask=is_kept & is_turned[:, None])
+        tl.store(values + place, out_rest, mask=is_kept & is_value[:, None])
+    target += at[None, :]
     tl.store(keys + target, low_out.to(out), mask=kept & is_turned[:, None])
     tl.store(keys + target + half, high_out.to(out), mask=kept & is_turned[:, None])
     tl.store(values + target, low_out.to(out), mask=kept & is_value[:, None])

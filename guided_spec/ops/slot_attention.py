@@ -178,16 +178,23 @@ class HeadShape(NamedTuple):
     """How the heads lie in a packed projection: queries, then keys, then values.
 
     queries, keys: numbers of heads (there are as many values as keys). size: D of each, even.
+    has_gates: whether a gate of so many numbers lies behind each query, as of Qwen3-Next.
     """
 
     queries: int
     keys: int
     size: int
+    has_gates: bool = False
+
+    @property
+    def stride(self) -> int:
+        """Heads from one query to the next."""
+        return 2 if self.has_gates else 1
 
     @property
     def width(self) -> int:
         """Columns of the packed projection."""
-        return (self.queries + 2 * self.keys) * self.size
+        return (self.stride * self.queries + 2 * self.keys) * self.size
 
 
 class HeadNorms(NamedTuple):
@@ -199,9 +206,10 @@ class HeadNorms(NamedTuple):
 
 
 class Rotation(NamedTuple):
-    """The rotary embedding of positions 0 to P - 1: [P, D] each, both halves of a row equal.
+    """The rotary embedding of positions 0 to P - 1: [P, R] each, both halves of a row equal.
 
-    Rows contiguous; in the dtype of the model. Positions beyond are embedded like the last one.
+    R: even, up to D; the numbers of a head behind the first R are not rotated. Rows contiguous; in
+    the dtype of the model. Positions beyond are embedded like the last one.
     """
 
     cos: Tensor

@@ -8,15 +8,19 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import apply_rotary_pos_emb
 
 from guided_spec.ops.pointwise import rotate_and_store
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 from tests.ops.interpreted import run_interpreted
 from tests.slot_lines import NUM_SLOTS, Span, Unused, kept_positions, make_tables, places_of
 
-SHAPES = [HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)]
+SHAPES = [
+    *(HeadShape(4, 2, 16), HeadShape(1, 1, 8), HeadShape(6, 3, 24), HeadShape(5, 1, 6)),
+    HeadShape(4, 2, 16, has_gates=True),
+]
+PARTS = (1, 4)  # of a head, one is turned
 LENGTH = 9
 # The first row goes on behind the last position.
 SPANS = [Span(2, 7, 4), Span(0, 1, 3), Span(-1, 3, 1), Span(0, 4, 2)]
@@ -33,7 +37,8 @@ from tests.slot_lines import kept_positions
 for shape in SHAPES:
     for spans, block in ((NOTHING, 4), *((SPANS, block) for block in BLOCKS)):
         for norms in (None, HeadNorms(torch.rand(shape.size), torch.rand(shape.size), 1e-6)):
-            packed, rotation, places = make(shape, spans, block, is_tree=norms is None)
+            part = 4 if shape.has_gates and norms is not None else 1
+            packed, rotation, places = make(shape, spans, block, is_tree=norms is None, part=part)
             buffers, expected = empty(shape, places, block), empty(shape, places, block)
             turned = packed.clone()
             rotate_and_store(turned, rotation, shape, norms, expected, places)
@@ -58,7 +63,12 @@ class Given(NamedTuple):
 
 
 def make(
-    shape: HeadShape, spans: list[Span] = SPANS, block: int = 4, *, is_tree: bool = False
+    shape: HeadShape,
+    spans: list[Span] = SPANS,
+    block: int = 4,
+    *,
+    is_tree: bool = False,
+    part: int = 1,
 ) -> Given:
     torch.manual_seed(len(spans))
     unused = Unused(2, 1)
@@ -66,7 +76,7 @@ def make(
     if is_tree:  # tokens stand for other positions than those where they are kept
         places = replace(places, tree=torch.stack([places.tokens[1] // 2, places.tokens[0]]))
     packed = torch.randn(places.tokens.shape[1], shape.width)
-    cos, sin = (torch.randn(LENGTH, shape.size // 2).repeat(1, 2) for _ in range(2))
+    cos, sin = (torch.randn(LENGTH, -(-shape.size // part // 2)).repeat(1, 2) for _ in range(2))
     return Given(packed, Rotation(cos, sin), places)
 
 
@@ -78,12 +88,15 @@ def empty(shape: HeadShape, places: SlotPlaces, block: int = 4) -> KeyValues:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("has_norms", [False, True])
 @pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("part", PARTS)
 def test_it_is_what_transformers_computes(
-    shape: HeadShape, *, has_norms: bool, is_tree: bool
+    shape: HeadShape, *, has_norms: bool, is_tree: bool, part: int
 ) -> None:
-    packed, rotation, places = make(shape, is_tree=is_tree)
+    packed, rotation, places = make(shape, is_tree=is_tree, part=part)
     heads = packed.clone().view(1, len(packed), -1, shape.size)
-    query, key, value = heads.split([shape.queries, shape.keys, shape.keys], 2)
+    queries = shape.stride * shape.queries
+    query, key, value = heads.split([queries, shape.keys, shape.keys], 2)
+    query = query[:, :, :: shape.stride]
     norms = None
     if has_norms:
         stock = [Qwen3RMSNorm(shape.size, 1e-6) for _ in range(2)]
