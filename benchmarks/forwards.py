@@ -17,20 +17,23 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.device_time import graph_seconds, read_bandwidth, require_graphs
-from benchmarks.lines import num_blocks, places_of
+from benchmarks.lines import places_of
 from benchmarks.widening.shape import LLAMA_8B
 from guided_spec.cli.console import stdout
 from guided_spec.config import Kernels
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import PackedForm
 from guided_spec.models.fp8 import Fp8Experts, Fp8Linear
-from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.models.packed.blocks import Blocks
+from guided_spec.models.packed.decoder import LayerStates
+from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.linear.fp8_linear import FP8
 from guided_spec.ops.slot_attention import KeyValues
 
 __all__ = ["main", "verify_seconds"]
 
 WIDEST = 64  # tokens a row
+STAYING = 3  # tokens of the last row that a linear state folds in
 
 QWEN3 = {"num_attention_heads": 32, "head_dim": 128, "vocab_size": 151936}
 # Configuration class, and the sizes of published checkpoints.
@@ -59,6 +62,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_key_value_heads": 8, "head_dim": 256, "sliding_window": 1024},
         },
     ),
+    # Their classes have the sizes of Qwen3.5-9B, Qwen3.5-35B-A3B and Qwen3-Next-80B-A3B.
+    "qwen3.5-9b": ("Qwen3_5TextConfig", {}),
+    "qwen3.5-35b-a3b": ("Qwen3_5MoeTextConfig", {}),
+    "qwen3-next-80b-a3b": ("Qwen3NextConfig", {}),
 }
 # The same with linear layers and experts of the decoder in fp8; behind it the block of a scale,
 # None for one output.
@@ -176,17 +183,23 @@ def _bytes_read(model: Any, count: int) -> float:
     embeddings, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     matrices = [w for w in model.parameters() if w.dim() == 2 and w is not embeddings]
     read = sum(w.nbytes for w in matrices) + share * sum(
-        w.nbytes for w in model.parameters() if w.dim() == 3
+        w.nbytes for w in model.parameters() if w.dim() == 3 and len(w) == experts
     )
     return float(read + (head.nbytes if head is embeddings else 0))
 
 
-def _memory(form: PackedForm, batch: int, context: int) -> list[KeyValues]:
-    count = num_blocks(batch, context + WIDEST)
-    return [
-        KeyValues(*(torch.randn_like(like.new_empty(count, heads, BLOCK, size)) for _ in range(2)))
-        for heads, size, like in form.layers
-    ]
+def _memory(form: PackedForm, batch: int, context: int) -> list[LayerStates]:
+    """Any keys and values; states whose texts' last rows had ``STAYING`` tokens, which stay."""
+    length, device = context + WIDEST, form.decoder.device
+    memory = form.allocate(Blocks.full(batch, length, device), batch, WIDEST)
+    for one in memory:
+        if isinstance(one, KeyValues):
+            one.keys.normal_()
+            one.values.normal_()
+        else:
+            one.recent.normal_()
+            one.extent.copy_(torch.tensor([context - STAYING, STAYING]))
+    return memory
 
 
 def verify_seconds(form: PackedForm, size: tuple[int, int], context: int) -> float:
@@ -198,14 +211,20 @@ def verify_seconds(form: PackedForm, size: tuple[int, int], context: int) -> flo
 
 
 def _forward(
-    form: PackedForm, memory: Sequence[KeyValues], size: tuple[int, int], context: int
+    form: PackedForm, memory: Sequence[LayerStates], size: tuple[int, int], context: int
 ) -> float:
-    device, decoder = memory[0].keys.device, form.decoder
+    decoder = form.decoder
+    device = decoder.device
     batch, width = size
     token_ids = torch.arange(batch * width, device=device)
     places = places_of([context] * batch, width, context + WIDEST, device)
 
+    states = [one for one in memory if isinstance(one, DeltaStates)]
+    before = [one.extent.clone() for one in states]
+
     def run() -> None:
+        for one, extent in zip(states, before, strict=True):
+            one.extent.copy_(extent)  # or no token would stay in the second forward
         decoder.logits(decoder.forward(token_ids, places, memory).states)
 
     return graph_seconds(run, device)

@@ -155,7 +155,7 @@ class Engine:
         self._target = SlotTarget(model, self._layers)
         self._scheduler = Scheduler(model.num_slots)
         # A head reads the hidden states of every token, but for what it keeps beside the target.
-        blocks = model.blocks
+        blocks = model.blocks if model.shares_prefixes else None
         may_take = blocks is not None and (not self._layers or blocks.lag > 0)
         self._takes_prefixes = config.prefix_cache and may_take
         # Drafts then follow what others drew, an equal request with the same noise among them.

@@ -99,16 +99,27 @@ class _Memory(NamedTuple):
     def length(self, num_slots: int) -> int:
         return (self.budget // num_slots - self.state) // max(self.token, 1)
 
-    @property
-    def blocks(self) -> int:
-        return self.budget // max(self.token * BLOCK, 1)
+    def sharing(self, most: int, length: int) -> SlotPlan:
+        """Of up to ``most`` texts that share blocks, of which one holds ``length`` tokens."""
+        slots = most
+        if self.state:
+            slots = max(min(most, (self.budget - length * self.token) // self.state), 1)
+        rest = self.budget - slots * self.state
+        return SlotPlan(slots, length, max(rest // max(self.token * BLOCK, 1), -(-length // BLOCK)))
 
 
-def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False) -> SlotPlan:
+def plan_slots(
+    model: Any,
+    config: EngineConfig,
+    *,
+    shares_blocks: bool = False,
+    state_bytes: int | None = None,
+) -> SlotPlan:
     """Room for ``config.max_batch_size`` texts, as far as the memory budget goes.
 
     shares_blocks: texts take blocks as they grow, and wait for each other where there are too few.
-    Then each may be as long as the model's own context, or all blocks.
+    Then each may be as long as the model's own context, or all blocks. state_bytes: that a slot
+    takes besides; None: what it takes by the stock modules.
 
     Else every text has a slot. With ``max_model_len`` given, there are fewer slots where the budget
     holds fewer. With None, a text may be as long as the model's own context. Where the budget has
@@ -121,7 +132,8 @@ def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False)
     budget = config.kv_memory_bytes
     if budget is None:
         budget = agree_on_least(_default_budget(torch.device(model.device)), model.device)
-    memory = _Memory(budget, probe.kv_bytes_per_token, probe.state_bytes_per_slot)
+    state = probe.state_bytes_per_slot if state_bytes is None else state_bytes
+    memory = _Memory(budget, probe.kv_bytes_per_token, state)
     text_config = model.config.get_text_config(decoder=True)
     own: int | None = getattr(text_config, "max_position_embeddings", None)
     most = largest_context(text_config)
@@ -142,18 +154,21 @@ def plan_slots(model: Any, config: EngineConfig, *, shares_blocks: bool = False)
         reason = _FOR_ROPE if length == most else reason
         logger.warning("texts may have %d tokens, the model's own %d: %s.", length, own, reason)
     if shares_blocks:
-        return SlotPlan(config.max_batch_size, length, max(memory.blocks, -(-length // BLOCK)))
+        return memory.sharing(config.max_batch_size, length)
     return SlotPlan(min(config.max_batch_size, fitting), length)
 
 
 def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> CausalLM:
     """The model over blocks where it has a packed form, else over slots."""
-    form = None
+    form, longest = None, 1 + config.num_draft_tokens + config.max_forced_tokens
     if is_packed_on(model.device, config.kernels):
         plan = plan_slots(model, config, shares_blocks=True)
         form = PackedForm.of(model, config.kernels, plan.max_model_len)
     if form is None:
         plan = plan_slots(model, config)
+    elif state_bytes := form.state_bytes(longest):
+        fixed = replace(config, max_model_len=plan.max_model_len)
+        plan = plan_slots(model, fixed, shares_blocks=True, state_bytes=state_bytes)
     return CausalLM(
         model,
         num_slots=plan.num_slots,
@@ -162,6 +177,7 @@ def _load_target(model: Any, config: EngineConfig, window: CaptureWindow) -> Cau
         form=form,
         num_blocks=plan.num_blocks,
         width=config.num_draft_tokens + 1,
+        longest_draft=longest,
         window=window,
     )
 
@@ -349,8 +365,8 @@ def _build_proposer(name: str, context: ProposerContext, target: CausalLM) -> Pr
     if not nodes:
         return proposer
     require_tree_verifier(context.config.verifier)
-    if not target.is_packed:
-        fix = "this model keeps whole slots, which hold no trees: pass 0, or kernels='packed'"
+    if not target.holds_trees:
+        fix = "this model keeps whole slots or states, which hold no trees: pass 0"
         raise ConfigError("tree_nodes", nodes, fix)
     return DraftTrees(name, proposer, context)
 
@@ -360,7 +376,8 @@ def _describe(target: CausalLM, config: EngineConfig) -> str:
     if target.blocks is None:
         reason = "kernels='stock'" if config.kernels == "stock" else "no other form fits it"
         return f"{target.num_slots} slots of {target.max_length} tokens, stock modules ({reason})"
-    cache = "on" if config.prefix_cache else "off"
+    cache = "on" if config.prefix_cache and target.shares_prefixes else "off"
+    cache += " (a linear state has no beginning)" if target.has_linear_state else ""
     graphs = "CUDA graphs" if target.device.type == "cuda" else "without graphs"
     memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
     return f"packed forwards ({graphs}), {memory}, prefix cache {cache}"

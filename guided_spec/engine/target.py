@@ -247,8 +247,10 @@ def score_rows(model: CausalLM, requests: Sequence[Request]) -> None:
     counts = [len(token_ids) for token_ids in fed]
     starts = [request.text.prompt_length - 1 for request in requests]
     slots = [request.text.slot for request in requests]
+    before = model.save_states(slots)
     output = model.forward(SlotInputs(pad_ids(fed, max(counts)), slots, starts, counts))
-    model.commit([0] * len(requests))
+    model.commit(counts)
+    model.load_states(slots, before)
     assert output.logits is not None
     asked = [(at, one.tree.nodes[node]) for at, one in enumerate(tasks) for node in one.row.nodes]
     widest = max(len(node.branches) for _, node in asked)

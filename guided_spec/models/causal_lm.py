@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from guided_spec.config import Kernels
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, Blocks, Prefix, WholeSlots
-from guided_spec.models.packed.decoder import PackedDecoder, refusing_waits
+from guided_spec.models.packed.decoder import LayerStates, PackedDecoder, refusing_waits
 from guided_spec.models.packed.graph_pool import CaptureWindow, GraphPool
 from guided_spec.models.packed.packed_lm import LineOutput, PackedLM, Rows
 from guided_spec.models.stock.decoder import StockDecoder
@@ -21,6 +21,8 @@ from guided_spec.models.stock.kv_cache import SavedState
 from guided_spec.models.stock.slot_trial import SlotTrial, errors_naming
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.target import check_layers
+from guided_spec.ops.delta_rule import DeltaStates
+from guided_spec.ops.host import to_device
 from guided_spec.ops.kernels import has_triton
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
@@ -38,9 +40,12 @@ __all__ = [
 
 PROBE = (1, 2, 3, 5)  # token ids
 TRIAL_SLOTS = 2
+LONGEST_DRAFT = 16  # tokens of a row that may be taken back, unless more are asked for
 TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more behind windows
 
 PACKED_DEVICES = ("cpu", "cuda")  # where "auto" is packed
+
+SavedStates = Sequence[tuple[Tensor, ...]]  # what each layer with a linear state keeps of slots
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +64,36 @@ class LayerShape(NamedTuple):
     size: int
     like: Tensor
 
+    @classmethod
+    def of(cls, memory: KeyValues) -> LayerShape:
+        """Of a layer that keeps these."""
+        _, heads, _, size = memory.keys.shape
+        return cls(heads, size, memory.keys.new_empty(0))
+
 
 class PackedForm(NamedTuple):
-    """A model's decoder in packed form, which was tried and is right, and what its layers keep."""
+    """A model's decoder in packed form, which was tried and is right, and what its layers keep.
+
+    layers: [L], None of those that keep a state a slot.
+    """
 
     decoder: PackedDecoder | StockDecoder
-    layers: tuple[LayerShape, ...]
+    layers: tuple[LayerShape | None, ...]
+
+    def allocate(self, blocks: Blocks, num_slots: int, longest_draft: int) -> list[LayerStates]:
+        """[L]: memory in the blocks, and states of the slots; see ``DeltaStates``."""
+        states = self.states(num_slots, longest_draft)
+        allocated = [None if one is None else blocks.allocate(*one) for one in self.layers]
+        return _joined(allocated, states)
+
+    def state_bytes(self, longest_draft: int) -> int:
+        """Bytes of linear state of one slot; 0 where no layer keeps any."""
+        kept = [one for one in self.states(1, longest_draft) if one is not None]
+        return sum(part.nbytes for one in kept for part in one)
+
+    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates | None]:
+        """[L]: empty ones of the layers that keep a state a slot."""
+        return _states(self.decoder, len(self.layers), num_slots, longest_draft)
 
     @classmethod
     @torch.inference_mode()
@@ -81,18 +110,23 @@ class PackedForm(NamedTuple):
             slots = _stock_slots(model, TRIAL_SLOTS, longest)
         trial = SlotTrial(slots)
         trial.check_stock()
-        memory = slots.cache.layer_memory()
+        known = slots.cache.layer_memory()
         windows = [slots.cache.windows.get(kind) for kind in slots.cache.layer_types]
-        if memory is None:
+        if known is None:
             return None
         try:
             with errors_naming(model, "a forward in packed form failed"):
                 decoder: PackedDecoder | StockDecoder | None
                 decoder = PackedDecoder.of(model, max_length, windows)
-                decoder = decoder or StockDecoder.of(model, max_length)
-                if decoder is None or not _can_be_captured(decoder, memory):
+                if decoder is None and all(known):
+                    decoder = StockDecoder.of(model, max_length)
+                if decoder is None:
                     return None
+                states = _states(decoder, len(known), TRIAL_SLOTS, LONGEST_DRAFT)
+                memory = _joined(known, states)
                 tables = WholeSlots(TRIAL_SLOTS, slots.cache.max_length, model.device)
+                if not _can_be_captured(decoder, memory, tables):
+                    return None
                 tried = PackedLM(decoder, memory, tables)
                 trial.check_packed(
                     lambda i, kind: tried.forward(
@@ -104,8 +138,7 @@ class PackedForm(NamedTuple):
                 raise
             logger.warning("%s. It runs by its stock modules instead.", error)
             return None
-        shapes = [(one.keys.shape, one.keys.new_empty(0)) for one in memory]
-        return cls(decoder, tuple(LayerShape(shape[1], shape[3], like) for shape, like in shapes))
+        return cls(decoder, tuple(None if one is None else LayerShape.of(one) for one in known))
 
 
 class CausalLM:
@@ -119,6 +152,8 @@ class CausalLM:
     num_blocks: of ``BLOCK`` tokens each that a packed form keeps at most; None for all slots full.
     window: in which CUDA graphs are captured; None never closes.
     width: about how many tokens a row of most forwards has; only kernels are tuned by it.
+    longest_draft: tokens of a row that ``commit`` may keep in part, where a packed form has a
+        linear state.
     kernels: "auto" runs a llama-like model on one device in packed form, and as CUDA graphs where
         there are any (its projections become views of packed ones, its results change by rounding
         only); "packed" fills forwards up as graphs need it on any device, for tests; "stock" does
@@ -141,6 +176,7 @@ class CausalLM:
         form: PackedForm | Literal["find"] | None = "find",
         num_blocks: int | None = None,
         width: int = 1,
+        longest_draft: int = LONGEST_DRAFT,
         window: CaptureWindow | None = None,
     ) -> None:
         self.model = model
@@ -155,13 +191,15 @@ class CausalLM:
         self.blocks: Blocks | None = None
         self._packed: PackedLM | None = None
         self._slots: StockSlots | None = None
+        self._longest_draft = longest_draft
+        self._counts: Sequence[int] = ()  # tokens of the rows just fed
         found = PackedForm.of(model, kernels, max_length) if form == "find" else form
         if found is None:
             self._slots = _stock_slots(model, num_slots, max_length)
             SlotTrial(self._slots).check_stock()
             return
         self.blocks = Blocks(num_slots, max_length, self.device, num_blocks)
-        memory = [self.blocks.allocate(*layer) for layer in found.layers]
+        memory = found.allocate(self.blocks, num_slots, longest_draft)
         # Without graphs there is nothing to fill a forward up for, other than in tests.
         is_padded = self.device.type == "cuda" or kernels == "packed"
         graphs = GraphPool(self.device, window) if is_padded else None
@@ -175,7 +213,19 @@ class CausalLM:
     @property
     def has_linear_state(self) -> bool:
         """Whether ``commit`` does work, and going back needs ``save_states``."""
+        if self._packed is not None:
+            return bool(self._packed.states)
         return self._slots is not None and self._slots.cache.has_linear_state
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether texts that begin alike may have blocks in common: a state has no beginning."""
+        return self.blocks is not None and not self.has_linear_state
+
+    @property
+    def holds_trees(self) -> bool:
+        """Whether rows may be trees of tokens: a state is behind one text."""
+        return self.is_packed and not self.has_linear_state
 
     @torch.inference_mode()
     def forward(
@@ -197,6 +247,7 @@ class CausalLM:
         if self._packed is not None:
             check_layers(hidden_layers, len(self._packed.memory))
             rows = Rows(inputs.slots, inputs.starts, inputs.counts)
+            self._counts = inputs.counts
             return self._packed.forward(inputs.token_ids, rows, logits, hidden_layers)
         return self._stock.forward(inputs, logits, hidden_layers)
 
@@ -213,6 +264,7 @@ class CausalLM:
         See ``PackedLM.forward_line``; ``logits`` makes logits of what it returns.
         """
         assert self._packed is not None, "stock models take one row a slot"
+        self._counts = rows.counts
         return self._packed.forward_line(token_ids, rows, hidden_layers, beside)
 
     @torch.inference_mode()
@@ -243,10 +295,19 @@ class CausalLM:
     def commit(self, keep: Sequence[int]) -> None:
         """Keep the first ``keep[b]`` of the tokens just fed to each row, 0 to ``counts[b]``.
 
-        Keys and values need no work: the next ``starts`` say what counts.
+        A packed form does no work: the next ``starts`` say what counts. Raises ModelError where its
+        linear states cannot go back, because a row had more than ``longest_draft`` tokens.
         """
         if self._slots is not None:
             self._slots.cache.commit(keep)
+            return
+        pairs = zip(keep, self._counts, strict=False)  # prompts beside the rows stay
+        cut = max((count for kept, count in pairs if kept < count), default=0)
+        if self.has_linear_state and cut > self._longest_draft:
+            raise ModelError(
+                f"keep={list(keep)}: a linear state goes back over rows of {self._longest_draft} "
+                f"tokens, and one had {cut}; make the CausalLM with a larger longest_draft"
+            )
 
     def start(self, slot: int, token_ids: Sequence[int], salt: Hashable = None) -> Prefix:
         """Begin a text in the slot with what is kept of texts that began so.
@@ -290,18 +351,29 @@ class CausalLM:
         assert self.blocks is not None
         assert self._packed is not None
         for slot in destinations:
-            self.blocks.share(source, slot, length, self._packed.memory)
+            self.blocks.share(source, slot, length, self._packed.key_values)
+        self.load_states(destinations, self.save_states([source] * len(destinations)))
 
     @torch.inference_mode()
-    def save_states(self, slots: Sequence[int]) -> list[SavedState]:
+    def save_states(self, slots: Sequence[int]) -> SavedStates:
         """A copy of the committed linear states of ``slots``; empty for attention-only models."""
-        return [] if self._slots is None else self._slots.cache.save_states(slots)
+        if self._slots is not None:
+            return self._slots.cache.save_states(slots)
+        assert self._packed is not None
+        rows = to_device(slots, self.device)
+        return [DeltaStates(*(part[rows] for part in one)) for one in self._packed.states]
 
     @torch.inference_mode()
-    def load_states(self, slots: Sequence[int], saved: list[SavedState]) -> None:
+    def load_states(self, slots: Sequence[int], saved: SavedStates) -> None:
         """Put back what ``save_states`` gave, into as many slots."""
         if self._slots is not None:
-            self._slots.cache.load_states(slots, saved)
+            self._slots.cache.load_states(slots, [SavedState(*one) for one in saved])
+            return
+        assert self._packed is not None
+        rows = to_device(slots, self.device)
+        for states, copies in zip(self._packed.states, saved, strict=True):
+            for part, copy in zip(states, copies, strict=True):
+                part[rows] = copy
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -309,13 +381,16 @@ class CausalLM:
         if self._slots is not None:
             return self._slots.cache.bytes_per_token()
         assert self._packed is not None
-        layers = [buffer for layer in self._packed.memory for buffer in layer]
+        layers = [buffer for layer in self._packed.key_values for buffer in layer]
         return sum(buffer.nbytes // (len(buffer) * buffer.shape[2]) for buffer in layers)
 
     @property
     def state_bytes_per_slot(self) -> int:
         """Bytes of linear state of one slot, which does not grow with the text."""
-        return 0 if self._slots is None else self._slots.cache.state_bytes()
+        if self._slots is not None:
+            return self._slots.cache.state_bytes()
+        assert self._packed is not None
+        return sum(part.nbytes for one in self._packed.states for part in one) // self.num_slots
 
     @property
     def _stock(self) -> StockSlots:
@@ -323,18 +398,35 @@ class CausalLM:
         return self._slots
 
 
-def _can_be_captured(decoder: PackedDecoder | StockDecoder, memory: Sequence[KeyValues]) -> bool:
+def _states(
+    decoder: PackedDecoder | StockDecoder, num_layers: int, num_slots: int, longest_draft: int
+) -> list[DeltaStates | None]:
+    if isinstance(decoder, PackedDecoder):
+        return decoder.states(num_slots, longest_draft)
+    return [None] * num_layers
+
+
+def _joined(
+    memory: Sequence[KeyValues | None], states: Sequence[DeltaStates | None]
+) -> list[LayerStates]:
+    """Of each layer the one that there is."""
+    pairs = zip(memory, states, strict=True)
+    found = [kept if state is None else state for kept, state in pairs]
+    return [one for one in found if one is not None]
+
+
+def _can_be_captured(
+    decoder: PackedDecoder | StockDecoder, memory: Sequence[LayerStates], slots: WholeSlots
+) -> bool:
     """Whether slots do for its attention, and nothing in it waits for the device.
 
-    memory: each slot one block. Writes to the first positions of slot 0.
+    memory: of the slots. Writes to the first positions of slot 0.
     """
-    device = memory[0].keys.device
+    device = slots.tables.device
     ids = torch.tensor(PROBE, device=device)
     steps = torch.arange(len(PROBE), device=device)
     rows = torch.tensor([[0], [0], [len(PROBE)]], device=device)
-    tables = torch.zeros(1, 1, dtype=torch.int32, device=device)
-    last = memory[0].keys.shape[2] - 1
-    places = SlotPlaces(torch.stack([0 * steps, steps]), rows, tables, last)
+    places = SlotPlaces(torch.stack([0 * steps, steps]), rows, slots.tables[:1], slots.max_length)
     try:
         decoder.forward(ids, places, memory)
         if device.type == "cuda":  # the first one may have waited to set up libraries

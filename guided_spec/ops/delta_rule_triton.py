@@ -112,7 +112,7 @@ def _convolve(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tl.store(mixed + token * channels + channel, _silu(total.to(out)).to(out), mask=inside)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _silu(x):  # type: ignore[no-untyped-def]
     wide = x.to(tl.float32)
     return tl.div_rn(wide, 1.0 + tl.exp(-wide))
@@ -134,7 +134,7 @@ def _recalled(  # type: ignore[no-untyped-def] # noqa: PLR0913
     return _silu(total.to(out)).to(out).to(tl.float32)
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _fold(state, key, value, step, decay, rate, bias, step_scale, eps):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """The state behind one token; step and decay as they were projected."""
     key *= tl.div_rn(1.0, tl.sqrt_rn(tl.sum(key * key, 0) + eps))
@@ -147,7 +147,7 @@ def _fold(state, key, value, step, decay, rate, bias, step_scale, eps):  # type:
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
-def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     packed,
     packed_row,
     columns,

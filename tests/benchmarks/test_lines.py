@@ -8,6 +8,7 @@ import torch
 from benchmarks import attention, forwards
 from benchmarks.lines import num_blocks, places_of
 from guided_spec.models.packed.blocks import BLOCK
+from guided_spec.ops.slot_attention import KeyValues
 
 CPU = torch.device("cpu")
 
@@ -26,6 +27,7 @@ def test_rows_have_blocks_of_their_own() -> None:
 SMALL = {
     **{"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "head_dim": 16},
     **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    **{"num_experts": 16, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32},
 }
 
 
@@ -35,13 +37,17 @@ def test_a_forward_is_timed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU launch by launch; the command asks for CUDA graphs."""
     kind, sizes = forwards.MODELS[name]
     monkeypatch.setitem(forwards.MODELS, name, (kind, {**sizes, **SMALL}))
-    subject = forwards._subject(name, 2, 40 + forwards.WIDEST, CPU, "packed")
+    subject = forwards._subject(name, 4, 40 + forwards.WIDEST, CPU, "packed")
     memory = forwards._memory(subject.form, 3, 40)
-    before = [layer.keys.clone() for layer in memory]
+    before = [layer[0].clone() for layer in memory]
     assert forwards._forward(subject.form, memory, (3, 5), 40) > 0
     for layer, old in zip(memory, before, strict=True):
-        written = (layer.keys != old).any(-1).any(1)
-        assert written.sum() == 3 * 5  # and nowhere twice
+        changed = layer[0] != old
+        if isinstance(layer, KeyValues):
+            assert changed.any(-1).any(1).sum() == 3 * 5  # and nowhere twice
+        else:
+            assert changed.flatten(1).any(1).all()
+            assert layer.extent.tolist() == [[40, 5]] * 3
 
 
 @torch.inference_mode()

@@ -168,7 +168,7 @@ def test_what_cannot_be_is_refused(heads: Heads) -> None:
         ConfigError, match="'ngram' drafts chains: pass 0, or take one with a model"
     ):
         make_llm(headed.target, "ngram", None, tree_nodes=NODES)
-    with pytest.raises(ConfigError, match="keeps whole slots, which hold no trees"):
+    with pytest.raises(ConfigError, match="whole slots or states, which hold no trees"):
         make_llm(headed.target, "dflash", headed.draft, tree_nodes=NODES, kernels="stock")
     with pytest.raises(ConfigError, match="tree_nodes=64"):
         make_llm(build("llama", vocab_size=VOCAB_SIZE), "none", None, tree_nodes=64)

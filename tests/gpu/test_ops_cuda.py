@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.ops.bitmask import apply_token_bitmask, pack_bitmask, unpack_bitmask
+from guided_spec.ops.delta_rule import DeltaShape, DeltaStates, gated_delta
 from guided_spec.ops.linear.experts import Gating, Projection, close_experts, open_experts, route
 from guided_spec.ops.linear.fp8_linear import fp8_linear, scales_shape
 from guided_spec.ops.sampling.noise import Stream, exponential_noise, philox, uniform_noise
 from guided_spec.ops.sampling.rejection import rejection_sample
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import Draft, Noise, SamplingParams
+from tests.ops import test_delta_rule as delta
 from tests.ops.linear.test_fp8_linear import weight_of
 
 pytestmark = pytest.mark.gpu
@@ -110,6 +113,32 @@ def test_steps_of_experts(count: int, inner: int, dtype: torch.dtype, gating: Ga
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2
     for expected, on_device in zip(*found, strict=True):
         torch.testing.assert_close(on_device.cpu(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [*delta.SHAPES, DeltaShape(4, 8, 128, 128, 4)])
+def test_the_delta_rule(shape: DeltaShape, dtype: torch.dtype) -> None:
+    """Forwards behind one another, so that states go on from what the kernels left."""
+    layer, states = delta.layer_of(shape, dtype), delta.empty_states(shape, dtype)
+    on_device = delta.layer_of(shape, dtype, CUDA)
+    found_states = DeltaStates(*(part.cuda() for part in states))
+    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    for at, spans in enumerate(delta.STEPS):
+        packed, places = delta.packed_of(layer, spans, at, dtype), delta.places_at(spans)
+        moved = replace(
+            places,
+            tokens=places.tokens.cuda(),
+            rows=places.rows.cuda(),
+            tables=places.tables.cuda(),
+        )
+        expected = gated_delta(packed, layer, states, places)
+        found = gated_delta(packed.cuda(), on_device, found_states, moved)
+        torch.testing.assert_close(found.cpu(), expected, atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(
+            found_states.state.cpu(), states.state, atol=tolerance, rtol=tolerance
+        )
+        assert torch.equal(found_states.extent.cpu(), states.extent)
+        assert torch.equal(found_states.recent.cpu(), states.recent)
 
 
 @pytest.mark.parametrize("block", [(128, 128), (1, 2048)])

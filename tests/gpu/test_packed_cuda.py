@@ -34,7 +34,11 @@ CUDA = torch.device("cuda")
 
 # Heads of 16 dimensions at least: what the attention kernel takes.
 @pytest.mark.parametrize(
-    "name", ["llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"]
+    "name",
+    [
+        *("llama", "qwen3", "mistral", "gemma3", "qwen3_moe", "mixtral", "gpt_oss", "glm4_moe"),
+        *("qwen3_next", "qwen3_5", "qwen3_5_moe"),
+    ],
 )
 def test_batches_that_change_give_what_generate_gives(name: str) -> None:
     model = build(name, vocab_size=VOCAB, hidden_size=64, head_dim=16)
@@ -70,7 +74,7 @@ def test_a_checkpoint_in_fp8_gives_what_its_numbers_give(
     assert [row.tokens[: len(row.expected)] for row in rows] == expected
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "fp8"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "qwen3_next", "fp8"])
 def test_graphs_of_experts_and_of_fp8_are_captured_at_the_start(name: str, tmp_path: Path) -> None:
     """Kernels are compiled ahead meanwhile, and leave anything behind."""
     tokenizer = load_tokenizer(bundled_asset("target"))

@@ -1,4 +1,4 @@
-"""The gated delta rule over slots: its equations token by token, and the kernels what torch does."""
+"""The gated delta rule over slots: its equations token by token; the kernels do what torch does."""
 
 from __future__ import annotations
 
@@ -61,7 +61,12 @@ print("equal")
 """
 
 
-def layer_of(shape: DeltaShape, dtype: torch.dtype = torch.float32) -> DeltaLayer:
+CPU = torch.device("cpu")
+
+
+def layer_of(
+    shape: DeltaShape, dtype: torch.dtype = torch.float32, device: torch.device = CPU
+) -> DeltaLayer:
     """Random numbers, in columns of any order."""
     source = torch.Generator().manual_seed(shape.values)
     kept, gate = shape.channels + 2 * shape.values, shape.values * shape.value_size
@@ -71,12 +76,12 @@ def layer_of(shape: DeltaShape, dtype: torch.dtype = torch.float32) -> DeltaLaye
     norm = torch.rand(shape.value_size, generator=source)
     return DeltaLayer(
         shape,
-        DeltaColumns(order[:kept], order[kept:-1]),
-        taps.to(dtype),
-        rates.to(dtype),
-        biases.to(dtype),
+        DeltaColumns(order[:kept].to(device), order[kept:-1].to(device)),
+        taps.to(device, dtype),
+        rates.to(device, dtype),
+        biases.to(device, dtype),
         1.5,
-        norm.to(dtype),
+        norm.to(device, dtype),
         1e-6,
     )
 
@@ -116,9 +121,8 @@ class Text(NamedTuple):
         kept = packed[:, layer.columns.kept.long()]
         raw, step, decay = kept.split([shape.channels, shape.values, shape.values], 1)
         before = torch.cat([raw.new_zeros(shape.taps - 1, shape.channels), raw])
-        mixed = silu(
-            sum(before[tap : tap + len(raw)] * layer.taps[:, tap] for tap in range(shape.taps))
-        )
+        parts = [before[tap : tap + len(raw)] * layer.taps[:, tap] for tap in range(shape.taps)]
+        mixed = silu(torch.stack(parts).sum(0))
         width, each = shape.keys * shape.key_size, shape.values // shape.keys
         query, key, value = mixed.split([width, width, shape.values * shape.value_size], 1)
         query, key = (

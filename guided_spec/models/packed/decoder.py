@@ -8,9 +8,9 @@ stay where they are, so that a CUDA graph can hold it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from warnings import catch_warnings
 
 import torch
@@ -26,15 +26,27 @@ from transformers.models.mistral.modeling_mistral import MistralForCausalLM
 from transformers.models.mixtral.modeling_mixtral import MixtralForCausalLM
 from transformers.models.qwen2.modeling_qwen2 import Qwen2ForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+)
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
+from guided_spec.models.packed.delta import PackedDelta
 from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
+from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 __all__ = [
+    "LayerStates",
     "PackedDecoder",
     "PackedOutput",
     "has_hooks",
@@ -46,10 +58,15 @@ __all__ = [
 FAMILY = (
     *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
     *(MixtralForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM),
-    *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration),
+    *(Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Qwen3NextForCausalLM),
+    *(Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration),
+    *(Qwen3_5MoeForCausalLM, Qwen3_5MoeForConditionalGeneration),
 )
 STATIC_ROPE = ("default", "linear", "llama3", "yarn")  # the same for texts of any length
 CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
+
+
+LayerStates = KeyValues | DeltaStates  # what a layer keeps of the texts
 
 
 class PackedOutput(NamedTuple):
@@ -61,6 +78,19 @@ class PackedOutput(NamedTuple):
 
     states: Tensor
     hidden_states: Tensor | None
+
+
+class Layer(Protocol):
+    """What a layer computes between its norms: see ``PackedLayer`` and ``PackedDelta``.
+
+    memory: blocks of keys and values, or states, as the layer keeps one or the other.
+    """
+
+    feed: Callable[[Tensor], Tensor]
+
+    def attend(
+        self, states: Tensor, rotation: Rotation, memory: Any, places: SlotPlaces
+    ) -> Tensor: ...
 
 
 class LayerNorms(NamedTuple):
@@ -92,17 +122,17 @@ class PackedDecoder:
         stock: Any = model
         decoder: Any = find_decoder(model)
         self._config = model.config
+        self.device: torch.device = model.device
         self._head: nn.Linear = stock.get_output_embeddings()
         self._embed: nn.Embedding = decoder.embed_tokens
         layers = decoder.layers
-        self._layers = [
-            PackedLayer(layer.self_attn, layer.mlp, window)
-            for layer, window in zip(layers, windows, strict=True)
+        self._layers: list[Layer] = [
+            _packed(layer, window) for layer, window in zip(layers, windows, strict=True)
         ]
         # Norm i stands before layer i, the last one behind all layers.
         self._norms = [*(Norm.of(layer.input_layernorm) for layer in layers), Norm.of(decoder.norm)]
         self._inner_norms = [LayerNorms.of(layer) for layer in layers]
-        self._rotations = _rotations(model, decoder, max_length, self._layers[0].shape.size)
+        self._rotations = _rotations(model, decoder, max_length)
 
     @classmethod
     def of(
@@ -115,12 +145,12 @@ class PackedDecoder:
         self,
         token_ids: Tensor,
         places: SlotPlaces,
-        memory: Sequence[KeyValues],
+        memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
-        """Feed N tokens and keep their keys and values; nothing waits for the host.
+        """Feed N tokens and keep what layers keep of them; nothing waits for the host.
 
-        token_ids: int64 [N] on the device. memory: [L] the layers' blocks.
+        token_ids: int64 [N] on the device. memory: [L] the layers' blocks, or their states.
         hidden_layers: as of ``CausalLM.forward``.
         """
         with using_few_experts(self._config):
@@ -130,7 +160,7 @@ class PackedDecoder:
         self,
         token_ids: Tensor,
         places: SlotPlaces,
-        memory: Sequence[KeyValues],
+        memory: Sequence[LayerStates],
         hidden_layers: Sequence[int],
     ) -> PackedOutput:
         residual: Tensor = self._embed(token_ids)
@@ -149,6 +179,19 @@ class PackedDecoder:
         inputs.append(residual)
         captured = [normed if index < 0 else inputs[index] for index in hidden_layers]
         return PackedOutput(normed, torch.cat(captured, -1) if captured else None)
+
+    def states(self, num_slots: int, longest_draft: int) -> list[DeltaStates | None]:
+        """[L]: empty states of the layers that keep one a slot; None of those that attend.
+
+        longest_draft: see ``DeltaStates``.
+        """
+        like = self._embed.weight.detach().new_empty(0)
+        return [
+            DeltaStates.empty(layer.shape, num_slots, longest_draft, like)
+            if isinstance(layer, PackedDelta)
+            else None
+            for layer in self._layers
+        ]
 
     def logits(self, states: Tensor) -> Tensor:
         """``PackedOutput.states`` [..., H] to logits [..., V]."""
@@ -195,15 +238,30 @@ def _ropes(config: Any) -> list[dict[str, Any]]:
     return [one for one in rope.values() if isinstance(one, dict)] or [rope]
 
 
-def _rotations(model: PreTrainedModel, decoder: Any, length: int, size: int) -> list[Rotation]:
-    """Of each layer; size: of a head."""
+def _packed(layer: Any, window: int | None) -> Layer:
+    if hasattr(layer, "linear_attn"):
+        return PackedDelta(layer.linear_attn, layer.mlp)
+    return PackedLayer(layer.self_attn, layer.mlp, window)
+
+
+def _fits(layer: Any) -> bool:
+    if hasattr(layer, "linear_attn"):
+        return PackedDelta.fits(layer.linear_attn)
+    return PackedLayer.fits(layer.self_attn)
+
+
+def _rotations(model: PreTrainedModel, decoder: Any, length: int) -> list[Rotation]:
+    """Of each layer."""
+    size = next(layer.self_attn.head_dim for layer in decoder.layers if hasattr(layer, "self_attn"))
     config: Any = model.config.get_text_config(decoder=True)
     like, kinds = decoder.embed_tokens.weight[:1].unsqueeze(0), [None] * len(decoder.layers)
     if any(isinstance(one, dict) for one in config.rope_parameters.values()):
         kinds = config.layer_types
     tables = {kind: rotation_table(decoder.rotary_emb, like, length, kind) for kind in set(kinds)}
     for kind, table in tables.items():
-        if table.cos.shape[1] * 2 == size:  # some modules give one half, which is like the other
+        if table.cos.shape[1] * 2 == size and has_whole_rope(
+            config
+        ):  # some modules give one half, which is like the other
             tables[kind] = Rotation(*(torch.cat([part, part], 1) for part in table))
     return [tables[kind] for kind in kinds]
 
@@ -213,12 +271,11 @@ def _is_served(model: PreTrainedModel) -> bool:
     config: Any = model.config.get_text_config(decoder=True)
     if type(model) not in FAMILY or len({p.device for p in model.parameters()}) != 1:
         return False
-    if not (has_static_rope(config) and has_whole_rope(config)) or has_hooks(model):
+    if not has_static_rope(config) or has_hooks(model):
         return False
     is_capped = any(getattr(config, name, None) is not None for name in CAPS)
     if is_capped or getattr(config, "use_bidirectional_attention", False):
         return False
     decoder: Any = find_decoder(model)
-    attentions = [layer.self_attn for layer in decoder.layers]
     head = stock.get_output_embeddings()
-    return type(head) is nn.Linear and all(map(PackedLayer.fits, attentions))
+    return type(head) is nn.Linear and all(map(_fits, decoder.layers))

@@ -6,6 +6,7 @@ many, each pair is a product of its own; behind that the stock module takes torc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextSparseMoeBlock
 
 from guided_spec.models.fp8 import Fp8Experts
 from guided_spec.models.stock.experts import REPLACED
@@ -29,23 +32,30 @@ from guided_spec.ops.linear.experts import (
 
 __all__ = ["PackedExperts"]
 
+MAY_NORMALIZE = (Qwen3MoeSparseMoeBlock, Qwen3NextSparseMoeBlock)  # the others do
+SHARING = (Qwen3NextSparseMoeBlock, Qwen3_5MoeSparseMoeBlock)  # with an expert that all tokens take
+KNOWN = (GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock, *SHARING)
+
 
 class PackedExperts:
     """See the module's docstring; block: for which ``fits``.
+
+    shared: what computes its expert that all tokens take, None where it has none.
 
     Matrices that are stored inputs first are turned: what an output takes is then in one piece, as
     the kernels read it. The stock parameters become views of the turned ones.
     """
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, shared: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._shared = shared
         is_gpt_oss = type(block) is GptOssMLP
         self._block, self._experts = block, block.experts
         router: Any = block.router if is_gpt_oss else block.gate
         self._router, self._count = router, int(router.top_k)
         self._router_bias: Tensor | None = router.bias if is_gpt_oss else None
         # gpt-oss takes the softmax of what it chose, which is the same.
-        is_qwen3 = type(block) is Qwen3MoeSparseMoeBlock
-        self._is_normalized: bool = router.norm_topk_prob if is_qwen3 else True
+        may_normalize = type(block) in MAY_NORMALIZE
+        self._is_normalized: bool = router.norm_topk_prob if may_normalize else True
         self._opening = self._projection("gate_up_proj")
         self._closing = self._projection("down_proj")
         self._is_served = are_served(self._opening, self._closing)
@@ -59,7 +69,7 @@ class PackedExperts:
     @staticmethod
     def fits(block: Any) -> bool:
         """Whether it is a router and experts of a known kind, with plain weights."""
-        if type(block) not in (GptOssMLP, MixtralSparseMoeBlock, Qwen3MoeSparseMoeBlock):
+        if type(block) not in KNOWN:
             return False
         experts: Any = block.experts
         is_known = type(block) is GptOssMLP or type(experts.act_fn) is type(ACT2FN["silu"])
@@ -78,7 +88,11 @@ class PackedExperts:
         logits = functional.linear(states, self._router.weight, self._router_bias)
         routes = route(logits, self._count, is_normalized=self._is_normalized)
         opened = open_experts(states, routes.experts, self._opening, self._gating)
-        return close_experts(opened, routes, self._closing)
+        found = close_experts(opened, routes, self._closing)
+        if self._shared is None:
+            return found
+        share = self._block.shared_expert_gate(states).sigmoid()
+        return torch.addcmul(found, share, self._shared(states))
 
     def _are_few(self, states: Tensor) -> bool:
         # Of other dtypes the grouped product is a loop on the host, which waits for the device.

@@ -16,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.packed.experts import PackedExperts
@@ -30,10 +33,21 @@ from guided_spec.ops.slot_attention import (
     slot_attention,
 )
 
-__all__ = ["Norm", "PackedLayer", "PackedWeights", "pack", "rotation_table"]
+__all__ = [
+    "Norm",
+    "PackedLayer",
+    "PackedWeights",
+    "can_be_joined",
+    "feed_of",
+    "is_plain",
+    "pack",
+    "rotation_table",
+]
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+# Whose weights lie around 0.
+SHIFTED_NORMS = (Gemma3RMSNorm, Qwen3NextRMSNorm, Qwen3_5RMSNorm, Qwen3_5MoeRMSNorm)
 
 
 class Norm(NamedTuple):
@@ -45,8 +59,8 @@ class Norm(NamedTuple):
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """Of a stock RMS norm; the weights of Gemma's lie around 0."""
-        if isinstance(module, Gemma3RMSNorm):
+        """Of a stock RMS norm."""
+        if isinstance(module, SHIFTED_NORMS):
             return cls(module.weight, module.eps, 1.0)
         return cls(module.weight, module.variance_epsilon)
 
@@ -55,16 +69,18 @@ class PackedLayer:
     """The attention and the MLP of a stock layer.
 
     attention: as of the llama family of transformers: projections q, k, v, o, rotary embedding over
-        whole heads; norms of heads, and sinks, where it has them. mlp: with gate, up and down, or
-        experts that ``PackedExperts`` knows; any other runs as it is.
+        heads or how they begin; norms and gates of heads, and sinks, where it has them. mlp: with
+        gate, up and down, or experts that ``PackedExperts`` knows; any other runs as it is.
     window: of sliding attention, None for all keys.
     """
 
     def __init__(self, attention: Any, mlp: Any, window: int | None = None) -> None:
         size: int = attention.head_dim
-        self.shape = HeadShape(
-            attention.q_proj.out_features // size, attention.k_proj.out_features // size, size
+        queries, keys = (
+            linear.out_features // size for linear in (attention.q_proj, attention.k_proj)
         )
+        has_gates = queries * size == 2 * attention.o_proj.in_features
+        self.shape = HeadShape(queries // 2 if has_gates else queries, keys, size, has_gates)
         self._qkv = pack([attention.q_proj, attention.k_proj, attention.v_proj])
         self._output = attention.o_proj
         self._scale: float = attention.scaling
@@ -74,14 +90,14 @@ class PackedLayer:
         if hasattr(attention, "q_norm"):
             query, key = Norm.of(attention.q_norm), Norm.of(attention.k_norm)
             self._norms = HeadNorms(_whole(query), _whole(key), query.eps)
-        self.feed = _feed(mlp)
+        self.feed = feed_of(mlp)
 
     @staticmethod
     def fits(attention: Any) -> bool:
         """Whether the attention is of the kind described above, with plain weights."""
         linears = [getattr(attention, name, None) for name in PROJECTIONS]
         has_size = getattr(attention, "head_dim", 1) % 2 == 0 and hasattr(attention, "scaling")
-        return has_size and all(map(_is_plain, linears)) and _can_be_joined(linears[:3])
+        return has_size and all(map(is_plain, linears)) and can_be_joined(linears[:3])
 
     def attend(
         self,
@@ -109,6 +125,9 @@ class PackedLayer:
             )
         else:
             mixed = self._attend_alike(query, memory, seen)
+        if self.shape.has_gates:
+            heads = packed.unflatten(1, (-1, self.shape.size))
+            mixed = mixed * heads[:, 1 : 2 * self.shape.queries : 2].sigmoid()
         output: Tensor = self._output(mixed.flatten(1))
         return output
 
@@ -125,7 +144,7 @@ class PackedLayer:
     def _attend_alike(self, query: Tensor, memory: KeyValues, seen: SlotPlaces) -> Tensor:
         """Queries [N, Hq, D] that see the same as the others of their row: they are more heads of
         one token, so that each key is read once for all of them."""
-        rows, (_, count, size) = seen.tokens.shape[1], self.shape
+        rows, count, size = seen.tokens.shape[1], self.shape.keys, self.shape.size
         heads = query.view(rows, -1, count, self.shape.queries // count, size).transpose(1, 2)
         folded = heads.reshape(rows, -1, size)
         mixed = slot_attention(folded, None, memory, seen, scale=self._scale)
@@ -144,10 +163,14 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     return Rotation(cos[0].contiguous(), sin[0].contiguous())
 
 
-def _feed(mlp: Any) -> Callable[[Tensor], Tensor]:
+def feed_of(mlp: Any) -> Callable[[Tensor], Tensor]:
+    """What computes a stock MLP, or experts: normed states [N, H] to their output [N, H]."""
     if _has_plain_projections(mlp):
         return _packed_mlp(mlp)
-    return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
+    if not PackedExperts.fits(mlp):
+        return _stock_mlp(mlp)
+    has_shared = hasattr(mlp, "shared_expert")
+    return PackedExperts(mlp, feed_of(mlp.shared_expert) if has_shared else None).feed
 
 
 def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
@@ -197,17 +220,20 @@ class PackedWeights(NamedTuple):
 
 def _has_plain_projections(mlp: Any) -> bool:
     linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
-    return hasattr(mlp, "act_fn") and all(map(_is_plain, linears)) and _can_be_joined(linears[:2])
+    return hasattr(mlp, "act_fn") and all(map(is_plain, linears)) and can_be_joined(linears[:2])
 
 
-def _is_plain(linear: Any) -> bool:
-    """A quantized weight may stand in a plain linear layer, as a tensor of its own kind."""
+def is_plain(linear: Any) -> bool:
+    """Whether it is a linear layer of plain weights, or in fp8.
+
+    A quantized weight may stand in a plain linear layer, as a tensor of its own kind.
+    """
     if type(linear) is Fp8Linear:
         return True
     return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
 
 
-def _can_be_joined(linears: Sequence[Any]) -> bool:
+def can_be_joined(linears: Sequence[Any]) -> bool:
     """Whether plain layers are all in one form: a few of them may not be in fp8."""
     return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
 

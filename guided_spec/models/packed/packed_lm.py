@@ -19,10 +19,11 @@ from torch import Tensor
 
 from guided_spec.errors import ModelError
 from guided_spec.models.packed.blocks import BLOCK, Alike, Tables
-from guided_spec.models.packed.decoder import PackedDecoder
+from guided_spec.models.packed.decoder import LayerStates, PackedDecoder
 from guided_spec.models.packed.graph_pool import SIZES, GraphPool, Inputs, bucket, pad_to, upload
 from guided_spec.models.stock.decoder import StockDecoder
 from guided_spec.models.stock.slots import LogitsKind, SlotOutput
+from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.host import to_device
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
@@ -52,7 +53,7 @@ class Rows(NamedTuple):
     """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
 
     The rows' own tokens stand in one line, ``counts`` of each. Several rows may be pieces of one
-    slot's text: a layer stores all keys before any is read.
+    slot's text, as a layer stores all keys before any is read; not where layers keep states.
 
     tree: int64 [2, n], of the first n tokens of the line: how many tokens of its row each one
     follows, and which, see ``SlotPlaces.tree``; None where all are chains.
@@ -208,7 +209,8 @@ class PackedLM:
     """See the module's docstring.
 
     decoder: packed where the model is llama-like, else the stock one.
-    memory: the layers' blocks, which must stay where they are. tables: which slot has which.
+    memory: the layers' blocks, or states, which must stay where they are. tables: which slot has
+        which blocks.
     width: about how many tokens a row has, where graphs are captured.
     graphs: None runs without.
     """
@@ -216,7 +218,7 @@ class PackedLM:
     def __init__(
         self,
         decoder: PackedDecoder | StockDecoder,
-        memory: Sequence[KeyValues],
+        memory: Sequence[LayerStates],
         tables: Tables,
         *,
         width: int = 1,
@@ -224,6 +226,8 @@ class PackedLM:
     ) -> None:
         self._decoder = decoder
         self.memory = tuple(memory)
+        self.key_values = tuple(one for one in memory if isinstance(one, KeyValues))
+        self.states = tuple(one for one in memory if isinstance(one, DeltaStates))
         self._tables, self._graphs = tables, graphs
         self._sizes = (len(tables.tables), width)
         self._device = tables.tables.device
@@ -303,7 +307,7 @@ class PackedLM:
 
     @cached_property
     def _groups(self) -> tuple[LayerMemory, ...]:
-        return LayerMemory.group(self.memory)
+        return LayerMemory.group(self.key_values)
 
     def capture(self, layers: tuple[int, ...], *, has_trees: bool = False) -> Iterator[None]:
         """Capture the graphs of forwards of any size that has one, one at each ``next``.

@@ -28,7 +28,12 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from guided_spec.errors import ModelError
-from guided_spec.models.packed.decoder import PackedOutput, has_hooks, has_static_rope
+from guided_spec.models.packed.decoder import (
+    LayerStates,
+    PackedOutput,
+    has_hooks,
+    has_static_rope,
+)
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
@@ -179,6 +184,7 @@ class StockDecoder:
         stock: Any = model
         self._config = model.config
         self._decoder = find_decoder(model)
+        self.device: torch.device = model.device
         self._head: nn.Module = stock.get_output_embeddings()
 
     @classmethod
@@ -206,15 +212,16 @@ class StockDecoder:
         self,
         token_ids: Tensor,
         places: SlotPlaces,
-        memory: Sequence[KeyValues],
+        memory: Sequence[LayerStates],
         hidden_layers: Sequence[int] = (),
     ) -> PackedOutput:
         """See ``PackedDecoder.forward``."""
         positions = places.positions.clamp_max(places.max_length - 1)
+        kept = [one for one in memory if isinstance(one, KeyValues)]
         with (
             using_slot_attention(self._config),
             using_few_experts(self._config),
-            attending(memory, places),
+            attending(kept, places),
             capture_hidden(self._decoder, hidden_layers) as captured,
         ):
             output: Any = self._decoder(

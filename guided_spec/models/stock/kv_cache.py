@@ -417,17 +417,21 @@ class SlotCache(Cache):
         for layer, state in zip(self._linear, saved, strict=True):
             layer.load(slots, state)
 
-    def layer_memory(self) -> list[KeyValues] | None:
-        """Keys and values of each layer; None when some layer keeps anything else.
+    def layer_memory(self) -> list[KeyValues | None] | None:
+        """Keys and values of each layer, None of those with a linear state.
 
-        Once the first forward has allocated them they stay where they are.
+        None in all when some layer keeps anything else, or none has keys. Once the first forward
+        has allocated them they stay where they are.
         """
-        memory = []
+        memory: list[KeyValues | None] = []
         for layer in self.layers:
+            if isinstance(layer, SlotLinearLayer):
+                memory.append(None)
+                continue
             if type(layer) is not SlotLayer or layer.keys is None or layer.values is None:
                 return None
             memory.append(KeyValues(layer.keys, layer.values))
-        return memory
+        return memory if any(memory) else None
 
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token; 0 before the first forward."""

@@ -19,7 +19,7 @@ Why a model cannot run over slots, in words that its user can do something with.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -154,7 +154,7 @@ class SlotTrial:
                 ids = self._first.to(self._model.device)
                 self._own = self._call(input_ids=ids, use_cache=False).logits
             with errors_naming(self._model, "a forward over KV slots failed", self._cause):
-                self._check_pieces(self._forward_viewing, "over KV slots")
+                self._check_pieces(self._forward_viewing, "over KV slots", self._slots.cache.commit)
                 if self._length <= NUM_FIRST + NUM_LAST:
                     return
                 self._fill()
@@ -167,17 +167,29 @@ class SlotTrial:
         self._cause = ""  # the stock form has passed
         with errors_naming(self._model, "a forward in packed form failed"):
             self._check_pieces(forward, "in packed form")
-            if self._full is not None:
+            if self._full is None:
+                return
+            expected: Tensor | None = self._full
+            if self._slots.cache.has_linear_state:
+                # A state is where its text is: both read what is between, instead of repeating it.
+                middle = self._middle()
+                self._slots.forward(middle, "none")
+                self._slots.cache.commit(middle.counts)
+                expected = self._slots.forward(self._at_the_end()).logits
+                forward(middle, "none")
+            else:
                 self._fill()
-                found = forward(self._at_the_end(), "all").logits
-                self._require_close(found, self._full, "in packed form, at the end of a slot,")
+            found = forward(self._at_the_end(), "all").logits
+            self._require_close(found, expected, "in packed form, at the end of a slot,")
 
     def _forward_viewing(self, inputs: SlotInputs, logits: LogitsKind) -> SlotOutput:
         """The last piece over all columns of the slots, the others over as few as can be."""
         view = self._length if logits == "all" else min(self._first.shape[1] + 1, self._length)
         return self._slots.forward(inputs, logits, view=view)
 
-    def _check_pieces(self, forward: Forward, where: str) -> None:
+    def _check_pieces(
+        self, forward: Forward, where: str, commit: Callable[[Sequence[int]], None] | None = None
+    ) -> None:
         assert self._own is not None
         found, expected = [], []
         starts = [0] * len(self._rows)
@@ -193,7 +205,8 @@ class SlotTrial:
             for row, (start, end) in enumerate(zip(starts, ends, strict=True)):
                 fed[row, : end - start] = self._first[row, start:end]
             logits = forward(SlotInputs(fed, self._rows, starts, counts), kind).logits
-            self._slots.cache.commit(keep)
+            if commit is not None:
+                commit(keep)
             if logits is not None:
                 for row, end in enumerate(ends):
                     scored = logits[row, : keep[row]]
@@ -205,6 +218,11 @@ class SlotTrial:
 
     def _at_the_end(self) -> SlotInputs:
         return SlotInputs(self._last, self._rows[:1], [self._length - NUM_LAST], [NUM_LAST])
+
+    def _middle(self) -> SlotInputs:
+        count = self._length - NUM_FIRST - NUM_LAST
+        ids = self._first[:1].repeat(1, -(-count // NUM_FIRST))[:, :count]
+        return SlotInputs(ids, self._rows[:1], [NUM_FIRST], [count])
 
     def _fill(self) -> None:
         """Keys and values everywhere between the first and the last tokens; half and half."""
