@@ -117,14 +117,45 @@ def test_padding_and_absent_rows_change_nothing(name: str) -> None:
 def test_keeping_rejected_tokens_in_the_state_would_show(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """By the stock modules, which otherwise give what ``generate`` does."""
     model = build(name, vocab_size=VOCAB)
-    lm = CausalLM(model, num_slots=5, max_length=70)
-    rows = rows_in(model, [0, 1, 2], [5, 17, 11])
+    lm = CausalLM(model, num_slots=5, max_length=70, kernels="stock")
+    rows, others = rows_in(model, [0, 1, 2], [5, 17, 11]), rows_in(model, [4, 3, 0], [5, 17, 11])
     prefill(lm, rows)
+    run(lm, rows)
+    assert generated(rows) == expected(rows)
+    prefill(lm, others)
     commit = lm.commit
     monkeypatch.setattr(lm, "commit", lambda keep: commit([max(keep)] * len(keep)))
-    run(lm, rows)
-    assert generated(rows) != expected(rows)
+    run(lm, others)
+    assert generated(others) != expected(others)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_token_more_or_less_in_the_packed_state_would_show(name: str) -> None:
+    model = build(name, vocab_size=VOCAB)
+    lm = CausalLM(model, num_slots=3, max_length=70, kernels="packed")
+    assert lm._packed is not None
+    for shift in (0, 1, -1):
+        rows, source = rows_in(model, [0, 1, 2], [5, 17, 11]), random.Random(0)
+        prefill(lm, rows)
+        while open_rows := [row for row in rows if not row.is_done]:
+            with torch.inference_mode():
+                for states in lm._packed.states:
+                    states.extent[:, 0] += shift  # where the states are
+            speculate(lm, open_rows, source)
+        assert (generated(rows) == expected(rows)) == (shift == 0)
+
+
+def test_a_packed_state_goes_back_over_short_rows_alone() -> None:
+    model = build("qwen3_5", vocab_size=VOCAB)
+    lm = CausalLM(model, num_slots=2, max_length=40, kernels="packed", longest_draft=4)
+    for counts, keep in (([4, 9], [2, 9]), ([4, 4], [0, 1])):
+        lm.forward(SlotInputs(torch.full((2, 9), 3), [0, 1], [0, 0], counts))
+        lm.commit(keep)
+    lm.forward(SlotInputs(torch.full((2, 9), 3), [0, 1], [0, 0], [4, 9]))
+    with pytest.raises(ModelError, match=r"rows of 4 tokens, and one had 9.*longest_draft"):
+        lm.commit([4, 8])
 
 
 def of(tensor: Tensor | None) -> Tensor:

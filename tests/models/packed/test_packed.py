@@ -29,7 +29,8 @@ CPU = torch.device("cpu")
 DENSE = ["llama", "llama3_rope", "qwen3", "mistral", "qwen2", "gemma3"]
 FAMILY = [*DENSE, "qwen3_moe", "mixtral", "gpt_oss"]
 STOCK = ["bitnet", "glm4_moe"]  # stock modules, with the attention over slots
-OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3", "qwen3_5"]
+HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_moe"]
+OTHERS = ["llama_dynamic", "gemma2", "deepseek_v3"]
 
 
 def make(name: str) -> PreTrainedModel:
@@ -47,7 +48,7 @@ def make(name: str) -> PreTrainedModel:
     return build(name, vocab_size=VOCAB)
 
 
-@pytest.mark.parametrize("name", [*FAMILY, *STOCK])
+@pytest.mark.parametrize("name", [*FAMILY, *STOCK, *HYBRIDS])
 def test_a_ragged_speculative_batch_gives_what_generate_gives(name: str) -> None:
     model = make(name)
     prompts = prompts_of([5, 17, 11, 1, 23], VOCAB, 0)
