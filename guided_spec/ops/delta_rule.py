@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from guided_spec.errors import ConfigError
+from guided_spec.ops.host import zeros_on_demand
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import SlotPlaces
 
@@ -106,8 +107,8 @@ class DeltaStates(NamedTuple):
         width, places = shape.channels + 2 * shape.values, longest_draft + shape.taps - 1
         size = (num_slots, shape.values, shape.key_size, shape.value_size)
         return cls(
-            like.new_zeros(size, dtype=torch.float32),
-            like.new_zeros(num_slots, places, width),
+            zeros_on_demand(like.float(), size),
+            zeros_on_demand(like, (num_slots, places, width)),
             like.new_zeros(num_slots, 2, dtype=torch.int64),
         )
 

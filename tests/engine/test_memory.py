@@ -11,11 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec import SamplingParams
 from guided_spec.config import EngineConfig
 from guided_spec.engine import setup as memory
 from guided_spec.engine.setup import SlotPlan, plan_slots
 from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
+from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.host import zeros_on_demand
 from tests.tiny_llm import make_llm, tiny_model
 
@@ -59,6 +61,36 @@ def test_the_budget_decides(name: str) -> None:
     assert slots(name, 100 * size) == 8  # max_batch_size
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_memory_bytes"):
         slots(name, size - 1)
+
+
+def test_blocks_have_what_states_leave() -> None:
+    """One text of ``max_model_len`` tokens fits always; states of others come before blocks."""
+    model, state = tiny_model("qwen3_5"), 10_000
+    token = kv_bytes_per_token(model)
+    text = LENGTH * token
+
+    def shared(kv_memory_bytes: int) -> SlotPlan:
+        config = EngineConfig(
+            kv_memory_bytes=kv_memory_bytes, max_batch_size=3, max_model_len=LENGTH
+        )
+        return plan_slots(model, config, shares_blocks=True, state_bytes=state)
+
+    assert shared(5 * text + 3 * state) == SlotPlan(3, LENGTH, 5 * LENGTH // BLOCK)
+    assert shared(text + 3 * state) == SlotPlan(3, LENGTH, LENGTH // BLOCK)
+    assert shared(text + 3 * state - 1) == SlotPlan(2, LENGTH, (text + state - 1) // text)
+    assert shared(text + state) == SlotPlan(1, LENGTH, LENGTH // BLOCK)
+    with pytest.raises(ConfigError, match="lower max_model_len or raise kv_memory_bytes"):
+        shared(text + state - 1)
+
+
+def test_hybrids_share_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "guided_spec.engine.setup")
+    with make_llm("qwen3_5", "none", kernels="packed", max_model_len=256) as llm:
+        for _ in range(2):
+            (output,) = llm.generate(["ab " * 60], SamplingParams(max_tokens=2))
+            assert output.completions[0].stats.cached_tokens == 0
+    assert "packed forwards" in caplog.text
+    assert "prefix cache off (a linear state has no beginning)" in caplog.text
 
 
 def test_the_default_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

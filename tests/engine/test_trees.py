@@ -170,5 +170,7 @@ def test_what_cannot_be_is_refused(heads: Heads) -> None:
         make_llm(headed.target, "ngram", None, tree_nodes=NODES)
     with pytest.raises(ConfigError, match="whole slots or states, which hold no trees"):
         make_llm(headed.target, "dflash", headed.draft, tree_nodes=NODES, kernels="stock")
+    with pytest.raises(ConfigError, match="whole slots or states, which hold no trees"):
+        make_llm("qwen3_5", "ngram", None, tree_nodes=NODES)
     with pytest.raises(ConfigError, match="tree_nodes=64"):
         make_llm(build("llama", vocab_size=VOCAB_SIZE), "none", None, tree_nodes=64)
