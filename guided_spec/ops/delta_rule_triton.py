@@ -21,6 +21,9 @@ __all__ = ["gated_delta"]
 BLOCK = 1024  # channels of a program
 COLUMNS = 32  # of a state in a program
 HEADS = 4  # of one token in a program
+# Tokens that are folded in by one set of matrix products, in rows that have more: an inverse takes
+# as long as some tokens one by one.
+CHUNK = 16
 
 
 def gated_delta(
@@ -37,7 +40,7 @@ def gated_delta(
     num_rows, (_, kept_places, width) = rows.shape[1], states.recent.shape
     kept = (states.recent, kept_places, width)
     line = (packed, packed.stride(0), columns.kept)
-    blocks, value_block = triton.cdiv(width, BLOCK), min(_power(shape.value_size), COLUMNS)
+    value_block = min(max(_power(shape.value_size), 16), COLUMNS)
     sizes = (shape.keys, shape.values, shape.key_size, shape.value_size, shape.taps)
     longest = states.longest_draft(shape)
     with torch.cuda.device_of(packed):  # Triton launches on the current device
@@ -45,14 +48,15 @@ def gated_delta(
             *(*line, *kept, layer.taps, mixed, tokens, count, shape.channels, shape.taps, BLOCK)
         )
         grid = (num_rows, shape.values, triton.cdiv(shape.value_size, value_block))
-        launch(_fold_rows, grid, packed)(
-            *(*line, *kept, layer.taps, mixed, states.state, states.extent, rows, num_rows),
-            *(layer.rates, layer.biases, read, longest, layer.step_scale, NORM_EPS),
-            *(*sizes, _power(shape.key_size), value_block),
-            num_warps=4,
-        )
-        launch(_keep, (num_rows, kept_places, blocks), packed)(
-            *(*line, *kept, states.extent, rows, num_rows, longest, BLOCK)
+        for is_long in (False, True)[: 1 + (count > CHUNK)]:
+            launch(_fold_rows, grid, packed)(
+                *(*line, *kept, layer.taps, mixed, states.state, states.extent, rows, num_rows),
+                *(layer.rates, layer.biases, read, longest, layer.step_scale, NORM_EPS),
+                *(*sizes, max(_power(shape.key_size), 16), value_block, CHUNK, is_long),
+                num_warps=4,
+            )
+        launch(_keep, (max(count, num_rows), triton.cdiv(width, BLOCK)), packed)(
+            *(*line, *kept, states.extent, tokens, count, rows, num_rows, longest, BLOCK)
         )
         launch(_gate, (count, triton.cdiv(shape.values, HEADS)), packed)(
             *(packed, packed.stride(0), columns.gate, read, layer.norm, gated, tokens, layer.eps),
@@ -138,12 +142,60 @@ def _recalled(  # type: ignore[no-untyped-def] # noqa: PLR0913
 def _fold(state, key, value, step, decay, rate, bias, step_scale, eps):  # type: ignore[no-untyped-def] # noqa: PLR0913
     """The state behind one token; step and decay as they were projected."""
     key *= tl.div_rn(1.0, tl.sqrt_rn(tl.sum(key * key, 0) + eps))
-    dtype, x = step.dtype, decay.to(tl.float32) + bias
-    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
-    state *= tl.exp(-tl.exp(rate) * softplus)
-    opened = tl.div_rn(1.0, 1.0 + tl.exp(-step.to(tl.float32))).to(dtype).to(tl.float32)
-    moved = opened * step_scale * (value - tl.sum(state * key[:, None], 0))
+    state *= tl.exp(_decay(decay, rate, bias))
+    moved = _opened(step) * step_scale * (value - tl.sum(state * key[:, None], 0))
     return state + key[:, None] * moved[None, :]
+
+
+@triton.jit
+def _opened(step):  # type: ignore[no-untyped-def]
+    """The sigmoid, rounded as it is projected."""
+    wide = tl.div_rn(1.0, 1.0 + tl.exp(-step.to(tl.float32)))
+    return wide.to(step.dtype).to(tl.float32)
+
+
+@triton.jit
+def _decay(projected, rate, bias):  # type: ignore[no-untyped-def]
+    """The logarithm of a decay."""
+    x = projected.to(tl.float32) + bias
+    softplus = tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+    return -tl.exp(rate) * softplus
+
+
+@triton.jit
+def _whole(heads, eps):  # type: ignore[no-untyped-def]
+    """Rows in float32, over their length."""
+    wide = heads.to(tl.float32)
+    return wide * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(wide * wide, 1) + eps))[:, None]
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _fold_chunk(state, query, key, value, step, decay, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: PLR0913
+    """(The state behind some tokens, what they read): see ``delta_rule._fold_chunk``.
+
+    A token that is none has neither step nor decay, and a key of zeros.
+    """
+    row, column = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
+    summed = tl.cumsum(decay, 0)
+    last = tl.sum(decay, 0)
+    between = tl.where(row >= column, tl.exp(summed[:, None] - summed[None, :]), 0.0)
+    turned = tl.trans(key)
+    alike = tl.dot(key, turned, input_precision="tf32x3")
+    equations = tl.where(row > column, -step[:, None] * between * alike, 0.0)
+    solved = equations
+    for at in range(1, CHUNK):
+        line = tl.sum(tl.where(row == at, equations, 0.0), 0)
+        line += tl.sum(line[:, None] * solved, 0)
+        solved = tl.where(row == at, line[None, :], solved)
+    solved += tl.where(row == column, 1.0, 0.0)
+    grown = tl.exp(summed)[:, None]
+    known = value - grown * tl.dot(key, state, input_precision="tf32x3")
+    moved = tl.dot(solved, step[:, None] * known, input_precision="tf32x3")
+    seen = between * tl.dot(query, turned, input_precision="tf32x3")
+    read = grown * tl.dot(query, state, input_precision="tf32x3")
+    read += tl.dot(seen, moved, input_precision="tf32x3")
+    rest = tl.exp(last - summed)[None, :] * turned
+    return tl.exp(last) * state + tl.dot(rest, moved, input_precision="tf32x3"), read
 
 
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
@@ -173,9 +225,11 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     TAPS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    IS_LONG: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some columns of one head's state through one row."""
+    """Some columns of one head's state through one row, of more than ``CHUNK`` tokens or fewer."""
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -183,7 +237,8 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     start = tl.load(rows + num_rows + row)
     first = tl.load(rows + 2 * num_rows + row - 1, mask=row > 0, other=0)
     end = tl.load(rows + 2 * num_rows + row)
-    if (slot >= 0) & (end > first):
+    is_mine = (end - first > CHUNK) == IS_LONG
+    if (slot >= 0) & (end > first) & is_mine:
         all_keys: tl.constexpr = KEYS * KEY_SIZE
         channels: tl.constexpr = 2 * all_keys + VALUES * VALUE_SIZE
         at_key = tl.arange(0, KEY_BLOCK)
@@ -216,23 +271,51 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
             state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
         if end - first <= longest:
             tl.store(stored, state, mask=inside)
-        for token in range(first, end):
-            source = mixed + token * channels
-            query = tl.load(source + of_query, mask=is_key, other=0.0).to(tl.float32)
-            key = tl.load(source + of_key, mask=is_key, other=0.0).to(tl.float32)
-            value = tl.load(source + of_value, mask=is_value, other=0.0).to(tl.float32)
-            step = tl.load(packed + token * packed_row + step_column)
-            decay = tl.load(packed + token * packed_row + decay_column)
-            state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
-            size = tl.sqrt_rn((tl.sum(query * query, 0) + eps) * KEY_SIZE)
-            found = tl.sum(state * query[:, None], 0) * tl.div_rn(1.0, size)
-            out = read + token * (VALUES * VALUE_SIZE) + head * VALUE_SIZE + at_value
-            tl.store(out, found.to(read.dtype.element_ty), mask=is_value)
+        if IS_LONG:
+            for at in range(first, end, CHUNK):
+                token = at + tl.arange(0, CHUNK)
+                is_token = token < end
+                is_here = is_token[:, None] & is_key[None, :]
+                source = mixed + token[:, None] * channels
+                query = tl.load(source + of_query[None, :], mask=is_here, other=0.0)
+                key = tl.load(source + of_key[None, :], mask=is_here, other=0.0)
+                is_here = is_token[:, None] & is_value[None, :]
+                value = tl.load(source + of_value[None, :], mask=is_here, other=0.0)
+                gates = packed + token * packed_row
+                step = _opened(tl.load(gates + step_column, mask=is_token, other=0.0))
+                step = tl.where(is_token, step * step_scale, 0.0)
+                decay = tl.load(gates + decay_column, mask=is_token, other=0.0)
+                decay = tl.where(is_token, _decay(decay, rate, bias), 0.0)
+                state, found = _fold_chunk(
+                    state,
+                    _whole(query, eps) * tl.div_rn(1.0, tl.sqrt_rn(KEY_SIZE * 1.0)),
+                    _whole(key, eps),
+                    value.to(tl.float32),
+                    step,
+                    decay,
+                    CHUNK,
+                )
+                out = read + token[:, None] * (VALUES * VALUE_SIZE)
+                out += head * VALUE_SIZE + at_value[None, :]
+                tl.store(out, found.to(read.dtype.element_ty), mask=is_here)
+        else:
+            for token in range(first, end):
+                source = mixed + token * channels
+                query = tl.load(source + of_query, mask=is_key, other=0.0).to(tl.float32)
+                key = tl.load(source + of_key, mask=is_key, other=0.0).to(tl.float32)
+                value = tl.load(source + of_value, mask=is_value, other=0.0).to(tl.float32)
+                step = tl.load(packed + token * packed_row + step_column)
+                decay = tl.load(packed + token * packed_row + decay_column)
+                state = _fold(state, key, value, step, decay, rate, bias, step_scale, eps)
+                size = tl.sqrt_rn((tl.sum(query * query, 0) + eps) * KEY_SIZE)
+                found = tl.sum(state * query[:, None], 0) * tl.div_rn(1.0, size)
+                out = read + token * (VALUES * VALUE_SIZE) + head * VALUE_SIZE + at_value
+                tl.store(out, found.to(read.dtype.element_ty), mask=is_value)
         if end - first > longest:
             tl.store(stored, state, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "num_rows"])  # type: ignore[untyped-decorator]
 def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
     packed,
     packed_row,
@@ -241,31 +324,40 @@ def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
     places,
     width,
     extent,
+    tokens,
+    count,
     rows,
     num_rows,
     longest,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some kept columns of one of a row's last tokens; and how far the row's state is."""
+    """Some kept columns of one token, if none of its row comes to lie there; and how far the state
+    of one row is.
+    """
     await_previous(IS_DEPENDENT)
-    row = tl.program_id(0)
-    back = tl.program_id(1) + 1
-    slot = tl.load(rows + row)
-    start = tl.load(rows + num_rows + row)
-    first = tl.load(rows + 2 * num_rows + row - 1, mask=row > 0, other=0)
-    end = tl.load(rows + 2 * num_rows + row)
-    if (slot >= 0) & (end - first >= back):
-        at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
-        inside = at < width
-        column = tl.load(columns + at, mask=inside, other=0)
-        found = tl.load(packed + (end - back) * packed_row + column, mask=inside, other=0.0)
-        place = slot * places + (start + end - first - back) % places
-        tl.store(recent + place * width + at, found, mask=inside)
-        if (back == 1) & (tl.program_id(2) == 0):
-            count = end - first
-            tl.store(extent + 2 * slot, tl.where(count > longest, start + count, start))
-            tl.store(extent + 2 * slot + 1, tl.where(count > longest, 0, count))
+    token = tl.program_id(0).to(tl.int64)
+    if token < count:
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        slot = tl.load(tokens + token)
+        position = tl.load(tokens + count + token)
+        later = token + places
+        later_slot = tl.load(tokens + later, mask=later < count, other=-2)
+        later_position = tl.load(tokens + count + later, mask=later < count, other=-2)
+        is_replaced = (later_slot == slot) & (later_position == position + places)
+        if (slot >= 0) & (is_replaced == 0):
+            column = tl.load(columns + at, mask=at < width, other=0)
+            found = tl.load(packed + token * packed_row + column, mask=at < width, other=0.0)
+            place = slot * places + position % places
+            tl.store(recent + place * width + at, found, mask=at < width)
+    if (token < num_rows) & (tl.program_id(1) == 0):
+        slot = tl.load(rows + token)
+        start = tl.load(rows + num_rows + token)
+        first = tl.load(rows + 2 * num_rows + token - 1, mask=token > 0, other=0)
+        length = tl.load(rows + 2 * num_rows + token) - first
+        if (slot >= 0) & (length > 0):
+            tl.store(extent + 2 * slot, tl.where(length > longest, start + length, start))
+            tl.store(extent + 2 * slot + 1, tl.where(length > longest, 0, length))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
