@@ -93,6 +93,17 @@ def test_some_layers_may_be_plain(spare: str, tmp_path: Path) -> None:
     assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
 
 
+@pytest.mark.parametrize(("name", "spare"), [("qwen3_next", "in_proj_ba"), ("qwen3_5", "_proj_a")])
+@torch.inference_mode()
+def test_hybrids_are_packed_as_far_as_they_are_in_one_form(
+    name: str, spare: str, tmp_path: Path
+) -> None:
+    whole = write_fp8(tmp_path, make(name), FORMS["small blocks"], spare, with_experts=True)
+    model = load_model(tmp_path, device="cpu")
+    prompts = prompts_of([5, 11, 1], VOCAB, 0)
+    assert greedy_texts(model, prompts) == [generate_alone(whole, p, 16) for p in prompts]
+
+
 @torch.inference_mode()
 def test_half_precision_is_near(tmp_path: Path) -> None:
     whole: Any = write_fp8(tmp_path, make("qwen3"), FORMS["small blocks"])

@@ -7,6 +7,7 @@ the gated norm behind them are ``guided_spec.ops.delta_rule.gated_delta``.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,9 +25,9 @@ from guided_spec.ops.slot_attention import Rotation, SlotPlaces
 
 __all__ = ["PackedDelta"]
 
-# Of each family: what gives queries, keys, values and output gates, and what steps and decays.
-WHOLE = (("in_proj_qkvz",), ("in_proj_ba",))
-SPLIT = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+# Of each family: what gives queries, keys, values and output gates, then steps and decays.
+WHOLE = ("in_proj_qkvz", "in_proj_ba")
+SPLIT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
 
 class PackedDelta:
@@ -39,9 +40,8 @@ class PackedDelta:
         )
         names = _names(module)
         assert names is not None, "fits() comes before"
-        states, gates = ([getattr(module, name) for name in group] for group in names)
-        groups = [[*states, *gates]] if can_be_joined([*states, *gates]) else [states, gates]
-        self._projections = [pack(group) for group in groups]
+        linears = [getattr(module, name) for name in names]
+        self._projections = [pack(group) for group in _groups(linears)]
         weight = module.conv1d.weight.data
         self._layer = DeltaLayer(
             self.shape,
@@ -62,12 +62,9 @@ class PackedDelta:
         names = _names(module)
         if names is None or not hasattr(module.norm, "variance_epsilon"):
             return False
-        groups = [[getattr(module, name) for name in group] for group in names]
-        linears = [*groups[0], *groups[1], module.out_proj]
+        linears = [getattr(module, name) for name in (*names, "out_proj")]
         is_silu = module.activation == "silu" and type(module.conv1d) is nn.Conv1d
-        is_biased = module.conv1d.bias is not None or any(one.bias is not None for one in linears)
-        joined = all(map(can_be_joined, groups))
-        return is_silu and not is_biased and all(map(is_plain, linears)) and joined
+        return is_silu and module.conv1d.bias is None and all(map(is_plain, linears))
 
     def attend(
         self, states: Tensor, rotation: Rotation, memory: DeltaStates, places: SlotPlaces
@@ -83,12 +80,22 @@ class PackedDelta:
         return output
 
 
-def _names(module: Any) -> tuple[tuple[str, ...], tuple[str, ...]] | None:
+def _names(module: Any) -> tuple[str, ...] | None:
     """The projections of the module; None where it is of no known family."""
-    for names in (WHOLE, SPLIT):
-        if all(hasattr(module, name) for group in names for name in group):
-            return names
-    return None
+    families: tuple[tuple[str, ...], ...] = (WHOLE, SPLIT)
+    found = (names for names in families if all(hasattr(module, name) for name in names))
+    return next(found, None)
+
+
+def _groups(linears: Sequence[Any]) -> list[list[Any]]:
+    """The layers in turn, those together that are in one form."""
+    groups = [[linears[0]]]
+    for linear in linears[1:]:
+        if can_be_joined([groups[-1][0], linear]):
+            groups[-1].append(linear)
+        else:
+            groups.append([linear])
+    return groups
 
 
 def _columns(shape: DeltaShape, device: torch.device, *, is_whole: bool) -> DeltaColumns:
