@@ -14,10 +14,11 @@ from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.models.causal_lm import kv_bytes_per_token
+from guided_spec.models.causal_lm import PackedForm, kv_bytes_per_token
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.types import SamplingParams
 from tests.learned_heads import HeadedTarget, write_head
+from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
 LENGTH = 4 * BLOCK
@@ -104,6 +105,25 @@ def test_as_many_blocks_as_one_text_needs(
         (output,) = llm.generate(PROMPTS[0], whole)
         assert len(PROMPTS[0]) + len(output.token_ids) == LENGTH
     assert waited.total() > 3
+
+
+@pytest.mark.parametrize("proposer", ["none", "chain:grammar_forced+ngram"])
+def test_texts_with_a_state_that_wait_for_each_other(proposer: str, waited: Counter[int]) -> None:
+    """Each has a state of its own and shares too few blocks; its state begins anew as it does."""
+    options: dict[str, Any] = {"kernels": "packed", "verifier": "coupled"}
+    options |= {"max_model_len": LENGTH, "num_draft_tokens": 3, "max_forced_tokens": 8}
+    model = build("qwen3_5", vocab_size=VOCAB_SIZE)
+    found = []
+    for blocks in (None, 4):
+        memory = None
+        if blocks is not None:
+            form = PackedForm.of(model, "packed", LENGTH)
+            assert form is not None
+            memory = blocks * BLOCK * kv_bytes_per_token(model) + 8 * form.state_bytes(1 + 3 + 8)
+        with make_llm(model, proposer, max_batch_size=8, kv_memory_bytes=memory, **options) as llm:
+            found.append(texts(llm.generate(PROMPTS, PARAMS)))
+        assert bool(waited) == (blocks is not None)
+    assert found[0] == found[1]
 
 
 def test_a_long_text_is_not_overtaken_for_ever(headed: HeadedTarget, waited: Counter[int]) -> None:
