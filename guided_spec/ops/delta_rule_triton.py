@@ -1,4 +1,4 @@
-"""The gated delta rule over slots as four kernels: convolution, states, what is kept, and gates.
+"""The gated delta rule over slots as three kernels: convolution, states, and gates with what stays.
 
 A program of the second one has some columns of one head's state, which stay in its registers while
 it goes through the tokens of a row: a state is read once and written once, however many tokens a
@@ -55,12 +55,11 @@ def gated_delta(
                 *(*sizes, max(_power(shape.key_size), 16), value_block, CHUNK, is_long),
                 num_warps=4,
             )
-        launch(_keep, (max(count, num_rows), triton.cdiv(width, BLOCK)), packed)(
-            *(*line, *kept, states.extent, tokens, count, rows, num_rows, longest, BLOCK)
-        )
-        launch(_gate, (count, triton.cdiv(shape.values, HEADS)), packed)(
-            *(packed, packed.stride(0), columns.gate, read, layer.norm, gated, tokens, layer.eps),
-            *(shape.values, shape.value_size, HEADS, _power(shape.value_size)),
+        parts = triton.cdiv(shape.values, HEADS) + triton.cdiv(width, BLOCK)
+        launch(_keep_and_gate, (max(count, num_rows), parts), packed)(
+            *(*line, *kept, columns.gate, read, layer.norm, gated, states.extent, tokens, count),
+            *(rows, num_rows, longest, layer.eps, shape.values, shape.value_size, HEADS),
+            *(_power(shape.value_size), BLOCK),
         )
     return gated
 
@@ -316,41 +315,69 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
 
 
 @triton.jit(do_not_specialize=["count", "num_rows"])  # type: ignore[untyped-decorator]
-def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
+def _keep_and_gate(  # type: ignore[no-untyped-def] # noqa: PLR0913
     packed,
     packed_row,
-    columns,
+    kept_columns,
     recent,
     places,
     width,
+    gate_columns,
+    read,
+    norm,
+    gated,
     extent,
     tokens,
     count,
     rows,
     num_rows,
     longest,
+    eps,
+    VALUES: tl.constexpr,
+    VALUE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    VALUE_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some kept columns of one token, if none of its row comes to lie there; and how far the state
-    of one row is.
-    """
+    """Of one token some heads, or some kept columns; and how far the state of one row is."""
     await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    if token < count:
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    part = tl.program_id(1)
+    groups: tl.constexpr = (VALUES + HEADS - 1) // HEADS
+    if (token < count) & (part < groups):
+        head = part * HEADS + tl.arange(0, HEADS)
+        line = packed + token * packed_row
+        used = tl.where(tl.load(tokens + token) >= 0, VALUES, 0)
+        _gate(
+            line,
+            gate_columns,
+            read,
+            norm,
+            gated,
+            token,
+            head,
+            used,
+            eps,
+            VALUES,
+            VALUE_SIZE,
+            VALUE_BLOCK,
+        )
+    if (token < count) & (part >= groups):
+        at = (part - groups) * BLOCK + tl.arange(0, BLOCK)
         slot = tl.load(tokens + token)
         position = tl.load(tokens + count + token)
+        # Where the row has more tokens than there are places, the last ones stay.
         later = token + places
         later_slot = tl.load(tokens + later, mask=later < count, other=-2)
         later_position = tl.load(tokens + count + later, mask=later < count, other=-2)
         is_replaced = (later_slot == slot) & (later_position == position + places)
         if (slot >= 0) & (is_replaced == 0):
-            column = tl.load(columns + at, mask=at < width, other=0)
+            column = tl.load(kept_columns + at, mask=at < width, other=0)
             found = tl.load(packed + token * packed_row + column, mask=at < width, other=0.0)
             place = slot * places + position % places
             tl.store(recent + place * width + at, found, mask=at < width)
-    if (token < num_rows) & (tl.program_id(1) == 0):
+    if (token < num_rows) & (part == 0):
         slot = tl.load(rows + token)
         start = tl.load(rows + num_rows + token)
         first = tl.load(rows + 2 * num_rows + token - 1, mask=token > 0, other=0)
@@ -362,31 +389,26 @@ def _keep(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 @triton.jit  # type: ignore[untyped-decorator]
 def _gate(  # type: ignore[no-untyped-def] # noqa: PLR0913
-    packed,
-    packed_row,
+    line,
     columns,
     read,
     norm,
     gated,
-    tokens,
+    token,
+    head,
+    used,
     eps,
     VALUES: tl.constexpr,
     VALUE_SIZE: tl.constexpr,
-    HEADS: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
-    IS_DEPENDENT: tl.constexpr,
 ):
-    """Some heads of one token."""
-    await_previous(IS_DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    """What some heads of a token read, normed and gated; 0 from head ``used`` on."""
     at_value = tl.arange(0, VALUE_BLOCK)
     at = head[:, None] * VALUE_SIZE + at_value[None, :]
     inside = (head < VALUES)[:, None] & (at_value < VALUE_SIZE)[None, :]
     column = tl.load(columns + at, mask=inside, other=0)
-    gate = tl.load(packed + token * packed_row + column, mask=inside, other=0.0)
+    gate = tl.load(line + column, mask=inside, other=0.0)
     place = token * (VALUES * VALUE_SIZE) + at
-    used = tl.where(tl.load(tokens + token) >= 0, VALUES, 0)
     states = tl.load(read + place, mask=inside & (head < used)[:, None], other=0.0)
     wide = states.to(tl.float32)
     root = tl.sqrt_rn(tl.sum(wide * wide, 1) / VALUE_SIZE + eps)
