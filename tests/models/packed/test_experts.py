@@ -11,6 +11,7 @@ import torch
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed import experts
 from guided_spec.models.packed.experts import PackedExperts
+from guided_spec.models.packed.layer import feed_of
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 
@@ -19,6 +20,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe normalized": ("qwen3_moe", {"norm_topk_prob": True}),
     "gpt_oss": ("gpt_oss", {}),
     "mixtral": ("mixtral", {}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
 }
 
 
@@ -45,7 +48,7 @@ def test_both_ways_give_what_the_block_gives(
     if not are_few:  # kernels that are compiled ahead choose what is no expert
         monkeypatch.delattr(experts, "route")
     assert PackedExperts.fits(block)
-    found = PackedExperts(block).feed(states[0])
+    found = feed_of(block)(states[0])
     torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-4)
 
 
