@@ -92,22 +92,29 @@ def test_products_with_fp8_weights(count: int, block: tuple[int, int], dtype: to
 @pytest.mark.parametrize("gating", [Gating(), Gating(is_interleaved=True, limit=7.0, alpha=1.7)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("count", "inner"), [(1, 768), (6, 2880), (3, 50)])
-def test_steps_of_experts(count: int, inner: int, dtype: torch.dtype, gating: Gating) -> None:
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_steps_of_experts(
+    count: int, inner: int, dtype: torch.dtype, gating: Gating, *, has_shared: bool
+) -> None:
     torch.manual_seed(count)
-    x, logits = torch.randn(count, 1100).to(dtype), torch.randn(count, 37).to(dtype)
-    opening = Projection(
-        torch.randn(37, 2 * inner, 1100).to(dtype) / 33, torch.randn(37, 2 * inner)
-    )
-    closing = Projection(torch.randn(37, 1100, inner).to(dtype) / 33, torch.randn(37, 1100))
+    x, logits = torch.randn(count, 1100).to(dtype), torch.randn(count, 37 + has_shared).to(dtype)
+    given = [
+        Projection((torch.randn(37, *shape) / 33).to(dtype), torch.randn(37, shape[0]))
+        for shape in ((2 * inner, 1100), (1100, inner))
+    ]
+    if has_shared:
+        given = [one._replace(bias=None, shared=one.weight[0].flip(0)) for one in given]
     found = []
     for device in (torch.device("cpu"), CUDA):
         up, down = (
             Projection(
-                one.weight.to(device), None if one.bias is None else one.bias.to(device, dtype)
+                one.weight.to(device),
+                None if one.bias is None else one.bias.to(device, dtype),
+                shared=None if one.shared is None else one.shared.to(device),
             )
-            for one in (opening, closing)
+            for one in given
         )
-        routes = route(logits.to(device), 4, is_normalized=True)
+        routes = route(logits.to(device), 4, is_normalized=True, has_shared=has_shared)
         opened = open_experts(x.to(device), routes.experts, up, gating)
         found.append([*routes, opened, close_experts(opened, routes, down)])
     tolerance = 1e-4 if dtype == torch.float32 else 5e-2

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.packed.blocks import Tables
 from guided_spec.models.packed.decoder import has_static_rope, has_whole_rope
-from guided_spec.models.packed.layer import Norm, PackedLayer, PackedWeights, pack, rotation_table
+from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 

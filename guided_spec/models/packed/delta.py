@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from guided_spec.models.packed.layer import can_be_joined, feed_of, is_plain, pack
+from guided_spec.models.packed.layer import feed_of
+from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.ops.delta_rule import (
     DeltaColumns,
     DeltaLayer,

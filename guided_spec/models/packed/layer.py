@@ -1,28 +1,25 @@
 """What a stock decoder layer computes between its norms, in few kernels over the same weights.
 
 Queries, keys and values come from one matrix product, gate and up from another: fewer and larger
-products read the weights faster when there are few tokens. The packed weights take the place of the
-stock ones, whose parameters become views of them; so nothing is stored twice, and the stock layer
-computes what it did.
+products read the weights faster when there are few tokens. Nothing is stored twice, and the stock
+layer computes what it did: see ``weights``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 from transformers.activations import ACT2FN
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5RMSNorm
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm
 
-from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.models.packed.experts import PackedExperts
-from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
+from guided_spec.models.packed.weights import can_be_joined, is_plain, pack
 from guided_spec.ops.pointwise import rotate_and_store, silu_mul_packed
 from guided_spec.ops.slot_attention import (
     HeadNorms,
@@ -36,11 +33,7 @@ from guided_spec.ops.slot_attention import (
 __all__ = [
     "Norm",
     "PackedLayer",
-    "PackedWeights",
-    "can_be_joined",
     "feed_of",
-    "is_plain",
-    "pack",
     "rotation_table",
 ]
 
@@ -167,10 +160,7 @@ def feed_of(mlp: Any) -> Callable[[Tensor], Tensor]:
     """What computes a stock MLP, or experts: normed states [N, H] to their output [N, H]."""
     if _has_plain_projections(mlp):
         return _packed_mlp(mlp)
-    if not PackedExperts.fits(mlp):
-        return _stock_mlp(mlp)
-    has_shared = hasattr(mlp, "shared_expert")
-    return PackedExperts(mlp, feed_of(mlp.shared_expert) if has_shared else None).feed
+    return PackedExperts(mlp).feed if PackedExperts.fits(mlp) else _stock_mlp(mlp)
 
 
 def _packed_mlp(mlp: Any) -> Callable[[Tensor], Tensor]:
@@ -205,70 +195,6 @@ def _whole(norm: Norm) -> Tensor:
     return norm.weight.float() + norm.shift if norm.shift else norm.weight
 
 
-class PackedWeights(NamedTuple):
-    """Of several linear maps of one input: weight [sum of outputs, inputs], and their biases."""
-
-    weight: Tensor | Fp8Weight
-    bias: Tensor | None
-
-    def product(self, states: Tensor) -> Tensor:
-        """[N, I] to [N, sum of outputs]."""
-        if isinstance(self.weight, Fp8Weight):
-            return fp8_linear(states, self.weight, self.bias)
-        return functional.linear(states, self.weight, self.bias)
-
-
 def _has_plain_projections(mlp: Any) -> bool:
     linears = [getattr(mlp, name, None) for name in MLP_PROJECTIONS]
     return hasattr(mlp, "act_fn") and all(map(is_plain, linears)) and can_be_joined(linears[:2])
-
-
-def is_plain(linear: Any) -> bool:
-    """Whether it is a linear layer of plain weights, or in fp8.
-
-    A quantized weight may stand in a plain linear layer, as a tensor of its own kind.
-    """
-    if type(linear) is Fp8Linear:
-        return True
-    return type(linear) is nn.Linear and type(linear.weight.data) is Tensor
-
-
-def can_be_joined(linears: Sequence[Any]) -> bool:
-    """Whether plain layers are all in one form: a few of them may not be in fp8."""
-    return len({type(one) is Fp8Linear and one.numbers.block[1] for one in linears}) == 1
-
-
-def pack(linears: Sequence[nn.Linear | Fp8Linear]) -> PackedWeights:
-    """The maps as one, whose weight the linears' own become views of, where they are not yet."""
-    parts = [linear.weight.data for linear in linears]
-    weight = _joined(parts)
-    if weight is None:
-        kind = parts[0].dtype  # not every torch joins fp8
-        weight = torch.cat([part.view(torch.uint8) for part in parts]).view(kind)
-        split = weight.split([len(part) for part in parts])
-        for linear, view in zip(linears, split, strict=True):
-            linear.weight.data = view
-    scaled = [linear.numbers for linear in linears if isinstance(linear, Fp8Linear)]
-    joined = Fp8Weight.joined(scaled, weight) if scaled else weight
-    biases = [linear.bias for linear in linears]
-    given = [bias for bias in biases if bias is not None]
-    if not given:
-        return PackedWeights(joined, None)
-    filled = [
-        given[0].new_zeros(len(part)) if bias is None else bias.data
-        for part, bias in zip(parts, biases, strict=True)
-    ]
-    return PackedWeights(joined, torch.cat(filled))
-
-
-def _joined(parts: Sequence[Tensor]) -> Tensor | None:
-    """One tensor over parts that lie behind one another already, as another user left them."""
-    first, width = parts[0], parts[0].shape[1]
-    end = first.data_ptr()
-    for part in parts:
-        same = part.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
-        if not same or part.data_ptr() != end or not part.is_contiguous():
-            return None
-        end += part.nbytes
-    rows = sum(len(part) for part in parts)
-    return first.as_strided((rows, width), (width, 1))

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import kernels_of
@@ -33,7 +34,10 @@ __all__ = [
 
 
 class Routes(NamedTuple):
-    """experts: int64 [N, K], the largest first. shares: float32 [N, K], the weights of them."""
+    """experts: int64 [N, K], the largest first, and behind them one that all tokens take, if any.
+
+    shares: float32 [N, K], the weights of them.
+    """
 
     experts: Tensor
     shares: Tensor
@@ -44,22 +48,35 @@ class Projection(NamedTuple):
 
     scales: of weights in fp8, float32 [E, ceil(O / block[0]), ceil(I / block[1])], the factors of
     blocks as ``Fp8Weight`` says; None for other weights.
+    shared: [O, I], contiguous and in the form of the others: expert E, which lies elsewhere; None
+    for none. shared_scales: its own. Not with biases.
     """
 
     weight: Tensor
     bias: Tensor | None
     scales: Tensor | None = None
     block: tuple[int, int] = (1, 1)
+    shared: Tensor | None = None
+    shared_scales: Tensor | None = None
 
     def of(self, experts: Tensor) -> Tensor:
         """float32 [..., O, I]: the matrices of these experts, integers [...]."""
-        if self.scales is None:
-            return self.weight[experts].float()
-        bytes_ = self.weight.view(torch.uint8)[experts]  # not every torch picks among fp8
-        (rows, columns), (outputs, inputs) = self.block, self.weight.shape[1:]
-        spread = self.scales[experts].repeat_interleave(rows, -2)[..., :outputs, :]
+        if self.shared is None:
+            return self._of(self.weight, self.scales, experts)
+        last = len(self.weight)
+        found = self._of(self.weight, self.scales, experts.clamp_max(last - 1))
+        scales = None if self.shared_scales is None else self.shared_scales[None]
+        shared = self._of(self.shared[None], scales, torch.zeros_like(experts))
+        return torch.where((experts == last)[..., None, None], shared, found)
+
+    def _of(self, weight: Tensor, scales: Tensor | None, experts: Tensor) -> Tensor:
+        if scales is None:
+            return weight[experts].float()
+        bytes_ = weight.view(torch.uint8)[experts]  # not every torch picks among fp8
+        (rows, columns), (outputs, inputs) = self.block, weight.shape[1:]
+        spread = scales[experts].repeat_interleave(rows, -2)[..., :outputs, :]
         spread = spread.repeat_interleave(columns, -1)[..., :inputs]
-        return bytes_.view(self.weight.dtype).float() * spread
+        return bytes_.view(weight.dtype).float() * spread
 
 
 class Gating(NamedTuple):
@@ -75,23 +92,31 @@ class Gating(NamedTuple):
     alpha: float = 1.0
 
 
-def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
+def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool = False) -> Routes:
     """Choose ``count`` experts for each token.
 
     logits: [N, E]. The shares are the softmax of the logits, in float32, over all experts; or, if
     is_normalized, over those that were chosen. Of equal logits any may be chosen.
+    has_shared: logits are [N, E + 1], and K is count + 1: every token takes expert E behind the
+    others, by the sigmoid of its logit, as of Qwen3-Next.
 
     Raises ConfigError for a count of none, or more than there are.
     """
-    if not 1 <= count <= logits.shape[-1]:
-        raise ConfigError("count", count, f"must be 1 to {logits.shape[-1]}, of the experts")
+    num_experts = logits.shape[-1] - has_shared
+    if not 1 <= count <= num_experts:
+        raise ConfigError("count", count, f"must be 1 to {num_experts}, of the experts")
     if logits.is_cuda:
-        routes: Routes = kernels_of(__name__).route(logits, count, is_normalized=is_normalized)
+        choose = kernels_of(__name__).route
+        routes: Routes = choose(logits, count, is_normalized=is_normalized, has_shared=has_shared)
         return routes
     wide = logits.float()
-    found, experts = wide.topk(count, -1)
-    total = (found if is_normalized else wide).logsumexp(-1, keepdim=True)
-    return Routes(experts, (found - total).exp())
+    found, experts = wide[..., :num_experts].topk(count, -1)
+    total = (found if is_normalized else wide[..., :num_experts]).logsumexp(-1, keepdim=True)
+    shares = (found - total).exp()
+    if has_shared:
+        experts = functional.pad(experts, (0, 1), value=num_experts)
+        shares = torch.cat([shares, wide[..., num_experts:].sigmoid()], -1)
+    return Routes(experts, shares)
 
 
 def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating) -> Tensor:
@@ -114,7 +139,7 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
     else:
         gate, up = both.chunk(2, -1)
     if gating.limit is None:
-        return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+        return (functional.silu(gate) * up).to(x.dtype)
     gate, up = gate.clamp(max=gating.limit), up.clamp(-gating.limit, gating.limit)
     return (gate * torch.sigmoid(gating.alpha * gate) * (up + 1)).to(x.dtype)
 

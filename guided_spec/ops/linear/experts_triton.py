@@ -46,21 +46,28 @@ def _scales(projection: Projection) -> tuple[Tensor, int, int, int, int]:
     return scales, scales.shape[1], scales.shape[2], *projection.block
 
 
+def _shared(projection: Projection) -> tuple[Tensor, Tensor, int]:
+    """The matrix of the shared expert, its scales, and its number."""
+    shared = projection.weight if projection.shared is None else projection.shared
+    scales = shared if projection.shared_scales is None else projection.shared_scales
+    return shared, scales, len(projection.weight)
+
+
 def _columns(projection: Projection, most: int) -> int:
     width: int = triton.next_power_of_2(projection.weight.shape[2])
     return min(most // projection.weight.element_size(), width)
 
 
-def route(logits: Tensor, count: int, *, is_normalized: bool) -> Routes:
+def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool = False) -> Routes:
     """See ``guided_spec.ops.linear.experts.route``; on one CUDA device."""
-    rows, num_experts = logits.shape
-    experts = logits.new_empty(rows, count, dtype=torch.int64)
-    shares = logits.new_empty(rows, count, dtype=torch.float32)
+    rows, num_experts = len(logits), logits.shape[1] - has_shared
+    experts = logits.new_empty(rows, count + has_shared, dtype=torch.int64)
+    shares = logits.new_empty(rows, count + has_shared, dtype=torch.float32)
     if rows > 0:
         with torch.cuda.device_of(logits):  # Triton launches on the current device
             launch(_route, (rows,), logits)(
                 *(logits.contiguous(), experts, shares, num_experts),
-                *(count, is_normalized, triton.next_power_of_2(num_experts)),
+                *(count, is_normalized, has_shared, triton.next_power_of_2(num_experts)),
                 num_warps=1,
             )
     return Routes(experts, shares)
@@ -78,7 +85,8 @@ def open_experts(x: Tensor, experts: Tensor, opening: Projection, gating: Gating
         with torch.cuda.device_of(x):
             launch(_open, (experts.numel(), triton.cdiv(width, ROWS)), x)(
                 *(x.contiguous(), experts.contiguous(), weight, bias, opened, experts.shape[1]),
-                *(outputs, width, step, behind, gating.alpha, limit, *_scales(opening), inputs),
+                *(outputs, width, step, behind, gating.alpha, limit, *_scales(opening)),
+                *(*_shared(opening), inputs, opening.shared is not None),
                 *(opening.bias is not None, gating.limit is not None, _scaling(opening)),
                 *(ROWS, columns, STAGES),
             )
@@ -95,7 +103,8 @@ def close_experts(opened: Tensor, routes: Routes, closing: Projection) -> Tensor
         with torch.cuda.device_of(opened):
             launch(_close, (len(opened), triton.cdiv(outputs, ROWS)), opened)(
                 *(opened.contiguous(), *routes, weight, bias),
-                *(total, outputs, *_scales(closing), inputs, count, closing.bias is not None),
+                *(total, outputs, *_scales(closing), *_shared(closing), inputs),
+                *(closing.shared is not None, count, closing.bias is not None),
                 *(_scaling(closing), ROWS, columns, STAGES),
             )
     return total
@@ -110,6 +119,7 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     num_experts,
     COUNT: tl.constexpr,
     IS_NORMALIZED: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
@@ -117,7 +127,8 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    scores = tl.load(logits + token * num_experts + at, mask=at < num_experts, other=float("-inf"))
+    logits += token * (num_experts + HAS_SHARED)
+    scores = tl.load(logits + at, mask=at < num_experts, other=float("-inf"))
     scores = scores.to(tl.float32)
     largest = tl.max(scores, 0)
     total = tl.sum(tl.exp(scores - largest), 0)
@@ -131,9 +142,15 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     for number in tl.static_range(COUNT):
         best = tl.argmax(scores, 0)
         share = tl.div_rn(tl.exp(tl.max(scores, 0) - largest), total)
-        tl.store(experts + token * COUNT + number, best.to(tl.int64))
-        tl.store(shares + token * COUNT + number, share)
+        place = token * (COUNT + HAS_SHARED) + number
+        tl.store(experts + place, best.to(tl.int64))
+        tl.store(shares + place, share)
         scores = tl.where(at == best, float("-inf"), scores)
+    if HAS_SHARED:
+        logit = tl.load(logits + num_experts).to(tl.float32)
+        place = token * (COUNT + HAS_SHARED) + COUNT
+        tl.store(experts + place, num_experts)
+        tl.store(shares + place, tl.div_rn(1.0, 1.0 + tl.exp(-logit)))
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -155,7 +172,11 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     scale_columns,
     block_rows,
     block_columns,
+    shared,
+    shared_scales,
+    num_experts,
     INPUTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LIMIT: tl.constexpr,
     SCALING: tl.constexpr,
@@ -172,11 +193,16 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
     is_there = output < width
     # What is behind the last output reads the last one's, and is not written.
     gate_row = tl.minimum(output, width - 1) * step
-    first_gate = weight + (expert * outputs + gate_row)[:, None] * INPUTS
+    weight += expert * outputs * INPUTS
+    scales += expert * scale_rows * scale_columns
+    if HAS_SHARED:
+        weight = tl.where(expert == num_experts, shared, weight)
+        scales = tl.where(expert == num_experts, shared_scales, scales)
+    first_gate = weight + gate_row[:, None] * INPUTS
     first_up = first_gate + behind * INPUTS
     first_row = tl.program_id(1) * ROWS * step
-    gate_scale = scales + (expert * scale_rows + first_row // block_rows) * scale_columns
-    up_scale = scales + (expert * scale_rows + (first_row + behind) // block_rows) * scale_columns
+    gate_scale = scales + first_row // block_rows * scale_columns
+    up_scale = scales + (first_row + behind) // block_rows * scale_columns
     gate = tl.zeros([ROWS, COLUMNS], tl.float32)
     up = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in tl.range(0, INPUTS, COLUMNS, num_stages=STAGES):
@@ -195,8 +221,8 @@ def _open(  # type: ignore[no-untyped-def] # noqa: PLR0913
         up += read.to(tl.float32) * for_up[None, :]
     gate_sum, up_sum = tl.sum(gate, 1), tl.sum(up, 1)
     if SCALING == 2:  # by outputs
-        gate_sum *= tl.load(scales + expert * outputs + gate_row)
-        up_sum *= tl.load(scales + expert * outputs + gate_row + behind)
+        gate_sum *= tl.load(scales + gate_row)
+        up_sum *= tl.load(scales + gate_row + behind)
     if HAS_BIAS:
         place = bias + expert * outputs + gate_row
         gate_sum += tl.load(place).to(tl.float32)
@@ -225,7 +251,11 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
     scale_columns,
     block_rows,
     block_columns,
+    shared,
+    shared_scales,
+    num_experts,
     INPUTS: tl.constexpr,
+    HAS_SHARED: tl.constexpr,
     COUNT: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SCALING: tl.constexpr,
@@ -247,16 +277,21 @@ def _close(  # type: ignore[no-untyped-def] # noqa: PLR0913
         expert, share = tl.load(experts + pair), tl.load(shares + pair)
         at = number % slices * COLUMNS + tl.arange(0, COLUMNS)
         states = tl.load(opened + pair * INPUTS + at, mask=at < INPUTS, other=0.0)
-        place = weight + (expert * outputs + row)[:, None] * INPUTS + at[None, :]
+        matrix = weight + expert * outputs * INPUTS
+        factor = scales + expert * scale_rows * scale_columns
+        if HAS_SHARED:
+            matrix = tl.where(expert == num_experts, shared, matrix)
+            factor = tl.where(expert == num_experts, shared_scales, factor)
+        place = matrix + row[:, None] * INPUTS + at[None, :]
         read = tl.load(place, mask=(at < INPUTS)[None, :], other=0.0)
         factors = states.to(tl.float32) * share
         wide = read.to(tl.float32)
         if SCALING == 1:
-            block = (expert * scale_rows + tl.program_id(1) * ROWS // block_rows) * scale_columns
-            scale = scales + block + at // block_columns
+            block = tl.program_id(1) * ROWS // block_rows * scale_columns
+            scale = factor + block + at // block_columns
             factors *= tl.load(scale, mask=at < INPUTS, other=0.0)
         if SCALING == 2:
-            wide *= tl.load(scales + expert * outputs + row)[:, None]
+            wide *= tl.load(factor + row)[:, None]
         products += wide * factors[None, :]
     result = tl.sum(products, 1)
     if HAS_BIAS:

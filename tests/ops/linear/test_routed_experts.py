@@ -24,16 +24,21 @@ sizes = ((1, 5, 2, 8, 8), (3, 7, 3, 70, 22), (2, 4, 4, 16, 600), (1, 33, 8, 1100
 for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
     for count, experts, chosen, inputs, outputs in sizes:
         logits = torch.randn(count, experts).to(dtype)
-        for is_normalized in (True, False):
-            expected = route(logits, chosen, is_normalized=is_normalized)
-            routes = kernels.route(logits, chosen, is_normalized=is_normalized)
+        for is_normalized, has_shared in ((True, False), (False, False), (True, True)):
+            given = torch.cat([logits, logits[:, :1]], 1) if has_shared else logits
+            options = {"is_normalized": is_normalized, "has_shared": has_shared}
+            expected = route(given, chosen, **options)
+            routes = kernels.route(given, chosen, **options)
             assert torch.equal(routes.experts, expected.experts)
             torch.testing.assert_close(routes.shares, expected.shares)
-        x, opened = torch.randn(count, inputs), torch.randn(count, chosen, inputs)
+        x, opened = torch.randn(count, inputs), torch.randn(count, chosen + 1, inputs)
         scale = inputs**-0.5
         weight = (torch.randn(experts, outputs, inputs) * scale).to(dtype)
-        for bias in (None, torch.randn(experts, outputs).to(dtype)):
-            given = Projection(weight, bias)
+        shared, bias = weight[0] + 1, torch.randn(experts, outputs).to(dtype)
+        for given in (Projection(weight, None, shared=shared), Projection(weight, bias)):
+            if given.shared is None:
+                routes = type(routes)(*(one[:, :-1].contiguous() for one in routes))
+                opened = opened[:, :-1]
             for gating in gatings:
                 found = kernels.open_experts(x.to(dtype), routes.experts, given, gating)
                 wanted = open_experts(x.to(dtype), routes.experts, given, gating)
@@ -47,10 +52,11 @@ for block, serves in (((8, 16), True), ((1, 48), True), ((48, 48), True), ((4, 1
     closing = scaled(5, (48, 40), block)
     assert kernels.serves(opening, 2) is kernels.serves(closing, 1) is serves
     if serves:
-        x, routes = torch.randn(3, 40), route(torch.randn(3, 5), 2, is_normalized=True)
+        x = torch.randn(3, 40)
+        routes = route(torch.randn(3, 6), 2, is_normalized=True, has_shared=True)
         found = kernels.open_experts(x, routes.experts, opening, Gating())
         torch.testing.assert_close(found, open_experts(x, routes.experts, opening, Gating()))
-        x = torch.randn(3, 2, 40)
+        x = torch.randn(3, 3, 40)
         found = kernels.close_experts(x, routes, closing)
         torch.testing.assert_close(found, close_experts(x, routes, closing))
 print("equal")
@@ -58,9 +64,11 @@ print("equal")
 
 
 def scaled(experts: int, shape: tuple[int, int], block: tuple[int, int]) -> Projection:
-    """Matrices in fp8."""
-    weight = torch.randn(experts, *shape).to(FP8)
-    return Projection(weight, None, torch.rand(experts, *scales_shape(shape, block)), block)
+    """Matrices in fp8, and one that all tokens take."""
+    weight = torch.randn(experts + 1, *shape).to(FP8)
+    scales = torch.rand(experts + 1, *scales_shape(shape, block))
+    *others, last = (weight[:-1], scales[:-1], scales[-1])
+    return Projection(others[0], None, others[1], block, weight[-1], last)
 
 
 @pytest.mark.parametrize("is_normalized", [True, False])
@@ -107,10 +115,32 @@ def test_one_expert_at_a_time(limit: float | None, *, has_bias: bool) -> None:
 def test_matrices_in_fp8_are_multiplied_out() -> None:
     given = scaled(4, (7, 10), (4, 4))
     assert given.scales is not None
-    found = given.of(torch.tensor([[3, 0]]))
-    for at, expert in enumerate((3, 0)):
-        one = Fp8Weight.of(given.weight[expert], given.scales[expert], (4, 4))
+    assert given.shared is not None
+    assert given.shared_scales is not None
+    found = given.of(torch.tensor([[3, 4, 0]]))
+    for at, expert in enumerate((3, None, 0)):
+        numbers = (given.shared, given.shared_scales)
+        if expert is not None:
+            numbers = (given.weight[expert], given.scales[expert])
+        one = Fp8Weight.of(*numbers, (4, 4))
         assert torch.equal(found[0, at], multiply_out(one, torch.float32))
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+def test_every_token_takes_the_shared_expert(*, is_normalized: bool) -> None:
+    torch.manual_seed(0)
+    x, logits = torch.randn(3, 6), torch.randn(3, 6)
+    opening = Projection(torch.randn(5, 8, 6), None, shared=torch.randn(8, 6))
+    closing = Projection(torch.randn(5, 6, 4), None, shared=torch.randn(6, 4))
+    assert opening.shared is not None
+    assert closing.shared is not None
+    routes = route(logits, 2, is_normalized=is_normalized, has_shared=True)
+    found = close_experts(open_experts(x, routes.experts, opening, Gating()), routes, closing)
+    chosen = route(logits[:, :5], 2, is_normalized=is_normalized)
+    others = close_experts(open_experts(x, chosen.experts, opening, Gating()), chosen, closing)
+    gate, up = (x @ opening.shared.T).chunk(2, 1)
+    shared = (silu(gate) * up) @ closing.shared.T
+    torch.testing.assert_close(found, others + logits[:, 5:].sigmoid() * shared)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:
