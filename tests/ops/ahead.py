@@ -21,14 +21,17 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from guided_spec.ops import launch_triton
+from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
+from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
 from guided_spec.ops.linear.experts import Gating, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
 from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.verify_triton import verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
+from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 from guided_spec.ops.slot_attention_triton import slot_attention
 from guided_spec.ops.trees.kept_branch_triton import keep_branch
 from guided_spec.types import Draft, SamplingParams
@@ -81,6 +84,50 @@ def multiply_fp8(count: int, shape: tuple[int, int], block: tuple[int, int]) -> 
     x = torch.empty(count, shape[1], dtype=torch.bfloat16)
     for given in (None, bias):
         fp8_linear_triton.fp8_linear(x, weight, given)
+
+
+def share_an_expert(count: int, experts: int, sizes: tuple[int, int, int]) -> None:
+    """As ``ask_experts``; all tokens take one more."""
+    chosen, hidden, inner = sizes
+    logits = torch.empty(count, experts + 1, dtype=torch.bfloat16)
+    routes = experts_triton.route(logits, chosen, is_normalized=True, has_shared=True)
+    for width, shape in ((hidden, (2 * inner, hidden)), (inner, (hidden, inner))):
+        weight = torch.empty(experts, *shape, dtype=torch.bfloat16, device="meta")
+        plain = Projection(weight, None, shared=torch.empty(shape, dtype=torch.bfloat16))
+        scales = torch.empty(experts, shape[0] // 128, shape[1] // 128)
+        in_fp8 = Projection(weight.to(FP8), None, scales, (128, 128))
+        in_fp8 = in_fp8._replace(shared=torch.empty(shape, dtype=FP8), shared_scales=scales[0])
+        for given in (plain, in_fp8):
+            if width == hidden:
+                x = torch.empty(count, width, dtype=torch.bfloat16)
+                experts_triton.open_experts(x, routes.experts, given, Gating())
+            else:
+                opened = torch.empty(count, chosen + 1, width, dtype=torch.bfloat16)
+                experts_triton.close_experts(opened, routes, given)
+
+
+def fold(count: int, shape: DeltaShape) -> None:
+    """Likewise, of so many tokens in two rows."""
+    gate, kept = shape.values * shape.value_size, shape.channels + 2 * shape.values
+    columns = DeltaColumns(*(torch.zeros(n, dtype=torch.int32) for n in (kept, gate)))
+    taps = torch.empty(shape.channels, shape.taps, dtype=torch.bfloat16)
+    rates, norm = (torch.empty(n, dtype=torch.bfloat16) for n in (shape.values, shape.value_size))
+    layer = DeltaLayer(shape, columns, taps, rates, rates, 1.0, norm, 1e-6)
+    states = DeltaStates.empty(shape, 2, 38, taps[:0])
+    line, rows = torch.zeros(2, count, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    places = SlotPlaces(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
+    gated_delta(torch.empty(count, kept + gate, dtype=torch.bfloat16), layer, states, places)
+
+
+def turn(shape: HeadShape, part: int) -> None:
+    """Likewise, of three tokens; of each head one part of so many is turned."""
+    packed = torch.empty(3, shape.width, dtype=torch.bfloat16)
+    rotation = Rotation(*torch.empty(2, 256, shape.size // part, dtype=torch.bfloat16))
+    line, rows = torch.zeros(2, 3, dtype=torch.int64), torch.zeros(3, 2, dtype=torch.int64)
+    places = SlotPlaces(line, rows, torch.zeros(2, 4, dtype=torch.int32), 255)
+    buffers = KeyValues(*torch.empty(2, 4, shape.keys, 64, shape.size, dtype=torch.bfloat16))
+    norm = torch.empty(shape.size)
+    rotate_and_store(packed, rotation, shape, HeadNorms(norm, norm, 1e-6), buffers, places)
 
 
 def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: Gating) -> None:
@@ -140,6 +187,11 @@ def main() -> None:
         for count in (1, 6):
             ask_experts(count, 128, (8, 2048, 768), Gating())
             ask_experts(count, 32, (4, 2880, 2880), Gating(is_interleaved=True, limit=7.0))
+            share_an_expert(count, 512, (10, 2048, 512))
+        for count in (1, 6, 64, 100):
+            fold(count, DeltaShape(16, 32, 128, 128, 4))
+        turn(HeadShape(32, 8, 128), 1)
+        turn(HeadShape(16, 4, 256, has_gates=True), 4)
         for is_tree in (False, True):
             attend(is_tree=is_tree)
     sys.stdout.write(json.dumps(made) + "\n")
