@@ -34,6 +34,7 @@ from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Accepted, Draft, DraftPolicy, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS, SCHEMA
 from tests.learned_heads import TARGETS, HeadedTarget, overfit, write_head
+from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, make_llm
 
@@ -432,3 +433,17 @@ def test_a_grammar_spec_survives(taught: Any) -> None:
     with make_llm(known.headed.target, "qwen3_5_mtp", known.headed.draft) as llm:
         found = llm.generate("Something new", SamplingParams(max_tokens=60, grammar=spec))
     assert found[0].token_ids == expected[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_next"])
+def test_a_head_beside_linear_states(name: str, tmp_path: Any) -> None:
+    """It has blocks, which the target's states are not in; drafts fail at any token."""
+    target = build(name, vocab_size=VOCAB_SIZE)
+    write_eagle3(tmp_path, target, draft_vocab_size=VOCAB_SIZE * 3 // 4)
+    found = []
+    for proposer, draft in (("none", None), ("eagle3", str(tmp_path))):
+        with make_llm(target, proposer, draft, kernels="packed", max_batch_size=3) as llm:
+            outputs = llm.generate(PROMPTS, PARAMS, on_error="return")
+        found.append([output.completions[0] for output in outputs])
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
+    assert len({sum(one.stats.accepted) for one in found[1]}) > 1
