@@ -21,9 +21,9 @@ __all__ = ["gated_delta"]
 BLOCK = 1024  # channels of a program
 COLUMNS = 32  # of a state in a program
 HEADS = 4  # of one token in a program
-# Tokens that are folded in by one set of matrix products, in rows that have more: an inverse takes
-# as long as some tokens one by one.
-CHUNK = 16
+# Rows of more tokens are folded in by sets of matrix products, of so many tokens each: one costs as
+# much as some tokens one by one.
+ONE_BY_ONE, CHUNK = 16, 16
 
 
 def gated_delta(
@@ -48,11 +48,11 @@ def gated_delta(
             *(*line, *kept, layer.taps, mixed, tokens, count, shape.channels, shape.taps, BLOCK)
         )
         grid = (num_rows, shape.values, triton.cdiv(shape.value_size, value_block))
-        for is_long in (False, True)[: 1 + (count > CHUNK)]:
+        for is_long in (False, True)[: 1 + (count > ONE_BY_ONE)]:
             launch(_fold_rows, grid, packed)(
                 *(*line, *kept, layer.taps, mixed, states.state, states.extent, rows, num_rows),
                 *(layer.rates, layer.biases, read, longest, layer.step_scale, NORM_EPS),
-                *(*sizes, max(_power(shape.key_size), 16), value_block, CHUNK, is_long),
+                *(*sizes, max(_power(shape.key_size), 16), value_block, ONE_BY_ONE, CHUNK, is_long),
                 num_warps=4,
             )
         parts = triton.cdiv(shape.values, HEADS) + triton.cdiv(width, BLOCK)
@@ -224,11 +224,12 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     TAPS: tl.constexpr,
     KEY_BLOCK: tl.constexpr,
     VALUE_BLOCK: tl.constexpr,
+    ONE_BY_ONE: tl.constexpr,
     CHUNK: tl.constexpr,
     IS_LONG: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """Some columns of one head's state through one row, of more than ``CHUNK`` tokens or fewer."""
+    """Some columns of one head's state through one row, which is long or not."""
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
     head = tl.program_id(1)
@@ -236,7 +237,7 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     start = tl.load(rows + num_rows + row)
     first = tl.load(rows + 2 * num_rows + row - 1, mask=row > 0, other=0)
     end = tl.load(rows + 2 * num_rows + row)
-    is_mine = (end - first > CHUNK) == IS_LONG
+    is_mine = (end - first > ONE_BY_ONE) == IS_LONG
     if (slot >= 0) & (end > first) & is_mine:
         all_keys: tl.constexpr = KEYS * KEY_SIZE
         channels: tl.constexpr = 2 * all_keys + VALUES * VALUE_SIZE
