@@ -20,6 +20,9 @@ __all__ = [
 ]
 
 
+UNMASKED = ("linear_attention", "conv")  # layers that keep a state
+
+
 class MaskBuilder:
     """Builds what a model takes as ``attention_mask``: 4-D, or a mapping of them by layer type.
 
@@ -52,7 +55,7 @@ class MaskBuilder:
     def _mask(
         self, kind: str, causal: Tensor, keys: Tensor, queries: Tensor, dtype: torch.dtype
     ) -> Tensor | None:
-        if kind == "linear_attention":
+        if kind in UNMASKED:
             return None
         visible = causal
         if kind in self._windows:

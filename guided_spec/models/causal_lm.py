@@ -45,7 +45,7 @@ TRIAL_LENGTH = 256  # positions of a slot in which a packed form is tried; more 
 
 PACKED_DEVICES = ("cpu", "cuda")  # where "auto" is packed
 
-SavedStates = Sequence[tuple[Tensor, ...]]  # what each layer with a linear state keeps of slots
+SavedStates = Sequence[SavedState | DeltaStates]  # of each layer with a linear state
 
 logger = logging.getLogger(__name__)
 
@@ -367,13 +367,15 @@ class CausalLM:
     def load_states(self, slots: Sequence[int], saved: SavedStates) -> None:
         """Put back what ``save_states`` gave, into as many slots."""
         if self._slots is not None:
-            self._slots.cache.load_states(slots, [SavedState(*one) for one in saved])
+            copied = [one for one in saved if isinstance(one, SavedState)]
+            self._slots.cache.load_states(slots, copied)
             return
         assert self._packed is not None
         rows = to_device(slots, self.device)
-        for states, copies in zip(self._packed.states, saved, strict=True):
-            for part, copy in zip(states, copies, strict=True):
-                part[rows] = copy
+        copies = [one for one in saved if isinstance(one, DeltaStates)]
+        for states, copy in zip(self._packed.states, copies, strict=True):
+            for part, rest in zip(states, copy, strict=True):
+                part[rows] = rest
 
     @property
     def kv_bytes_per_token(self) -> int:

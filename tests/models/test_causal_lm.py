@@ -113,7 +113,7 @@ def test_padding_and_absent_rows_change_nothing(name: str) -> None:
     assert generated(rows) == expected(rows)
 
 
-@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("name", [*HYBRIDS, "lfm2"])
 def test_keeping_rejected_tokens_in_the_state_would_show(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -28,9 +28,12 @@ RUN = {
     "gemma3_text": EQUAL,
     "gpt2": EQUAL,
     "hy_v4": NO_PACKED_FORM,
+    "lfm2": NO_PACKED_FORM,
     "modernbert-decoder": NO_PACKED_FORM,
     "mpt": "in packed form failed",
     "olmo_hybrid": NO_PACKED_FORM,
+    "qwen3_5": EQUAL,
+    "qwen3_next": EQUAL,
 }
 POSITIONS = "for it counts positions by itself"
 PAST = "for it keeps its past in a form of its own"
@@ -44,7 +47,6 @@ REFUSED = {
     "gpt_neo": "does not keep to its masks",
     "granitemoehybrid": "layers of type 'linear_attention'",
     "jamba": "layers of type 'linear_attention'",
-    "lfm2": "layers of type 'conv'",
     "llama4_text": "layers of type 'chunked_attention'",
     "moshi": "under the windows of its configuration",
     "nemotron_h": "layers of type 'linear_attention'",

@@ -125,6 +125,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], str]] = {
         "sdpa",
     ),
     "bitnet": ("BitNetConfig", {}, "sdpa"),
+    "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"] * 2}, "sdpa"),
 }
 
 

@@ -14,6 +14,8 @@ layer records its delta-rule call instead, and ``commit`` runs that call once mo
 before the forward with decay 0 (in the log) and step 0 for the tokens that do not stay: these then
 leave the state as it is. Padding is handled the same way.
 
+Layers of short convolutions (LFM2) have the window of theirs alone, which ``commit`` cuts out.
+
 The recording wraps two functions of the model's modeling module, once, by ``record_delta_rules``;
 they behave as before outside ``recording``.
 
@@ -39,6 +41,7 @@ from transformers.cache_utils import (
 )
 
 from guided_spec.errors import ModelError
+from guided_spec.models.attention import UNMASKED
 from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
@@ -164,10 +167,10 @@ _thread = _Recorded()
 
 
 class SavedState(NamedTuple):
-    """Copies of the states of some slots: conv [n, channels, kernel], recurrent [n, ...]."""
+    """Copies of the states of some slots: conv [n, channels, kernel], recurrent [n, ...] if any."""
 
     conv: Tensor
-    recurrent: Tensor
+    recurrent: Tensor | None
 
 
 class DeltaCall(NamedTuple):
@@ -179,7 +182,7 @@ class DeltaCall(NamedTuple):
 
 
 class SlotLinearLayer(LinearAttentionLayer):
-    """The convolution window and the recurrent state of one layer, for every slot."""
+    """The convolution window of one layer, and its recurrent state if any, for every slot."""
 
     def __init__(self, num_slots: int) -> None:
         super().__init__()
@@ -200,17 +203,16 @@ class SlotLinearLayer(LinearAttentionLayer):
     def begin(self, plan: StepPlan) -> None:
         """Show transformers the states of the batch's slots; new texts start from zeros."""
         self._plan, self._window, self._call, self._final = plan, None, None, None
-        if self._conv is None or self._recurrent is None:
-            return
-        if plan.fresh:
-            # By way of the CPU: a tensor made on a GPU from a list would wait for the GPU.
-            fresh = to_device(plan.fresh, self._conv.device)
-            self._conv.index_fill_(0, fresh, 0)
-            self._recurrent.index_fill_(0, fresh, 0)
-        # A copy: a kernel may work in place, and the state before the forward is needed again.
-        self.recurrent_states[0] = plan.gather(self._recurrent).clone()
-        self.conv_states[0] = plan.gather(self._conv)
-        self.has_previous_state[0] = True
+        for buffer, shown in zip(
+            (self._conv, self._recurrent), (self.conv_states, self.recurrent_states), strict=True
+        ):
+            if buffer is not None:
+                if plan.fresh:
+                    # By way of the CPU: a tensor made on a GPU from a list would wait for the GPU.
+                    buffer.index_fill_(0, to_device(plan.fresh, buffer.device), 0)
+                # A copy: a kernel may work in place, and the state before is needed again.
+                shown[0] = plan.gather(buffer).clone()
+                self.has_previous_state[0] = True
 
     def update_conv_state(
         self,
@@ -247,38 +249,41 @@ class SlotLinearLayer(LinearAttentionLayer):
     def commit(self, keep: Tensor | None) -> None:
         """Store the states behind the first ``keep`` [B] (on the CPU) tokens; None: behind all."""
         assert self._plan is not None, "begin() comes before commit()"
-        if self._window is None or self._final is None:
+        if self._window is None:
             return
         assert self._conv is not None
-        assert self._recurrent is not None
-        kernel = self._conv.shape[-1]
+        kernel, final = self._conv.shape[-1], self._final
         if keep is None:
-            conv, recurrent = self._window[..., -kernel:], self._final
+            conv = self._window[..., -kernel:]
         else:
             on_device = keep.to(self._window.device, non_blocking=True)
             columns = on_device[:, None] + torch.arange(kernel, device=on_device.device)
             columns = columns.unsqueeze(1).expand(-1, self._window.shape[1], -1)
-            conv, recurrent = self._window.gather(2, columns), self._replay(on_device)
+            conv = self._window.gather(2, columns)
+            final = None if final is None else self._replay(on_device)
         self._plan.scatter(self._conv, conv)
-        self._plan.scatter(self._recurrent, recurrent.to(self._recurrent.dtype))
+        if final is not None:
+            assert self._recurrent is not None
+            self._plan.scatter(self._recurrent, final.to(self._recurrent.dtype))
         self._window = self._call = self._final = None
 
     def save(self, slots: Sequence[int]) -> SavedState:
         """A copy of the states of ``slots``."""
         conv, recurrent = self._states()
         rows = to_device(slots, conv.device)
-        return SavedState(conv.index_select(0, rows), recurrent.index_select(0, rows))
+        kept = None if recurrent is None else recurrent.index_select(0, rows)
+        return SavedState(conv.index_select(0, rows), kept)
 
     def load(self, slots: Sequence[int], saved: SavedState) -> None:
         """Put copies made by ``save`` into ``slots``."""
         conv, recurrent = self._states()
         rows = to_device(slots, conv.device)
         conv.index_copy_(0, rows, saved.conv)
-        recurrent.index_copy_(0, rows, saved.recurrent)
+        if recurrent is not None and saved.recurrent is not None:
+            recurrent.index_copy_(0, rows, saved.recurrent)
 
-    def _states(self) -> tuple[Tensor, Tensor]:
+    def _states(self) -> tuple[Tensor, Tensor | None]:
         assert self._conv is not None, "the first forward allocates the states"
-        assert self._recurrent is not None
         return self._conv, self._recurrent
 
     def _replay(self, keep: Tensor) -> Tensor:
@@ -447,7 +452,7 @@ class SlotCache(Cache):
             return SlotLayer(self)
         if kind in INDEXED_TYPES:
             return SlotIndexedLayer(self)
-        if kind == "linear_attention":
+        if kind in UNMASKED:
             return SlotLinearLayer(self.num_slots)
         if kind == "dummy":
             # Imported here: older versions leave such layers out of the list instead.
@@ -457,7 +462,8 @@ class SlotCache(Cache):
             return dummy.DummyLayer()
         raise ModelError(
             f"model_type={config.model_type!r}: layers of type {kind!r} cannot be kept in slots; "
-            "use a model of full, sliding, indexed (DSA) or gated-delta attention layers"
+            "use a model of full, sliding, indexed (DSA) or gated-delta attention layers, or of "
+            "convolutions between them"
         )
 
 

@@ -62,7 +62,7 @@ class StockSlots:
         self._call: Any = model
         self._decoder = find_decoder(model)
         self._head: Any = self._call.get_output_embeddings()
-        if self.cache.has_linear_state:
+        if "linear_attention" in self.cache.layer_types:
             record_delta_rules(model)
 
     def forward(
