@@ -152,6 +152,8 @@ def rotation_table(rotary: Any, like: Tensor, length: int, kind: str | None = No
     kind: of layer, for modules that turn each kind in a way of its own.
     """
     positions = torch.arange(length, device=like.device).unsqueeze(0)
+    if hasattr(rotary, "mrope_section"):  # time, height and width: the same for text
+        positions = positions.expand(3, *positions.shape)
     cos, sin = rotary(like, positions) if kind is None else rotary(like, positions, kind)
     return Rotation(cos[0].contiguous(), sin[0].contiguous())
 
