@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import silu, softplus
 
@@ -110,6 +112,23 @@ def empty_states(shape: DeltaShape, dtype: torch.dtype = torch.float32) -> Delta
     return states
 
 
+@st.composite
+def drawn_steps(draw: st.DrawFn) -> list[list[Span]]:
+    """Forwards of some slots each; a row begins in the one before it, or behind a long one."""
+    steps, earliest, ends = [], [0] * NUM_SLOTS, [0] * NUM_SLOTS
+    for _ in range(draw(st.integers(2, 8))):
+        spans = []
+        for slot in draw(st.lists(st.integers(0, NUM_SLOTS - 1), min_size=1, unique=True)):
+            is_new = draw(st.integers(0, 9)) == 0
+            start = 0 if is_new else draw(st.integers(earliest[slot], ends[slot]))
+            length = draw(st.integers(1, 2 * LONGEST_DRAFT))
+            spans.append(Span(slot, start, length))
+            ends[slot] = start + length
+            earliest[slot] = ends[slot] if length > LONGEST_DRAFT else start
+        steps.append(spans)
+    return steps
+
+
 class Text(NamedTuple):
     """The projections [1, X] of one text's tokens."""
 
@@ -146,9 +165,20 @@ class Text(NamedTuple):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_token_reads_what_the_equations_say(shape: DeltaShape) -> None:
+    follow(shape, STEPS)
+
+
+@given(drawn_steps())
+@settings(deadline=None, max_examples=25)
+def test_texts_may_go_back_anywhere_in_short_rows(steps: list[list[Span]]) -> None:
+    follow(SHAPES[1], steps)
+
+
+def follow(shape: DeltaShape, steps: list[list[Span]]) -> None:
+    """Each token of each forward, by the equations over its text alone."""
     layer, states = layer_of(shape), empty_states(shape)
     texts = [Text([]) for _ in range(NUM_SLOTS)]
-    for at, spans in enumerate(STEPS):
+    for at, spans in enumerate(steps):
         packed = packed_of(layer, spans, at)
         found, first = gated_delta(packed, layer, states, places_at(spans)), 0
         for slot, start, length in spans:
