@@ -129,7 +129,7 @@ def test_the_delta_rule(shape: DeltaShape, dtype: torch.dtype) -> None:
     layer, states = delta.layer_of(shape, dtype), delta.empty_states(shape, dtype)
     on_device = delta.layer_of(shape, dtype, CUDA)
     found_states = DeltaStates(*(part.cuda() for part in states))
-    tolerance = 1e-4 if dtype == torch.float32 else 5e-2
+    tolerance = 1e-3 if dtype == torch.float32 else 5e-2
     for at, spans in enumerate(delta.STEPS):
         packed, places = delta.packed_of(layer, spans, at, dtype), delta.places_at(spans)
         moved = replace(
