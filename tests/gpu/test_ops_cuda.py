@@ -124,13 +124,15 @@ def test_steps_of_experts(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [*delta.SHAPES, DeltaShape(4, 8, 128, 128, 4)])
-def test_the_delta_rule(shape: DeltaShape, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_long", [False, True])
+def test_the_delta_rule(shape: DeltaShape, dtype: torch.dtype, *, is_long: bool) -> None:
     """Forwards behind one another, so that states go on from what the kernels left."""
-    layer, states = delta.layer_of(shape, dtype), delta.empty_states(shape, dtype)
+    longest = delta.LONG_DRAFT if is_long else delta.LONGEST_DRAFT
+    layer, states = delta.layer_of(shape, dtype), delta.empty_states(shape, dtype, longest)
     on_device = delta.layer_of(shape, dtype, CUDA)
     found_states = DeltaStates(*(part.cuda() for part in states))
     tolerance = 1e-3 if dtype == torch.float32 else 5e-2
-    for at, spans in enumerate(delta.STEPS):
+    for at, spans in enumerate(delta.LONG_STEPS if is_long else delta.STEPS):
         packed, places = delta.packed_of(layer, spans, at, dtype), delta.places_at(spans)
         moved = replace(
             places,

@@ -39,18 +39,29 @@ STEPS = [
     [Span(2, 13, 5), Span(1, 74, 6), Span(0, 7, 2)],
     [Span(1, 80, 1), Span(0, 7, 1), Span(2, 18, 1)],
 ]
+# Drafts that kernels fold in as they do prompts, and which go back all the same.
+LONG_DRAFT = 20
+LONG_STEPS = [
+    [Span(0, 0, 18), Span(1, 0, 33)],
+    [Span(0, 7, 20), Span(1, 33, 2)],
+    [Span(1, 35, 19), Span(0, 20, 3)],
+    [Span(0, 21, 17), Span(1, 36, 1)],
+]
 
 COMPARE = """
 import torch
 from guided_spec.ops.delta_rule import gated_delta
 from guided_spec.ops.delta_rule_triton import gated_delta as kernel
-from tests.ops.test_delta_rule import SHAPES, STEPS, layer_of, packed_of, empty_states, places_at
+from tests.ops.test_delta_rule import LONG_DRAFT, LONG_STEPS, LONGEST_DRAFT, SHAPES, STEPS
+from tests.ops.test_delta_rule import empty_states, layer_of, packed_of, places_at
 
-for shape in SHAPES:
+for shape, longest, steps in (
+    *((shape, LONGEST_DRAFT, STEPS) for shape in SHAPES), (SHAPES[0], LONG_DRAFT, LONG_STEPS),
+):
     for dtype, (atol, rtol) in {torch.float32: (1e-5, 1e-4), torch.float16: (4e-3, 4e-3)}.items():
         layer = layer_of(shape, dtype)
-        states, expected = (empty_states(shape, dtype) for _ in range(2))
-        for at, spans in enumerate(STEPS):
+        states, expected = (empty_states(shape, dtype, longest) for _ in range(2))
+        for at, spans in enumerate(steps):
             packed, places = packed_of(layer, spans, at, dtype), places_at(spans)
             found = kernel(packed, layer, states, places)
             wanted = gated_delta(packed, layer, expected, places)
@@ -102,10 +113,12 @@ def places_at(spans: list[Span]) -> SlotPlaces:
     return places_of(spans, TABLES, 1000, Unused(2, 1) if spans else Unused())
 
 
-def empty_states(shape: DeltaShape, dtype: torch.dtype = torch.float32) -> DeltaStates:
+def empty_states(
+    shape: DeltaShape, dtype: torch.dtype = torch.float32, longest_draft: int = LONGEST_DRAFT
+) -> DeltaStates:
     """What other texts left: anything."""
     like = torch.empty(0, dtype=dtype)
-    states = DeltaStates.empty(shape, NUM_SLOTS, LONGEST_DRAFT, like)
+    states = DeltaStates.empty(shape, NUM_SLOTS, longest_draft, like)
     states.state.fill_(3.0)
     states.recent.fill_(2.0)
     states.extent.copy_(torch.tensor([[4, 2], [0, 0], [9, 5]]))
@@ -174,9 +187,13 @@ def test_texts_may_go_back_anywhere_in_short_rows(steps: list[list[Span]]) -> No
     follow(SHAPES[1], steps)
 
 
-def follow(shape: DeltaShape, steps: list[list[Span]]) -> None:
+def test_long_drafts_go_back_too() -> None:
+    follow(SHAPES[0], LONG_STEPS, LONG_DRAFT)
+
+
+def follow(shape: DeltaShape, steps: list[list[Span]], longest_draft: int = LONGEST_DRAFT) -> None:
     """Each token of each forward, by the equations over its text alone."""
-    layer, states = layer_of(shape), empty_states(shape)
+    layer, states = layer_of(shape), empty_states(shape, longest_draft=longest_draft)
     texts = [Text([]) for _ in range(NUM_SLOTS)]
     for at, spans in enumerate(steps):
         packed = packed_of(layer, spans, at)
