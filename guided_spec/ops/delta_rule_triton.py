@@ -47,9 +47,11 @@ def gated_delta(
         launch(_convolve, (count, triton.cdiv(shape.channels, BLOCK)), packed)(
             *(*line, *kept, layer.taps, mixed, tokens, count, shape.channels, shape.taps, BLOCK)
         )
-        grid = (num_rows, shape.values, triton.cdiv(shape.value_size, value_block))
-        for is_long in (False, True)[: 1 + (count > ONE_BY_ONE)]:
-            launch(_fold_rows, grid, packed)(
+        parts = triton.cdiv(shape.value_size, value_block)
+        for is_long, most in ((False, num_rows), (True, count // (ONE_BY_ONE + 1))):
+            if most == 0:
+                continue
+            launch(_fold_rows, (most, shape.values, parts), packed)(
                 *(*line, *kept, layer.taps, mixed, states.state, states.extent, rows, num_rows),
                 *(layer.rates, layer.biases, read, longest, layer.step_scale, NORM_EPS),
                 *(*sizes, max(_power(shape.key_size), 16), value_block, ONE_BY_ONE, CHUNK, is_long),
@@ -197,6 +199,27 @@ def _fold_chunk(state, query, key, value, step, decay, CHUNK: tl.constexpr):  # 
     return tl.exp(last) * state + tl.dot(rest, moved, input_precision="tf32x3"), read
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def _long_row(rows, num_rows, number, ONE_BY_ONE: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which row is the long one of this number, counted from 0; -1 where there is none.
+
+    Tokens are in few long rows, so that few programs have to look for one.
+    """
+    found, before = 0, 0
+    for first in range(0, num_rows, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        inside = row < num_rows
+        slot = tl.load(rows + row, mask=inside, other=-1)
+        begin = tl.load(rows + 2 * num_rows + row - 1, mask=inside & (row > 0), other=0)
+        end = tl.load(rows + 2 * num_rows + row, mask=inside, other=0)
+        is_long = ((slot >= 0) & (end - begin > ONE_BY_ONE)).to(tl.int32)
+        rank = before + tl.cumsum(is_long, 0)
+        is_it = (is_long == 1) & (rank == number + 1)
+        found += tl.sum(tl.where(is_it, row, 0), 0)
+        before += tl.sum(is_long, 0)
+    return tl.where(number < before, found, -1)
+
+
 @triton.jit(do_not_specialize=["num_rows"])  # type: ignore[untyped-decorator]
 def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     packed,
@@ -232,11 +255,13 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     """Some columns of one head's state through one row, which is long or not."""
     await_previous(IS_DEPENDENT)
     row = tl.program_id(0)
+    if IS_LONG:
+        row = _long_row(rows, num_rows, row, ONE_BY_ONE, 64)
     head = tl.program_id(1)
-    slot = tl.load(rows + row)
-    start = tl.load(rows + num_rows + row)
+    slot = tl.load(rows + row, mask=row >= 0, other=-1)
+    start = tl.load(rows + num_rows + row, mask=row >= 0, other=0)
     first = tl.load(rows + 2 * num_rows + row - 1, mask=row > 0, other=0)
-    end = tl.load(rows + 2 * num_rows + row)
+    end = tl.load(rows + 2 * num_rows + row, mask=row >= 0, other=0)
     is_mine = (end - first > ONE_BY_ONE) == IS_LONG
     if (slot >= 0) & (end > first) & is_mine:
         all_keys: tl.constexpr = KEYS * KEY_SIZE

@@ -46,6 +46,8 @@ LONG_STEPS = [
     [Span(0, 7, 20), Span(1, 33, 2)],
     [Span(1, 35, 19), Span(0, 20, 3)],
     [Span(0, 21, 17), Span(1, 36, 1)],
+    # Behind more rows than are looked at together, and with one that is none between them.
+    [*[Span(-1, 0, 1)] * 70, Span(2, 0, 18), Span(-1, 0, 20), Span(0, 0, 3), Span(1, 37, 19)],
 ]
 
 COMPARE = """
