@@ -112,17 +112,20 @@ def rotate_and_store(
     """
     first = shape.stride * shape.queries
     heads: Tensor = packed.unflatten(1, (first + 2 * shape.keys, shape.size))
-    query = heads[:, : first : shape.stride]
+    queries, key, value = heads.split([first, shape.keys, shape.keys], 1)
+    query: Tensor = queries[:, ::2] if shape.has_gates else queries
     if _serves(packed):
         kernels_of(__name__).rotate_and_store(packed, rotation, shape, norms, buffers, places)
         return query
-    key, value = heads[:, first:].split(shape.keys, 1)
     positions = places.positions.clamp_max(len(rotation.cos) - 1)
     at = Rotation(rotation.cos[positions], rotation.sin[positions])
-    both = torch.cat([query, key], 1) if shape.has_gates else heads[:, : first + shape.keys]
-    turned = _rotate(both, at, shape, norms)
-    query.copy_(turned[:, : shape.queries])
-    key.copy_(turned[:, shape.queries :])
+    if shape.has_gates:
+        turned = _rotate(torch.cat([query, key], 1), at, shape, norms)
+        query.copy_(turned[:, : shape.queries])
+        key.copy_(turned[:, shape.queries :])
+    else:
+        both = heads[:, : first + shape.keys]
+        both.copy_(_rotate(both, at, shape, norms))
     store_keys_values(KeyValues(key, value), buffers, places)
     return query
 
@@ -135,7 +138,7 @@ def _rotate(heads: Tensor, rotation: Rotation, shape: HeadShape, norms: HeadNorm
         weights = [norms.query.expand(shape.queries, -1), norms.key.expand(shape.keys, -1)]
         values = values * torch.cat(weights).float()
     width = rotation.cos.shape[1]
-    moving = values[..., :width]
+    moving = values if width == shape.size else values[..., :width]
     low, high = moving.chunk(2, -1)
     cos, sin = (part.float().unsqueeze(1) for part in rotation)
     turned: Tensor = moving * cos + torch.cat([-high, low], -1) * sin
