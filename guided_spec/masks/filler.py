@@ -157,7 +157,9 @@ class RowFiller:
         if not missing:
             return
         with named_range("fill masks"):
-            if threads is None:
+            if threads is None and len(missing) <= WALKS_AT_ONCE:
+                self._fill_here(missing)
+            elif threads is None:
                 self._fill_patiently(missing)
             elif threads > 1:
                 self._fill_apart(missing, threads)
@@ -215,7 +217,8 @@ class RowFiller:
         fork = walk.fork
         assert fork is not None
         # Tokens may have been appended unfilled: back to the first missing row, and up again.
-        fork.rollback_to(walk.filled)
+        if len(fork.token_ids) > walk.filled:
+            fork.rollback_to(walk.filled)
         for depth in range(walk.filled, len(walk.drafted)):
             self._rows.fill(fork.matcher, walk.request, depth)
             fork.accept(walk.drafted[depth])

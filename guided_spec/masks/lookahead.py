@@ -208,25 +208,37 @@ class Lookahead:
             return None
         return self._rows.at_depths(self._next_depths(self._walks))
 
-    def next_rows(self, count: int, depth: int) -> NDArray[np.int64]:
-        """Where the rows of ``next_mask`` lie on the host, int64 [count]: addresses.
+    def next_rows(self, count: int, depth: int) -> list[int]:
+        """Where the rows of ``next_mask`` lie on the host, [count]: addresses.
 
         count: B or more; those behind the batch's own forbid nothing. depth: so do those of
         requests whose drafts hold another number of tokens. The rows stay as they are until the
         step after the next one.
         """
-        walks = [walk for walk in self._walks if len(walk.drafted) == depth]
-        return self._rows.addresses(self._next_depths(walks), count)
+        filled = self._fill_next([walk for walk in self._walks if len(walk.drafted) == depth])
+        return self._rows.addresses([(walk.request, depth) for walk in filled], count)
 
     def _next_depths(self, walks: Sequence[Walk]) -> list[int | None]:
         """Fill what comes next in these walks; returns where those rows are, None for others."""
-        drafting = [walk for walk in walks if walk.is_drafting and not walk.is_tabled]
-        if any(self._constraints[walk.request] is not None for walk in drafting):
-            self._fill(drafting)
         depths: list[int | None] = [None] * len(self._walks)
-        for walk in drafting:
+        for walk in self._fill_next(walks):
             depths[walk.request] = len(walk.drafted)
         return depths
+
+    def _fill_next(self, walks: Sequence[Walk]) -> list[Walk]:
+        """Fill the row behind each of those that go on under one of the host's; returns these."""
+        constraints = self._constraints
+        drafting = [
+            walk
+            for walk in walks
+            if walk.is_drafting and not walk.is_tabled and constraints[walk.request] is not None
+        ]
+        if drafting and self._is_asleep:
+            self._wake()  # some may turn out to be over
+            drafting = [walk for walk in drafting if walk.is_drafting]
+        if drafting:
+            self._fill(drafting)
+        return drafting
 
     def accept(self, token_ids: Tensor, starved: Tensor | None = None) -> None:
         """Append one drafted token, int64 [B], to every open request; one download.

@@ -202,6 +202,7 @@ class MaskBlock:
         self._array: NDArray[np.int32] = self._rows.numpy()
         # Single words are read in a quarter of the time.
         self._words: memoryview[int] = memoryview(self._array)  # type: ignore[arg-type]
+        self._address = (self._rows.data_ptr(), words * self._rows.element_size())
         self._num_ids = words * 32
         self._is_filled = np.zeros(rows + 1, dtype=np.bool_)
         self._is_stale = np.zeros(rows + 1, dtype=np.bool_)  # holds what an earlier step filled
@@ -253,12 +254,10 @@ class MaskBlock:
         self._restore(start, stop)
         return self._rows[start:stop]
 
-    def addresses(self, rows: Sequence[int]) -> NDArray[np.int64]:
-        """Where rows in any order lie in memory, int64 [len(rows)]."""
-        at = np.array(rows, dtype=np.int64)
-        for row in at[self._is_stale[at] & ~self._is_filled[at]].tolist():
-            self._restore(row, row + 1)
-        return self._rows.data_ptr() + at * self._array.strides[0]
+    def addresses(self, rows: Sequence[int]) -> list[int]:
+        """Where rows in any order lie in memory: those that are filled, and the last one."""
+        start, size = self._address
+        return [start + row * size for row in rows]
 
     def gather(self, rows: Sequence[int], out: Tensor | None = None) -> Tensor:
         """A copy of rows in any order, int32 [len(rows), W] on the host; in ``out`` if given."""
@@ -453,13 +452,16 @@ class MaskRows:
         self._block.gather(places, staged)
         return self._upload.next_rows(staged).rows
 
-    def addresses(self, depths: Sequence[int | None], count: int) -> NDArray[np.int64]:
-        """Where the rows of ``at_depths`` lie on the host, int64 [count]; the rest forbids nothing.
+    def addresses(self, places: Sequence[tuple[int, int]], count: int) -> list[int]:
+        """Where the filled rows at ``places``, (request, depth), lie on the host: [count].
 
-        Whoever reads there has to be done before the next ``clear`` but one.
+        By request; the others' forbid nothing. Whoever reads there has to be done before the next
+        ``clear`` but one.
         """
-        places = [self._none if at is None else self._at(b, at) for b, at in enumerate(depths)]
-        return self._block.addresses([*places, *[self._none] * (count - len(places))])
+        rows = [self._none] * count
+        for request, depth in places:
+            rows[request] = depth * self._active + request
+        return self._block.addresses(rows)
 
     def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.

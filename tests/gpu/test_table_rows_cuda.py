@@ -27,7 +27,7 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
     words = -(-vocab_size // 32)
     box = Mailbox(STEPS, 16, words, CUDA)
     host = torch.full((words,), 5, dtype=torch.int32, pin_memory=True)
-    address = torch.full((texts,), host.data_ptr()).numpy()
+    address = [host.data_ptr()] * texts
     ticket = torch.full((1,), UNTICKETED, device=CUDA)
     cursors = torch.zeros(texts, table_rows.CURSOR, dtype=torch.int64, device=CUDA)
     token_ids = torch.zeros(STEPS, texts, dtype=torch.int64, device=CUDA)

@@ -51,8 +51,8 @@ def test_rows_come_when_they_are_posted() -> None:
     kept, out = rows[[2, 0, 1]], torch.zeros(3, WORDS, dtype=torch.int32)
     box.begin()
     with beside(lambda: fetch_rows(box.orders[1], ticket_of(box), out)):
-        box.post(0, torch.tensor(addresses(rows)).numpy())  # another position's
-        box.post(1, torch.tensor(addresses(kept)).numpy())
+        box.post(0, addresses(rows))  # another position's
+        box.post(1, addresses(kept))
     assert torch.equal(out, kept)
 
 
@@ -70,7 +70,7 @@ def test_nobody_waits_without_a_ticket_or_behind_a_release() -> None:
     box.begin()
     fetch_rows(box.orders[0], torch.tensor([UNTICKETED]), out)
     assert bool((out == -1).all())
-    box.post(0, torch.tensor(addresses(row)).numpy())
+    box.post(0, addresses(row))
     box.release()
     fetch_rows(box.orders[0], ticket_of(box), out)
     assert bool((out == 7).all())  # what was posted stands
