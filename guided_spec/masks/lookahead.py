@@ -129,6 +129,14 @@ class Lookahead:
         return [walk.starved for walk in self._walks]
 
     @property
+    def tokens(self) -> list[list[int]]:
+        """[B] lists: the tokens of the draft so far, the illegal one among them. Read only."""
+        return [
+            walk.drafted if walk.refused is None else [*walk.drafted, walk.refused]
+            for walk in self._walks
+        ]
+
+    @property
     def lengths(self) -> list[int]:
         """[B]: tokens of the draft so far, the illegal one among them."""
         return [len(walk.drafted) + (walk.refused is not None) for walk in self._walks]

@@ -36,15 +36,30 @@ __all__ = ["DraftTrees"]
 BREADTH = 8  # tokens behind a place at most
 
 
-class _Node(NamedTuple):
-    """A token that may be grown. cost: the negative logarithm of its branch's probability; of equal
-    ones that come first which were found first."""
+class _Place(NamedTuple):
+    """Where tokens may follow, ``depth`` tokens behind the text.
+
+    place: in the tree. row, ranks: of ``_Known``, which tokens; the likeliest first. cost: the
+    negative logarithm of the probability of its branch, less the logarithms of theirs.
+    """
+
+    place: int
+    depth: int
+    cost: float
+    row: int
+    ranks: list[int]
+
+
+class _Next(NamedTuple):
+    """The likeliest token behind a place that is not grown yet.
+
+    cost: the negative logarithm of its branch's probability. number: of the place; of equal tokens
+    those come first that were found first. at: of its ``ranks``.
+    """
 
     cost: float
-    order: int
-    parent: int
-    depth: int
-    token_id: int
+    number: int
+    at: int
 
 
 class DraftTrees(Proposer):
@@ -83,14 +98,18 @@ class DraftTrees(Proposer):
         grown = lookahead.branches
         if not any(grown):
             return FinishedDraft(draft, flight.most, carry_on)
-        beside = host_draft(batch, [[one.token_id for one in branches] for branches in grown])
-        most = tuple(length + len(more) for length, more in zip(own, grown, strict=True))
+        beside = [[one.token_id for one in branches] for branches in grown]
+        most = tuple(length + len(more) for length, more in zip(own, beside, strict=True))
         width = max(most)
         parents = [
             [*range(length), *(one.parent for one in branches)]
             for length, branches in zip(own, grown, strict=True)
         ]
-        whole = concatenate(draft, beside).cut(width)
+        if draft.probs is None:  # the host knows all of it
+            pairs = zip(lookahead.tokens, own, beside, strict=True)
+            whole = host_draft(batch, [[*row[:length], *more] for row, length, more in pairs])
+        else:
+            whole = concatenate(draft, host_draft(batch, beside)).cut(width)
         return FinishedDraft(whole._replace(tree=TokenTree.of(parents, width)), most, carry_on)
 
     def _share(self, batch: DecodeBatch) -> int:
@@ -136,7 +155,7 @@ class _Known:
     """What may stand behind each number of draft tokens, the likeliest first.
 
     rows: where each number stands. tokens: target ids, -1 behind them. logs: logarithms of their
-    probabilities, up to a constant. weights: [P, C], the probabilities, 0 behind the tokens.
+    probabilities, up to a constant.
     """
 
     def __init__(self, options: Mapping[int, Scored]) -> None:
@@ -148,22 +167,23 @@ class _Known:
             ids[row, : len(known.token_ids)] = known.token_ids
             scores[row, : len(known.scores)] = known.scores
         scores[ids < 0] = -np.inf
-        rows = np.arange(len(ids))[:, None]
         order = (-scores).argsort(1, kind="stable")
-        ids, scores = ids[rows, order], scores[rows, order]
-        logs = scores - scores[:, :1].clip(np.finfo(np.float64).min)  # the first is the highest
+        ids, scores = np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
+        # The first is the highest.
+        logs = scores - np.maximum(scores[:, :1], np.finfo(np.float64).min)
         self.tokens: list[list[int]] = ids.tolist()
         self.logs: list[list[float]] = logs.tolist()
-        self.weights = np.exp(logs)
-        self._words = ids >> 5
-        self._bits = np.where(ids < 0, 0, np.left_shift(1, ids & 31, dtype=np.int32))
+        bits = np.where(ids < 0, 0, np.left_shift(1, ids & 31, dtype=np.int32))
+        self._asked = [*zip(np.exp(logs), ids >> 5, bits, strict=True)]
 
-    def legal(self, row: int, mask: NDArray[np.int32] | None) -> NDArray[np.bool_]:
-        """[C]: which tokens of a row a mask admits; None admits all."""
-        bits: NDArray[np.int32] = self._bits[row]
-        admitted = bits if mask is None else mask[self._words[row]] & bits
-        found: NDArray[np.bool_] = admitted != 0
-        return found
+    def legal(self, row: int, mask: NDArray[np.int32] | None) -> tuple[NDArray[np.bool_], float]:
+        """[C]: which tokens of a row a mask admits, and the sum of their probabilities.
+
+        mask: int32 [W]; None admits all.
+        """
+        weights, words, bits = self._asked[row]
+        is_legal = (bits if mask is None else mask[words] & bits) != 0
+        return is_legal, float(weights @ is_legal)
 
 
 class _Growth:
@@ -173,8 +193,8 @@ class _Growth:
         self._lookahead, self._request = lookahead, request
         options = lookahead.options[request].items()
         self._known = _Known({depth: known for depth, known in options if depth < limit})
-        self._open: list[_Node] = []
-        self._count = 0
+        self._places: list[_Place] = []
+        self._next: list[_Next] = []
 
     def run(self, count: int) -> None:
         """Grow up to ``count`` tokens, the best first."""
@@ -182,14 +202,17 @@ class _Growth:
         cost = 0.0
         for depth, token_id in enumerate([*drafted, None]):
             cost = self._expand(depth, depth, cost, token_id)
-        while self._open and count:
-            node = heapq.heappop(self._open)
-            place = self._lookahead.grow(self._request, node.parent, node.token_id)
+        while self._next and count:
+            best = heapq.heappop(self._next)
+            self._push(best.number, best.at + 1)
+            behind = self._places[best.number]
+            token_id = self._known.tokens[behind.row][behind.ranks[best.at]]
+            place = self._lookahead.grow(self._request, behind.place, token_id)
             if place is None:
                 continue
             count -= 1
             if count:
-                self._expand(place, node.depth + 1, node.cost, None)
+                self._expand(place, behind.depth + 1, best.cost, None)
 
     def _expand(self, place: int, depth: int, cost: float, taken: int | None) -> float:
         """What may stand behind a place, ``depth`` tokens behind the text; cost: of the place.
@@ -199,16 +222,22 @@ class _Growth:
         known, row = self._known, self._known.rows.get(depth)
         if row is None:
             return cost
-        is_legal = known.legal(row, self._lookahead.row_at(self._request, place))
-        total = float(known.weights[row] @ is_legal)
+        is_legal, total = known.legal(row, self._lookahead.row_at(self._request, place))
         if total == 0:
             return cost
-        behind, tokens, logs = cost + math.log(total), known.tokens[row], known.logs[row]
-        for at in is_legal.nonzero()[0][: BREADTH + 1].tolist():
-            if tokens[at] != taken:
-                node = _Node(behind - logs[at], self._count, place, depth, tokens[at])
-                self._count += 1
-                heapq.heappush(self._open, node)
+        behind, tokens = cost + math.log(total), known.tokens[row]
+        ranks = is_legal.nonzero()[0][: BREADTH + 1].tolist()
         # What is drafted and not known was certain: forced, or the only legal token.
         own = -1 if taken is None or taken not in tokens else tokens.index(taken)
-        return behind - logs[own] if own >= 0 and is_legal[own] else cost
+        if own in ranks:
+            ranks.remove(own)
+        self._places.append(_Place(place, depth, behind, row, ranks))
+        self._push(len(self._places) - 1, 0)
+        return behind - known.logs[row][own] if own >= 0 and is_legal[own] else cost
+
+    def _push(self, number: int, at: int) -> None:
+        """The next token to grow behind a place, if there is one."""
+        behind = self._places[number]
+        if at < len(behind.ranks):
+            cost = behind.cost - self._known.logs[behind.row][behind.ranks[at]]
+            heapq.heappush(self._next, _Next(cost, number, at))
