@@ -260,8 +260,9 @@ class DraftLoop:
         turn = MaskedTurn(self._lookahead, self._ends, given, texts)
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
         self._masked = _Masked(self._running.buffers, given)
-        # The device works on while whoever reads the draft launches what comes behind it.
-        if self._running.needs_host:
+        # The device works on while whoever reads the draft launches what comes behind it: on the
+        # forward of a block, or on the one behind the first token.
+        if self._running.needs_host and not walk.scores_at_once:
             self._running.accept_drawn(1)
 
     def finish(self) -> Draft:

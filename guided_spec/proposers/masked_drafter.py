@@ -195,7 +195,7 @@ class MaskedDrafter:
 
     target_ids: int64 [D], which target token each draft token is; None: the target's own.
     context: of the head's proposer.
-    held: what its graphs sample with.
+    held: what its graphs sample with. scores_at_once: as of the head, see ``DraftForward``.
     """
 
     def __init__(
@@ -214,6 +214,7 @@ class MaskedDrafter:
         self._stream = Stream.SAMPLE if is_coupled else Stream.DRAFT
         self._buffers: dict[tuple[bool, bool], DraftBuffers] = {}  # is_sampled, lists
         self._has_trees = context.config.tree_nodes > 0
+        self.scores_at_once = head.scores_at_once
         self.held = GraphSampling()
 
     def begin(

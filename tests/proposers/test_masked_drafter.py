@@ -190,6 +190,21 @@ def draft(
 TEMPERATURES = pytest.mark.parametrize("temperatures", [(0.0,) * 3, MIXED], ids=["greedy", "mixed"])
 
 
+def test_the_host_launches_on_while_the_device_is_busy(
+    headed: Headed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a block's forward before any token, with another one behind the first."""
+    waited, walk = list[int | None](), MaskedDraft.accept_drawn
+
+    def watched(self: MaskedDraft, count: int | None = None) -> None:
+        waited.append(count)
+        walk(self, count)
+
+    monkeypatch.setattr(MaskedDraft, "accept_drawn", watched)
+    draft(headed, (0.0,) * 3, (K,) * 3, is_waiting=True)
+    assert waited == ([1, None] if headed.name == "eagle3" else [None])
+
+
 @TEMPERATURES
 @pytest.mark.parametrize("limits", [(3, 3, 3), (1, 3, 2), (0, 2, 0)])
 def test_the_same_draft(

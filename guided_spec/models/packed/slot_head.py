@@ -375,6 +375,11 @@ class PackedSlotHead:
         found = self._packed.forward(*fed, places, self.slots.memory)
         return torch.cat([first, found.view(*token_ids.shape, -1)], 1)
 
+    @property
+    def scores_at_once(self) -> bool:
+        """A forward comes behind each token."""
+        return False
+
     def has_graph(self, size: int, count: int) -> bool:
         """See ``DraftForward``: a step has no more tokens than rows."""
         del size, count

@@ -89,11 +89,14 @@ class DraftStart(NamedTuple):
 class DraftForward(Protocol):
     """A head's part of whole drafts.
 
-    vocabulary: what its logits score; None: the target's own tokens.
+    vocabulary: what its logits score; None: the target's own tokens. scores_at_once: whether all
+    forwards of a draft come before its first token.
     """
 
     @property
     def vocabulary(self) -> DraftVocabulary | None: ...
+    @property
+    def scores_at_once(self) -> bool: ...
     def has_graph(self, size: int, count: int) -> bool:
         """Whether a draft of ``count`` tokens for ``size`` rows is captured beforehand."""
         ...
@@ -121,12 +124,13 @@ class DraftForward(Protocol):
 
 class WholeDrafts:
     """See the module's docstring. row_sizes: of the batches that drafts are captured for, the
-    largest first."""
+    largest first. scores_at_once: see ``DraftForward``."""
 
     def __init__(self, graphs: GraphPool, forward: DraftForward, num_slots: int) -> None:
         self._graphs, self._forward = graphs, forward
         most = bucket(num_slots, ROW_SIZES)
         self.row_sizes = [size for size in reversed(ROW_SIZES) if size <= most]
+        self.scores_at_once = forward.scores_at_once
 
     @torch.inference_mode()
     def draft_greedily(

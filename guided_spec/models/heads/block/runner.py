@@ -220,6 +220,11 @@ class BlockRunner:
         assert self._ahead is not None
         return self._ahead.vocabulary
 
+    @property
+    def scores_at_once(self) -> bool:
+        """They do: one forward scores a block."""
+        return True
+
     def has_graph(self, size: int, count: int) -> bool:
         """See ``DraftForward``."""
         return has_graph(size, count)
