@@ -212,6 +212,7 @@ class DraftLoop:
         self._drawn: Download | None = None
         self._running: MaskedDraft | None = None
         self._masked: _Masked | None = None
+        self._known: Download | None = None  # what is listed, on its way
         self._adjustments = DraftAdjustments(batch, lookahead.drafted, vocabulary)
         self._tabled: TableWalk | None = None
         self._is_waiting = not all(self._is_later)  # for the host, at each token
@@ -280,6 +281,7 @@ class DraftLoop:
         pairs = zip(self._starts, self._ends, strict=True)
         most = tuple(min(end - start, ids.shape[1]) for start, end in pairs)
         lengths = to_device(most, ids.device)
+        self._known = self._download_options()  # launched before anything is waited for
         return _Unwalked(Draft(ids, lengths), most, self, self._download(), carry_on)
 
     @property
@@ -379,18 +381,23 @@ class DraftLoop:
 
     def _tell_options(self) -> None:
         """What else may stand where it drafted, for a tree."""
-        listed = torch.stack(self._listed, 1) if self._listed else None
-        if self._masked is not None and (kept := self._masked.buffers.listed) is not None:
-            listed = self._masked.own(kept)
-        if listed is None:
+        known = self._known or self._download_options()
+        if known is None:
             return
-        found = Download(listed).wait().numpy()
+        found = known.wait().numpy()
         token_ids, scores = found[:, :, 0], found[:, :, 1].view(np.float32)
         for request, (start, end) in enumerate(zip(self._starts, self._ends, strict=True)):
             options = self._lookahead.options[request]
             places = zip(token_ids[request], scores[request], strict=True)
             for depth, place in zip(range(start, end), places, strict=False):
                 options[depth] = Scored(*place)
+
+    def _download_options(self) -> Download | None:
+        """What was listed beside the draft, int32 [B, K, 2, LISTED]; None where nobody asked."""
+        listed = torch.stack(self._listed, 1) if self._listed else None
+        if self._masked is not None and (kept := self._masked.buffers.listed) is not None:
+            listed = self._masked.own(kept)
+        return None if listed is None else Download(listed)
 
     def _keys(self, starts: Sequence[int]) -> DraftNoise:
         """Which noise the token is drawn with that follows ``starts`` [B] draft tokens."""
