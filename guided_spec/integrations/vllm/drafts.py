@@ -32,6 +32,7 @@ from guided_spec.integrations.vllm.draft_masks import DraftMasks
 from guided_spec.integrations.vllm.forced import FORCED, ForcedLead
 from guided_spec.integrations.vllm.lookup import LOOKUP_PATCHES
 from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, requested, warn
+from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import MaskRows
@@ -385,7 +386,7 @@ _V2_PATCHES = (
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-PATCHES = (in_workers("drafts", WORKER_PATCHES),)
+PATCHES = (in_workers("drafts", WORKER_PATCHES), *TELLS)
 PARTS = {
     "old runner": (*PATCHES, *_V1_PATCHES),
     "new runner": (*PATCHES, *_V2_PATCHES),

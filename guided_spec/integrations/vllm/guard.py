@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import in_workers, log, warn
+from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import (
     NOTES_V1,
     NOTES_V2,
@@ -72,6 +73,13 @@ class Step(NamedTuple):
     drafts: Callable[[], list[list[int]]]
 
 
+class _Anew(NamedTuple):
+    """Rows of one request, from row ``at`` of its step on; those before are left as they are."""
+
+    at: int
+    rows: Rows
+
+
 class Guard:
     """The mask rows of one worker's requests, looked at and filled anew.
 
@@ -105,21 +113,34 @@ class Guard:
         }
         if not suspects:
             return output
-        drafts, anew = step.drafts(), dict[str, Rows]()
+        drafts, anew = step.drafts(), dict[str, _Anew]()
         for name, constraint in zip(suspects, self.requests.stand(suspects), strict=True):
-            if constraint is None:
-                continue
             draft = drafts[suspects[name]][: step.num_drafts(name)]
-            rows = legal_rows(constraint, draft, self._words)
+            at, rows = self._rows(name, constraint, draft)
             start = places.get(name)
+            if not len(rows):
+                continue
             if start is None:
                 self._unnamed[name] = len(rows)
-                anew[name] = rows
-            elif wrong := _wrong(output.grammar_bitmask[start : start + len(rows)], rows):
+                anew[name] = _Anew(at, rows)
+                continue
+            given = output.grammar_bitmask[start + at : start + at + len(rows)]
+            if wrong := _wrong(given, rows):
                 for reason in wrong:
                     self._count(reason, 1)
-                anew[name] = rows
+                anew[name] = _Anew(at, rows)
         return self._mended(step, output, places, anew) if anew else output
+
+    def _rows(self, name: str, constraint: Constraint | None, draft: Sequence[int]) -> _Anew:
+        """The rows that a grammar has in a step; constraint: as ``GrammarRequests.stand``."""
+        if constraint is not None:
+            return _Anew(0, legal_rows(constraint, draft, self._words))
+        begins = self.requests.begins_in(name, draft)
+        if begins is None:
+            return _Anew(0, np.empty((0, self._words), dtype=np.int32))
+        grammar, masks = begins.bounds
+        rows = legal_rows(begins.constraint, draft[grammar:], self._words)
+        return _Anew(masks, rows[masks - grammar :])
 
     def _is_suspect(self, name: str, step: Step, output: Any, start: int | None) -> bool:
         if start is None:
@@ -146,24 +167,25 @@ class Guard:
         return dict(zip(names, starts, strict=False))
 
     def _mended(
-        self, step: Step, output: Any, places: Mapping[str, int], anew: Mapping[str, Rows]
+        self, step: Step, output: Any, places: Mapping[str, int], anew: Mapping[str, _Anew]
     ) -> Any:
         """A copy of ``output`` with these rows."""
         output = _empty_output(self._words) if output is None else copy.copy(output)
         names, blocks = [*output.structured_output_request_ids], [output.grammar_bitmask.copy()]
         acceptable = _acceptable(output)
         acceptable = None if acceptable is None else [*acceptable]
-        for name, rows in anew.items():
+        for name, (at, rows) in anew.items():
             start = places.get(name)
             if start is None:
                 names.append(name)
                 block = np.full((self._size(step, name), self._words), -1, dtype=np.int32)
-                block[: len(rows)] = rows
+                block[at : at + len(rows)] = rows
                 blocks.append(block)
             else:
-                blocks[0][start : start + len(rows)] = rows
+                blocks[0][start + at : start + at + len(rows)] = rows
             if acceptable is not None:
-                acceptable[names.index(name) : names.index(name) + 1] = [len(rows) - 1]
+                end = at + len(rows) - 1
+                acceptable[names.index(name) : names.index(name) + 1] = [end]
         output.structured_output_request_ids = names
         output.grammar_bitmask = np.concatenate(blocks)
         if acceptable is not None:
@@ -358,7 +380,7 @@ _V2_PATCHES = (
 )  # fmt: skip
 
 WORKER_PATCHES = (_V1_PATCHES, _V2_PATCHES)
-PATCHES = (in_workers("guard", WORKER_PATCHES),)
+PATCHES = (in_workers("guard", WORKER_PATCHES), *TELLS)
 PARTS = {
     "old runner": (*PATCHES, *_V1_PATCHES),
     "new runner": (*PATCHES, *_V2_PATCHES),

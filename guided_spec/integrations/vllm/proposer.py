@@ -22,7 +22,9 @@ from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.host_drafter import HostDrafter, HostRequest, HostTexts
 from guided_spec.integrations.vllm.plugin import around_drafting, install
-from guided_spec.integrations.vllm.requests import ShadowConstraints, VllmGrammars
+from guided_spec.integrations.vllm.reasoning import REASONING, ReasoningSpan
+from guided_spec.integrations.vllm.requests import VllmGrammars
+from guided_spec.integrations.vllm.shadows import ShadowConstraints
 
 __all__ = ["PATCHES", "GuidedProposer", "show_requests"]
 
@@ -99,19 +101,25 @@ class GuidedProposer:
         name = self._names[at]
         request = self._requests[name]
         params = request.sampling_params
-        asked = self._asked.get(name)
+        prompt_length, asked = request.num_prompt_tokens, self._asked.get(name)
         if asked is None or asked.params is not params:
             self._forget([name])  # of another request under the same name
-            spec = self._grammars.spec_of(params)
-            stops = frozenset() if spec is None else self._grammars.stops_of(params)
-            asked = self._asked[name] = _Asked(params, spec, stops)
+            asked = self._asked[name] = self._read_off(params, row[:prompt_length].tolist())
         slot, text = self._texts.follow(name, length, lambda start, end: row[start:end].tolist())
-        constraint, prompt_length = None, request.num_prompt_tokens
+        constraint = None
         if asked.spec is not None:
-            constraint = self._shadows.follow(
-                slot, asked.spec, text, prompt_length, stops=asked.stops
-            )
+            self._shadows.prepare(slot, asked.spec, asked.stops)
+            start = prompt_length if asked.span is None else asked.span.start_in(text)
+            if start is not None:
+                constraint = self._shadows.follow(slot, asked.spec, text, start, stops=asked.stops)
         return HostRequest(slot, text, prompt_length, self._max_len - length, constraint)
+
+    def _read_off(self, params: Any, prompt: Sequence[int]) -> _Asked:
+        spec = self._grammars.spec_of(params)
+        if spec is None:
+            return _Asked(params, None, frozenset(), None)
+        stops, span = self._grammars.stops_of(params), self._grammars.span_of(params, prompt)
+        return _Asked(params, spec, stops, span)
 
     def _forget(self, names: Iterable[str]) -> None:
         for name in names:
@@ -132,6 +140,7 @@ class _Asked(NamedTuple):
     params: Any
     spec: GrammarSpec | None
     stops: frozenset[int]
+    span: ReasoningSpan | None
 
 
 def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -146,4 +155,4 @@ def show_requests(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose_draft_token_ids
 
 
-PATCHES = (around_drafting(show_requests),)
+PATCHES = (around_drafting(show_requests), *REASONING)

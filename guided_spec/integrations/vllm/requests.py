@@ -4,9 +4,6 @@ The grammars that are enforced live in the scheduler's process. What is kept her
 that this worker sampled, in steps that draft and in those that do not; it is given up where it
 stops to fit.
 
-A shadow constraint follows a request's grammar where only its committed tokens are known. It may
-lag behind, or be lost: the request then goes on without it, and vLLM's log says why.
-
 A worker never sees the scheduler's grammars, but what each request asked for. That is compiled here
 by vLLM's own xgrammar backend with the same settings, so what is forced here is forced there.
 """
@@ -17,31 +14,28 @@ import functools
 import importlib
 import inspect
 import itertools
-import logging
-from collections.abc import Callable, Container, Hashable, Iterable, Sequence
-from concurrent.futures import Future
-from dataclasses import replace
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.pipeline import GrammarCompileQueue
-from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarKind, GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostRequest
 from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, Reasoning, ReasoningSpan
+from guided_spec.integrations.vllm.shadows import ShadowConstraints
 from guided_spec.masks.constraint import Constraint
 
 __all__ = [
     "GRAMMARS",
     "NOTES_V1",
     "NOTES_V2",
+    "Beginning",
     "GrammarRequests",
-    "ShadowConstraints",
     "VllmGrammars",
     "follow_requests",
     "note_requests",
@@ -50,102 +44,6 @@ __all__ = [
     "note_states",
     "requests_of",
 ]
-
-_logger = logging.getLogger("vllm.guided_spec")
-
-
-class ShadowConstraints:
-    """The constraints of running requests, by any names for these.
-
-    queue: compiles their grammars in the background, once for equal ones.
-    waits: whether ``follow`` waits for a grammar that is not compiled yet.
-    """
-
-    def __init__(self, queue: GrammarCompileQueue, *, waits: bool = False) -> None:
-        self._queue = queue
-        self._waits = waits
-        self._shadows: dict[Hashable, _Shadow] = {}
-
-    def follow(
-        self,
-        name: Hashable,
-        spec: GrammarSpec,
-        text: Sequence[int],
-        start: int = 0,
-        *,
-        stops: frozenset[int] = frozenset(),
-        waits: bool = False,
-    ) -> Constraint | None:
-        """The constraint of a request at the end of its committed tokens.
-
-        text: all of these from ``start`` on; of them only what is new is read. stops: as of
-        ``VllmGrammars.stops_of``. waits: whether to wait for the grammar here in any case.
-
-        None while its grammar compiles, once its text is complete, and after it was lost: when the
-        grammar does not compile or refuses a token. Text that does not go on from what came before
-        is followed from its beginning.
-        """
-        self.prepare(name, spec, stops)
-        return self._shadows[name].follow(text, start, waits=waits or self._waits)
-
-    def prepare(
-        self, name: Hashable, spec: GrammarSpec, stops: frozenset[int] = frozenset()
-    ) -> None:
-        """Begin to compile a request's grammar, which is followed later."""
-        shadow = self._shadows.get(name)
-        if shadow is None or shadow.spec != spec or shadow.stops != stops:
-            self._shadows[name] = _Shadow(spec, stops, self._queue.submit(spec))
-
-    def forget(self, name: Hashable) -> None:
-        """Forget a request; one that is not known is no error."""
-        self._shadows.pop(name, None)
-
-    def keep(self, names: Container[Hashable]) -> None:
-        """Forget every request that is not among ``names``."""
-        for name in [name for name in self._shadows if name not in names]:
-            del self._shadows[name]
-
-
-class _Shadow:
-    def __init__(
-        self, spec: GrammarSpec, stops: frozenset[int], future: Future[CompiledGrammar]
-    ) -> None:
-        self.spec = spec
-        self.stops = stops
-        self._future = future
-        self._constraint: Constraint | None = None
-        self._is_lost = False
-
-    def follow(self, text: Sequence[int], start: int, *, waits: bool) -> Constraint | None:
-        if self._is_lost or not (waits or self._future.done()):
-            return None
-        if (failure := self._future.exception()) is not None:
-            self._lose(failure)
-            return None
-        constraint = self._constraint
-        if constraint is None or not _continues(constraint.committed, text, start):
-            grammar = self._future.result()
-            if self.stops and isinstance(grammar, XGrammarGrammar):
-                excluded = grammar.excluded - self.stops
-                grammar = replace(grammar, stops=tuple(self.stops), excluded=excluded)
-            constraint = self._constraint = Constraint(grammar)
-        try:
-            constraint.commit(text[start + len(constraint.committed) :])
-        except GrammarStateError as error:
-            self._lose(error)
-            return None
-        return None if constraint.is_terminated else constraint
-
-    def _lose(self, error: BaseException) -> None:
-        self._is_lost = True
-        _logger.warning("guided_spec: a request's grammar is not followed any more: %s", error)
-
-
-def _continues(committed: Sequence[int], text: Sequence[int], start: int) -> bool:
-    """Whether ``text`` may continue ``committed`` from ``start`` on; looks at its end only."""
-    last = len(committed) - 1
-    return len(text) - start > last and (last < 0 or text[start + last] == committed[last])
-
 
 _KINDS: dict[str, GrammarKind] = {
     "JSON": "json_schema",
@@ -188,17 +86,15 @@ class VllmGrammars:
         ) - {*self.vocabulary.stop_token_ids}
         outputs = config.structured_outputs_config
         self._any_whitespace = not outputs.disable_any_whitespace
-        # A grammar that binds behind reasoning: where that ends, only the scheduler knows.
-        self._is_late = bool(outputs.reasoning_parser) and not outputs.enable_in_reasoning
+        self.reasoning = Reasoning.of(config, self.tokenizer)
 
     def spec_of(self, sampling_params: Any) -> GrammarSpec | None:
-        """What a request's text must match from its first token on.
+        """What a request's text must match, from its first token on or behind ``span_of``.
 
-        None for a free request, for a grammar that binds behind reasoning, and for one that another
-        backend than xgrammar enforces.
+        None for a free request, and for a grammar that another backend than xgrammar enforces.
         """
         params = getattr(sampling_params, "structured_outputs", None)
-        if params is None or params.all_constraints_none() or self._is_late:
+        if params is None or params.all_constraints_none():
             return None
         if params._backend != "xgrammar":
             return None
@@ -206,6 +102,10 @@ class VllmGrammars:
         kind = _KINDS[option.name]
         is_json = kind in ("json_schema", "json_object")
         return GrammarSpec(kind, source, any_whitespace=is_json and self._any_whitespace)
+
+    def span_of(self, sampling_params: Any, prompt: Sequence[int]) -> ReasoningSpan | None:
+        """The reasoning that a request's grammar begins behind; None where there is none."""
+        return None if self.reasoning is None else self.reasoning.span(sampling_params, prompt)
 
     def stops_of(self, sampling_params: Any) -> frozenset[int]:
         """The tokens that end a request's text, where those are not the vocabulary's.
@@ -275,15 +175,19 @@ class GrammarRequests:
     ) -> None:
         """A request begins, or goes on after it was preempted, behind its ``output`` tokens.
 
-        prompt: its tokens; empty where nobody looks them up.
+        prompt: its tokens; empty where it was passed as embeddings.
         """
         self._forget(name)
         spec = self._grammars.spec_of(sampling_params)
-        stops = frozenset() if spec is None else self._grammars.stops_of(sampling_params)
         text, slot = [*prompt, *output], next(self._new_slots)
-        self._asked[name] = _Asked(sampling_params, spec, stops, output, text, len(prompt), slot)
+        asked = _Asked(sampling_params, spec, frozenset(), output, text, len(prompt), slot, None)
         if spec is not None:
+            stops = self._grammars.stops_of(sampling_params)
+            asked = asked._replace(
+                stops=stops, span=self._grammars.span_of(sampling_params, prompt)
+            )
             self._shadows.prepare(name, spec, stops)
+        self._asked[name] = asked
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -297,6 +201,8 @@ class GrammarRequests:
         if known > len(output) or (known and text[-1] != output[known - 1]):
             self._shadows.forget(name)
             del text[start:]
+            span = None if asked.span is None else asked.span.again()
+            self._asked[name] = asked._replace(span=span)
         text.extend(output[len(text) - start :])
 
     def knows(self, name: str, sampling_params: Any) -> bool:
@@ -329,9 +235,9 @@ class GrammarRequests:
     def commit(self, names: Sequence[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for it.
 
-        None for a free request, one without tokens in the last step that was noted (its prompt is
-        still read), and one whose grammar is not compiled yet, is complete, or does not fit its
-        tokens.
+        None for a free request, one that still reasons, one without tokens in the last step that
+        was noted (its prompt is still read), and one whose grammar is not compiled yet, is
+        complete, or does not fit its tokens.
         """
         written = self._record()
         return [self._follow(name) if name in written else None for name in names]
@@ -339,10 +245,28 @@ class GrammarRequests:
     def stand(self, names: Iterable[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for both.
 
-        None for a free request, and one whose grammar is complete or does not fit its tokens.
+        None for a free request, one that still reasons, and one whose grammar is complete or does
+        not fit its tokens.
         """
         self._record()
         return [self._follow(name, waits=True) for name in names]
+
+    def begins_in(self, name: str, draft: Sequence[int]) -> Beginning | None:
+        """Where the grammar of a request would begin if it wrote this draft, behind ``stand``.
+
+        None where the draft does not end its reasoning, and for a request that does not reason.
+        """
+        asked = self._asked[name]
+        if asked.spec is None or asked.span is None or asked.is_over or asked.start is not None:
+            return None
+        bounds = asked.span.bounds(list(asked.text), list(draft))
+        if bounds.masks > len(draft):
+            return None
+        end = len(asked.text)
+        constraint = self._shadows.follow(
+            name, asked.spec, asked.text, end, stops=asked.stops, waits=True
+        )
+        return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
         """As ``stand``; None also where that would wait for the device, or for a grammar."""
@@ -391,10 +315,10 @@ class GrammarRequests:
 
     def _follow(self, name: str, *, waits: bool = False) -> Constraint | None:
         asked = self._asked[name]
-        if asked.spec is None or asked.is_over:
+        if asked.spec is None or asked.is_over or (start := asked.start) is None:
             return None
         return self._shadows.follow(
-            name, asked.spec, asked.text, asked.prompt_length, stops=asked.stops, waits=waits
+            name, asked.spec, asked.text, start, stops=asked.stops, waits=waits
         )
 
     def _forget(self, name: str) -> None:
@@ -408,6 +332,13 @@ class GrammarRequests:
         for noted in self._noted:
             noted.names[:] = [None if other == name else other for other in noted.names]
         self._noted = [noted for noted in self._noted if any(noted.names)]
+
+
+class Beginning(NamedTuple):
+    """A grammar at its start, and where in a draft it begins."""
+
+    constraint: Constraint
+    bounds: Bounds
 
 
 class _Noted(NamedTuple):
@@ -425,6 +356,7 @@ class _Asked(NamedTuple):
     one of its name, that of the second a text that goes on from one that was set anew.
 
     text: prompt and output, the first ``prompt_length`` tokens the prompt. slot: unlike any other.
+    span: the reasoning in front of the grammar's part of the output; None where there is none.
     """
 
     sampling_params: Any
@@ -434,6 +366,12 @@ class _Asked(NamedTuple):
     text: list[int]
     prompt_length: int
     slot: int
+    span: ReasoningSpan | None
+
+    @property
+    def start(self) -> int | None:
+        """Where in the text the grammar begins; None inside of the reasoning."""
+        return self.prompt_length if self.span is None else self.span.start_in(self.text)
 
     @property
     def is_over(self) -> bool:
@@ -496,7 +434,7 @@ def note_states(runner: Any, requests: GrammarRequests) -> None:
         state = runner.requests[name]
         output = state.output_token_ids
         if not requests.knows(name, state.sampling_params):
-            requests.add(name, state.sampling_params, output)
+            requests.add(name, state.sampling_params, output, state.prompt_token_ids or ())
         elif not (runner.use_async_scheduling and requests.is_stated(name, output)):
             requests.restate(name, output)
 
@@ -553,12 +491,15 @@ _V2 = "vllm.v1.worker.gpu"
 # What the requests of each runner are followed by.
 NOTES_V1 = (
     *GRAMMARS,
+    *REASONING,
     Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
     Patch(_V1, "GPUModelRunner",
           attributes="input_batch requests discard_request_mask use_async_scheduling"),
+    Patch("vllm.v1.worker.gpu_input_batch", "CachedRequestState", attributes="prompt_token_ids"),
 )  # fmt: skip
 NOTES_V2 = (
     *GRAMMARS,
+    *REASONING,
     Patch(f"{_V2}.states", "RequestState", attributes="req_id_to_index prompt_len"),
     Patch("vllm.v1.core.sched.output", "NewRequestData",
           attributes="req_id sampling_params prefill_token_ids"),

@@ -6,7 +6,9 @@ What a runner gets is taken from its ``sample_tokens``. Import it behind a check
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Callable, Sequence
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +18,9 @@ import torch
 from guided_spec.integrations.vllm import guard as vllm_guard
 from guided_spec.integrations.vllm import requests as vllm_requests
 from tests.integrations.vllm.parts import (
+    BLOCK,
     NUM_DRAFT,
+    PROMPT,
     RELEASE,
     Step,
     add_request,
@@ -29,8 +33,8 @@ from tests.integrations.vllm.parts import (
 )
 
 __all__ = [
-    "DRAFTS", "HISTORIES", "LEGAL", "REGEXES", "WRITTEN", "Make", "NewRunner", "Runner", "World",
-    "first_letter", "ids",
+    "DRAFTS", "HISTORIES", "LEGAL", "REASONING_ENDS", "REGEXES", "WRITTEN", "Make", "NewRunner",
+    "Runner", "World", "add_parser", "first_letter", "ids",
 ]  # fmt: skip
 
 REGEXES = {"x": "a[bc]d[ef]g+", "y": "h[ij]k[lm]n+"}
@@ -51,7 +55,9 @@ def first_letter(token_id: Any) -> str:
 
 
 class Runner:
-    """As much of the older runner as is looked at. is_reading: its requests' prompts."""
+    """As much of the older runner as is looked at. is_reading: the ``prompt`` of its requests."""
+
+    prompt: Sequence[int] = PROMPT
 
     def __init__(self, config: Any) -> None:
         self.vllm_config = config
@@ -63,7 +69,9 @@ class Runner:
 
     def add(self, name: str, params: Any, output: Sequence[int] = ()) -> None:
         """A request begins, or goes on behind what it has written."""
-        state = SimpleNamespace(sampling_params=params, output_token_ids=[*output])
+        state = SimpleNamespace(
+            sampling_params=params, output_token_ids=[*output], prompt_token_ids=self.prompt
+        )
         self.requests[name] = state
 
     def note(self, names: Sequence[str], sampled: Sequence[Sequence[int]]) -> None:
@@ -74,7 +82,7 @@ class Runner:
         output = SimpleNamespace(sampled_token_ids=torch.tensor(sampled))
         vllm_requests.note_sampled_v1(lambda *_: output)(self, None, None)
         for name, tokens in zip(names, () if self.is_reading else sampled, strict=False):
-            self.requests[name].output_token_ids.extend(tokens)
+            self.requests[name].output_token_ids.extend(one for one in tokens if one >= 0)
 
     def guarded(self, step: Step, drafts: dict[str, list[int]], output: Any) -> Any:
         """What the runner gets in the place of ``output``, where it verifies ``drafts``."""
@@ -95,18 +103,16 @@ class NewRunner(Runner):
 
     def __init__(self, config: Any) -> None:
         self.speculator = None
-        self.req_states = SimpleNamespace(
-            req_id_to_index={},
-            prompt_len=SimpleNamespace(np=np.full(8, 3)),
-            prefill_len=SimpleNamespace(np=np.full(8, 3)),
-            num_computed_prefill_tokens=np.full(8, 3),
-        )
+        self.req_states = SimpleNamespace(req_id_to_index={})
         super().__init__(config)
 
     def add(self, name: str, params: Any, output: Sequence[int] = ()) -> None:
-        places = self.req_states.req_id_to_index
+        states, places = self.req_states, self.req_states.req_id_to_index
         places.setdefault(name, len(places))
-        tokens = [5, 6, 7, *output]
+        lengths = np.full(8, len(self.prompt))
+        states.prompt_len = states.prefill_len = SimpleNamespace(np=lengths)
+        states.num_computed_prefill_tokens = lengths
+        tokens = [*self.prompt, *output]
         new = SimpleNamespace(req_id=name, sampling_params=params, prefill_token_ids=tokens)
         scheduled = SimpleNamespace(scheduled_new_reqs=[new])
         vllm_requests.note_requests(lambda *_: None)(self, scheduled)
@@ -136,16 +142,42 @@ class NewRunner(Runner):
         return vllm_guard.guard_masks_v2(lambda _, given: given)(self, output)
 
 
+LONG_PROMPT = (*range(5, 5 + BLOCK + 4),)
+REASONING_ENDS = "v"  # the token that ends it
+
+
+@cache
+def add_parser() -> str:
+    """Make a reasoning parser known to vLLM, whose tokens are letters; its name."""
+    base: Any = importlib.import_module("vllm.reasoning.basic_parsers")
+    start, end = tokenizer().convert_ids_to_tokens(ids("u" + REASONING_ENDS))
+
+    class LetterParser(base.BaseThinkingReasoningParser):  # type: ignore[misc]
+        start_token = start
+        end_token = end
+
+    parsers: Any = importlib.import_module("vllm.reasoning").ReasoningParserManager
+    parsers.register_module("letters", module=LetterParser)
+    return "letters"
+
+
 Make = Callable[[Any], Runner]
 
 
-HISTORIES = ("none", "steps without drafts", "preempted", "prompts read in chunks")
+HISTORIES = (
+    "none",
+    "steps without drafts",
+    "preempted",
+    "prompts read in chunks",
+    "prompts found in the cache",
+    "reasoning",
+)
 
 
 class World:
     """Two requests behind their first token, and the step that verifies two drafts of each.
 
-    history: what came before that token, see ``HISTORIES``.
+    written: that token. history: what came before it, see ``HISTORIES``; or "still reasoning".
     """
 
     def __init__(
@@ -155,17 +187,26 @@ class World:
         regex: str | None = None,
         stops: Sequence[int] = (),
         history: str = "none",
+        written: dict[str, str] = WRITTEN,
     ) -> None:
-        config = make_config()
+        is_late, is_cached = "reasoning" in history, history == "prompts found in the cache"
+        config = make_config(outputs={"reasoning_parser": add_parser()} if is_late else None)
+        config.cache_config.enable_prefix_caching = is_cached
         if history == "prompts read in chunks":
             config.scheduler_config.long_prefill_token_threshold = 2
         self.scheduler = scheduler = make_scheduler(config)
         self.runner = make(config)
-        before = "uv" if history in ("steps without drafts", "preempted") else ""
+        self.runner.prompt = prompt = LONG_PROMPT if is_cached else PROMPT
+        if is_cached:
+            self._fill_cache(prompt)
+        before = "uv" if history in ("steps without drafts", "preempted", "reasoning") else ""
         for name, own in REGEXES.items():
-            request = add_request(scheduler, name, stops, regex=before + (regex or own))
+            pattern = ("" if is_late else before) + (regex or own)
+            request = add_request(scheduler, name, stops, prompt, regex=pattern)
             self.runner.add(name, request.sampling_params)
         step = first_step(scheduler, len(REGEXES))
+        if is_cached:
+            assert {*step.num_scheduled_tokens.values()} == {len(prompt) - BLOCK}
         if history == "prompts read in chunks":
             step = self._read(step)
         for at, letter in enumerate(before):
@@ -174,11 +215,19 @@ class World:
             if history == "preempted":
                 self._preempt(before[: at + 1])
             step = scheduler.schedule()
-        sampled = {name: ids("a" if regex else text) for name, text in WRITTEN.items()}
+        sampled = {name: ids("a" if regex else text) for name, text in written.items()}
         self.runner.note([*REGEXES], [*sampled.values()])
         self.drafts = {name: ids(text) for name, text in drafts.items()}
         self.step = next_step(scheduler, step, sampled, {**self.drafts})
         self.output = copy.deepcopy(self.step.grammar)
+
+    def _fill_cache(self, prompt: Sequence[int]) -> None:
+        """Another request with this prompt has run."""
+        add_request(self.scheduler, "before", prompt=prompt)
+        step = first_step(self.scheduler, 1)
+        end_step(self.scheduler, step, {"before": ids("a")}, {"before": []})
+        status: Any = importlib.import_module("vllm.v1.request").RequestStatus
+        self.scheduler.finish_requests("before", status.FINISHED_ABORTED)
 
     def _end(self, step: Any, text: str) -> None:
         """Each request got these tokens, and no draft."""

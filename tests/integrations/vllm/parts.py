@@ -22,7 +22,9 @@ import guided_spec
 from guided_spec.integrations.vllm.plugin import installed_version
 
 __all__ = [
+    "BLOCK",
     "NUM_DRAFT",
+    "PROMPT",
     "RELEASE",
     "Step",
     "add_request",
@@ -39,6 +41,7 @@ __all__ = [
 ]
 
 NUM_DRAFT = 4
+BLOCK = 16  # tokens of the cache that requests may share
 RELEASE = tuple(map(int, (installed_version() or "0.0").split(".")[:2]))
 MODEL = Path(guided_spec.__file__).parent / "assets" / "target"
 KERNELS = "vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils"
@@ -70,7 +73,7 @@ def make_config(
     config = _vllm("config")
     model = config.ModelConfig(model=str(MODEL), dtype="float32", max_model_len=512, seed=0)
     drafts = speculative or {"method": "ngram", "prompt_lookup_max": 4}
-    cache_config = config.CacheConfig(block_size=16, enable_prefix_caching=False)
+    cache_config = config.CacheConfig(block_size=BLOCK, enable_prefix_caching=False)
     cache_config.num_gpu_blocks = 100
     return config.VllmConfig(
         model_config=model,
@@ -104,7 +107,9 @@ def tokenizer() -> Any:
 def make_scheduler(config: Any) -> Any:
     """vLLM's own scheduler, for one attention layer that does not exist."""
     kv = _vllm("v1.kv_cache_interface")
-    layer = kv.FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=16, dtype=torch.float32)
+    layer = kv.FullAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=16, dtype=torch.float32
+    )
     manager = _vllm("v1.structured_output").StructuredOutputManager(config)
     return _vllm("v1.core.sched.scheduler").Scheduler(
         vllm_config=config,
@@ -114,7 +119,7 @@ def make_scheduler(config: Any) -> Any:
             kv_cache_groups=[kv.KVCacheGroupSpec(["layer"], layer)],
         ),
         structured_output_manager=manager,
-        block_size=16,
+        block_size=BLOCK,
     )
 
 
@@ -129,14 +134,33 @@ def sampling_params(config: Any, **grammar: Any) -> Any:
     return sampling
 
 
-def add_request(scheduler: Any, name: str, stops: Sequence[int] = (), **grammar: Any) -> Any:
-    """A request of three prompt tokens under ``grammar``: what StructuredOutputsParams takes.
+PROMPT = (5, 6, 7)
+
+
+@cache
+def _block_hasher() -> Any:
+    """By what the scheduler finds blocks of texts in its cache."""
+    utils, sha256 = _vllm("v1.core.kv_cache_utils"), _vllm("utils.hashing").sha256
+    utils.init_none_hash(sha256)
+    return utils.get_request_block_hasher(BLOCK, sha256)
+
+
+def add_request(
+    scheduler: Any,
+    name: str,
+    stops: Sequence[int] = (),
+    prompt: Sequence[int] = PROMPT,
+    **grammar: Any,
+) -> Any:
+    """A request under ``grammar``: what StructuredOutputsParams takes.
 
     stops: its own stop tokens.
     """
     sampling = sampling_params(scheduler.vllm_config, **grammar)
     sampling._all_stop_token_ids.update(stops)
-    request = _vllm("v1.request").Request(name, [5, 6, 7], sampling, None)
+    request = _vllm("v1.request").Request(
+        name, [*prompt], sampling, None, block_hasher=_block_hasher()
+    )
     scheduler.structured_output_manager.grammar_init(request)
     scheduler.add_request(request)
     return request

@@ -14,6 +14,7 @@ from guided_spec.integrations.vllm.proposer import GuidedProposer
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from tests.integrations.vllm.guarded import REASONING_ENDS, add_parser  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
     add_request,
@@ -185,13 +186,25 @@ def test_no_draft_past_the_longest_text_and_behind_unfinished_prompts(runner: Ru
     assert runner.drafter.propose([[]], batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]]
 
 
-def test_other_backends_and_late_grammars_are_left_to_lookup(runner: Runner) -> None:
+def test_other_backends_are_left_to_lookup(runner: Runner) -> None:
     runner.requests.clear()
     params = sampling_params(make_config(), choice=["Monday", "Tuesday"])
     params.structured_outputs._backend = "guidance"
     runner.add("request", [5, 6, 7], params)
     assert runner.drafter._grammars.spec_of(params) is None
     assert runner.propose({"request": [5, 6, 7, *encode("M")]}) == {"request": []}
-    late = make_config(speculative=SPECULATIVE, outputs={"reasoning_parser": "deepseek_r1"})
-    params.structured_outputs._backend = "xgrammar"
-    assert GuidedProposer(late)._grammars.spec_of(params) is None
+
+
+def test_a_grammar_behind_reasoning_is_drafted_for_from_there_on(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runner.requests.clear()
+    late = make_config(speculative=SPECULATIVE, outputs={"reasoning_parser": add_parser()})
+    monkeypatch.setattr(runner, "drafter", GuidedProposer(late))
+    params = sampling_params(make_config(), choice=["Monday", "Tuesday"])
+    runner.add("request", [5, 6, 7], params)
+    (end,) = encode(REASONING_ENDS)
+    written = [5, 6, 7, *encode("no day")]
+    assert runner.propose_compiled("request", written) == []
+    draft = runner.propose({"request": [*written, end, *encode("M")]})["request"]
+    assert text_of(draft).startswith("onday")

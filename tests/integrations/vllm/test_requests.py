@@ -42,6 +42,9 @@ class Grammars:
         del params
         return frozenset()
 
+    def span_of(self, params: Any, prompt: Any) -> None:
+        del params, prompt
+
     def compile(self, spec: GrammarSpec) -> CompiledGrammar:
         return self._backend.compile(spec)
 

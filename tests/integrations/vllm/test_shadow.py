@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.pipeline import GrammarCompileQueue
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.vllm.requests import ShadowConstraints
+from guided_spec.integrations.vllm.shadows import ShadowConstraints
 from guided_spec.masks.constraint import Constraint
 from tests.toys import EOS, VOCABULARY
 
