@@ -82,6 +82,7 @@ METHODS: dict[str, str | None] = {
     "mtp": "mtp",
 }
 """Proposers with a model: what vLLM calls their methods."""
+_NATIVE, _CUSTOM = "ngram_gpu", "custom_class"  # of vLLM's new runner; of its older one
 _GUIDED = "guided_spec.integrations.vllm.proposer.GuidedProposer"
 _EXACT_METHODS = (None, "standard", "block")
 
@@ -98,10 +99,11 @@ class Arguments(NamedTuple):
     config: EngineConfig
 
 
-def read_arguments(wanted: Wanted, known: Collection[str] | None) -> Arguments:
+def read_arguments(wanted: Wanted, known: Collection[str] | None, *, has_lookup: bool) -> Arguments:
     """Translate them.
 
-    known: the arguments of vLLM's AsyncEngineArgs; None leaves unknown ones to vLLM.
+    known: the arguments of vLLM's AsyncEngineArgs; None leaves unknown ones to vLLM. has_lookup:
+        whether vLLM's new runner has a drafter without a model, see ``lookup``.
 
     Raises ConfigError for what vLLM does not have or would not honour.
     """
@@ -123,7 +125,7 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None) -> Arguments:
         engine["dtype"] = str(dtype).removeprefix("torch.")
     named = wanted.proposer or (NO_DRAFTS if wanted.draft is None else FORCED + "auto")
     proposer, depth = named if config.num_draft_tokens else NO_DRAFTS, config.num_draft_tokens
-    drafts = speculative(named, wanted.draft, depth) if depth else None
+    drafts = speculative(named, wanted.draft, depth, has_lookup=has_lookup) if depth else None
     more = dict(_mapping("speculative_config", extra.pop("speculative_config", {})))
     _require_drafts(more, proposer)
     engine["speculative_config"] = None if drafts is None else {**drafts, **more}
@@ -133,10 +135,13 @@ def read_arguments(wanted: Wanted, known: Collection[str] | None) -> Arguments:
     return Arguments({**engine, **extra}, features, proposer, config)
 
 
-def speculative(proposer: str, draft: Any, num_draft_tokens: int) -> dict[str, Any] | None:
+def speculative(
+    proposer: str, draft: Any, num_draft_tokens: int, *, has_lookup: bool
+) -> dict[str, Any] | None:
     """vLLM's ``speculative_config``; None for a proposer that drafts nothing.
 
-    In front of a head ``chain:grammar_forced+`` is a feature of the plugin. Raises ConfigError for
+    In front of a head, and of the n-grams of the new runner, ``chain:grammar_forced+`` is a feature
+    of the plugin. Raises ConfigError for
     a proposer that vLLM does not have.
     """
     if proposer == NO_DRAFTS:
@@ -144,9 +149,9 @@ def speculative(proposer: str, draft: Any, num_draft_tokens: int) -> dict[str, A
         return None
     if proposer in (LOOKUP, "ngram"):
         _refuse_draft(proposer, draft)
-        own = {"method": "custom_class", "model": _GUIDED}
-        if proposer == "ngram":
-            own = {"method": "ngram"}
+        own = {"method": "ngram"}
+        if proposer == LOOKUP:
+            own = {"method": _NATIVE} if has_lookup else {"method": _CUSTOM, "model": _GUIDED}
         return {**own, "num_speculative_tokens": num_draft_tokens}
     name = proposer.removeprefix(FORCED)
     if name not in METHODS:
@@ -173,11 +178,11 @@ def _features(
     proposer: str, drafts: Mapping[str, Any] | None, more: Mapping[str, Any]
 ) -> Iterator[str]:
     """Of the plugin: those that the environment asks for, and those that the drafts need."""
-    asked = {"counts", *requested()}
-    if drafts is not None and drafts.get("method") not in ("custom_class", "ngram"):
+    asked, method = {"counts", *requested()}, None if drafts is None else drafts.get("method")
+    if drafts is not None and method not in (_CUSTOM, _NATIVE, "ngram"):
         asked.add("drafts")
-        if proposer.startswith(FORCED):
-            asked.add("forced")
+    if drafts is not None and method != _CUSTOM and proposer.startswith(FORCED):
+        asked.add("forced")
     if more.get("draft_sample_method") == "probabilistic":
         asked.add("exact")
     yield from (name for name in FEATURES if name in asked)

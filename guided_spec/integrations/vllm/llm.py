@@ -41,6 +41,7 @@ from guided_spec.integrations.patches import Patch, probe
 from guided_spec.integrations.vllm import counts, sampling
 from guided_spec.integrations.vllm.arguments import Arguments, read_arguments, require_own_start
 from guided_spec.integrations.vllm.grammars import GrammarText, HandedGrammar, grammars_for_vllm
+from guided_spec.integrations.vllm.lookup import has_lookup
 from guided_spec.integrations.vllm.plugin import (
     VARIABLE,
     install,
@@ -110,7 +111,7 @@ def start(wanted: Wanted) -> VllmRunner:
         raise ConfigError("engine", "vllm", fix)
     utils: Any = importlib.import_module("vllm.engine.arg_utils")
     known = {field.name for field in fields(utils.AsyncEngineArgs)}
-    arguments = read_arguments(wanted, known)
+    arguments = read_arguments(wanted, known, has_lookup=has_lookup(root))
     require_own_start(arguments)
     if METRICS in known and arguments.engine["speculative_config"] is not None:
         arguments.engine.setdefault(METRICS, "detailed")

@@ -12,20 +12,23 @@ Masks alone bring nothing here: what is looked up is cut at its first illegal to
 from __future__ import annotations
 
 import functools
+import importlib.util
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from guided_spec.integrations.host_drafter import HostDrafter
-from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.patches import Patch, probe
 from guided_spec.integrations.vllm.forced import FORCED
 from guided_spec.integrations.vllm.plugin import log, requested, warn
 from guided_spec.integrations.vllm.requests import follow_requests
 from guided_spec.ops.host import to_device
 
-__all__ = ["LOOKUP_PATCHES", "Lookup", "guide_lookup", "propose_lookup"]
+__all__ = ["LOOKUP_PATCHES", "Lookup", "guide_lookup", "has_lookup", "propose_lookup"]
 
 _PLACE = "guided_spec_lookup"  # on the speculator
 
@@ -95,6 +98,17 @@ def propose_lookup(original: Callable[..., Any]) -> Callable[..., Any]:
     return propose
 
 
+def has_lookup(root: Path | None) -> bool:
+    """Whether vLLM has this drafter, and its new runner can run.
+
+    root: the folder with vLLM's package in it; None where there is none.
+    """
+    has_triton = importlib.util.find_spec("triton") is not None
+    is_on = has_triton and os.environ.get(_RUNNER) != "0"
+    return root is not None and is_on and not probe(root, LOOKUP_PATCHES).lack
+
+
+_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"  # vLLM takes the new runner where it is not set
 _MODULE = "vllm.v1.worker.gpu.spec_decode.ngram.speculator"
 _CLASS = "NgramGPUSpeculator"
 LOOKUP_PATCHES = (

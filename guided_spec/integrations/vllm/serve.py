@@ -11,7 +11,13 @@ from typing import Any, NamedTuple, NoReturn
 from guided_spec.engine.runner import Wanted
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.arguments import read_arguments
-from guided_spec.integrations.vllm.plugin import FEATURES, VARIABLE, require_plugin
+from guided_spec.integrations.vllm.lookup import has_lookup
+from guided_spec.integrations.vllm.plugin import (
+    FEATURES,
+    VARIABLE,
+    installed_root,
+    require_plugin,
+)
 
 __all__ = ["Place", "ServeCommand", "run", "serve_command"]
 
@@ -43,7 +49,7 @@ def serve_command(wanted: Wanted, place: Place) -> ServeCommand:
 
     Raises ConfigError for what does not translate.
     """
-    found = read_arguments(wanted, None)
+    found = read_arguments(wanted, None, has_lookup=has_lookup(installed_root()))
     engine = dict(found.engine)
     outputs = {"disable_any_whitespace": True, **engine.pop("structured_outputs_config")}
     engine |= {"structured_outputs_config": outputs, "host": place.host, "port": place.port}

@@ -34,10 +34,13 @@ def read(
     draft: Any = None,
     engine_options: dict[str, Any] | None = None,
     model: Any = "a/b",
+    *,
+    has_lookup: bool = False,
     **options: Any,
 ) -> Arguments:
     options = {"num_draft_tokens": 5, **options}
-    return read_arguments(Wanted(model, proposer, draft, options, engine_options or {}), KNOWN)
+    wanted = Wanted(model, proposer, draft, options, engine_options or {})
+    return read_arguments(wanted, KNOWN, has_lookup=has_lookup)
 
 
 def test_names_of_vllm() -> None:
@@ -86,6 +89,13 @@ def test_proposers(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup = read("chain:grammar_forced+ngram")
     assert lookup.engine["speculative_config"]["method"] == "custom_class"
     assert lookup.features == ("counts",)
+    native = read("chain:grammar_forced+ngram", has_lookup=True)
+    assert native.engine["speculative_config"] == {
+        "method": "ngram_gpu",
+        "num_speculative_tokens": 5,
+    }
+    assert native.features == ("counts", "forced")
+    assert read("ngram", has_lookup=True).engine["speculative_config"]["method"] == "ngram"
     assert read("mtp").engine["speculative_config"] == {
         "method": "mtp",
         "num_speculative_tokens": 5,
@@ -161,7 +171,7 @@ def test_vllm_takes_them() -> None:
     options |= {"tensor_parallel_size": 1, "trust_remote_code": False, "kv_memory_bytes": 2**28}
     head = bundled_asset("eagle3")
     wanted = Wanted(None, "eagle3", head, options, {"enforce_eager": True, "seed": 3})
-    given = dict(read_arguments(wanted, known).engine)
+    given = dict(read_arguments(wanted, known, has_lookup=False).engine)
     outputs = config.StructuredOutputsConfig(**given.pop("structured_outputs_config"))
     args = utils.AsyncEngineArgs(**given, structured_outputs_config=outputs)
     assert (args.max_num_seqs, args.max_model_len, args.enforce_eager) == (8, 256, True)
@@ -171,4 +181,4 @@ def test_vllm_takes_them() -> None:
     model = args.create_model_config()
     assert (model.max_model_len, str(model.dtype)) == (256, "torch.float32")
     with pytest.raises(ConfigError, match="no such argument"):
-        read_arguments(Wanted(None, None, None, options, {"maximum": 3}), known)
+        read_arguments(Wanted(None, None, None, options, {"maximum": 3}), known, has_lookup=False)

@@ -15,6 +15,7 @@ pytest.importorskip("vllm", reason="vLLM is not installed")
 
 from guided_spec.integrations.vllm import lookup as vllm_lookup  # noqa: E402
 from guided_spec.integrations.vllm import requests as vllm_requests  # noqa: E402
+from guided_spec.integrations.vllm.plugin import installed_root  # noqa: E402
 from tests.integrations.vllm.drafters import CPU, encode, use_loops  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
@@ -24,11 +25,9 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     sampling_params,
 )
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # vLLM's own, and the Triton interpreter's
-    pytest.mark.skipif(RELEASE < (0, 32), reason="the new runner has no n-gram drafter there"),
-    interpreted,
-]
+pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and the Triton interpreter's
+HAS_LOOKUP = RELEASE >= (0, 32)
+driven = pytest.mark.skipif(not HAS_LOOKUP, reason="the new runner has no n-gram drafter there")
 WORDS = ' "temperature": '
 WRITTEN = {"forced": "x", "seen": "x", "free": "x"}
 REGEXES = {"forced": "x" + WORDS * 2, "seen": "x[a-z ]{30}", "free": None}
@@ -104,6 +103,15 @@ def seen(count: int) -> Sequence[int]:
     return encode(PROMPT)[1 : 1 + count]
 
 
+def test_an_engine_takes_it_where_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    assert vllm_lookup.has_lookup(installed_root()) is HAS_LOOKUP
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    assert not vllm_lookup.has_lookup(installed_root())
+
+
+@driven
+@interpreted
 def test_forced_text_is_drafted_and_else_what_stood_before(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -117,6 +125,8 @@ def test_forced_text_is_drafted_and_else_what_stood_before(
     assert plain["forced"] == list(seen(NUM_DRAFT))  # which vLLM cuts at its first token
 
 
+@driven
+@interpreted
 def test_without_the_feature_nothing_changes(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
