@@ -130,7 +130,7 @@ class HostDrafter:
     def draft(self, requests: Sequence[HostRequest]) -> list[list[int]]:
         """One draft for each request, in their order; empty where there is nothing to draft."""
         order = sorted(range(len(requests)), key=lambda at: requests[at].slot)
-        batch = self._batch([requests[at] for at in order])
+        batch = self.batch([requests[at] for at in order])
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         self._proposer.begin(batch, lookahead).finish()
         drafts: list[list[int]] = [[] for _ in requests]
@@ -138,15 +138,19 @@ class HostDrafter:
             drafts[at] = [*drafted]
         return drafts
 
-    def extend(self, requests: Sequence[HostRequest], lookahead: Lookahead) -> None:
-        """Draft behind what ``lookahead`` holds of each request, which are in its order."""
-        self._proposer.begin(self._batch(requests), lookahead).finish()
+    def extend(self, batch: DecodeBatch, lookahead: Lookahead) -> None:
+        """Draft behind what ``lookahead`` holds of each request of a batch, in its order.
+
+        A step may do so several times with one batch.
+        """
+        self._proposer.begin(batch, lookahead).finish()
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget what is kept of requests that have ended."""
         self._proposer.release(slots)
 
-    def _batch(self, requests: Sequence[HostRequest]) -> DecodeBatch:
+    def batch(self, requests: Sequence[HostRequest]) -> DecodeBatch:
+        """The requests of one step as a proposer sees them."""
         greedy = [SamplingParams(temperature=0.0)] * len(requests)
         return DecodeBatch(
             slots=tuple(request.slot for request in requests),

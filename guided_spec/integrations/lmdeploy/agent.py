@@ -448,7 +448,7 @@ class Drafting:
             return self._padded(self._drafter.draft([request])[0])
         lookahead = processor.begin()
         request = request._replace(constraint=processor.constraint)
-        self._drafter.extend([request], lookahead)
+        self._drafter.extend(self._drafter.batch([request]), lookahead)
         refused = lookahead.refused[0]
         # It has to stand in the draft: the verifier refuses it, and no row behind it is masked.
         drafted = [*lookahead.drafted[0], *([] if refused is None else [refused])]

@@ -39,4 +39,4 @@ class ForcedLead:
     ) -> Lead:
         """The lead of one step; constraints: [B] as of ``GrammarRequests.commit``."""
         asked = self._requests.on_host(names, constraints, num_draft)
-        return partial(self._drafter.extend, asked)
+        return partial(self._drafter.extend, self._drafter.batch(asked))
