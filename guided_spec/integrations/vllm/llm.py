@@ -59,11 +59,12 @@ METRICS = "per_request_spec_decode_metrics"  # an argument of newer releases
 PROCESSES = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine and its workers
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class VllmModel:
     """What ``LLM.model`` is under vLLM: weights are in other processes.
 
-    engine: vLLM's AsyncLLM; it belongs to an event loop of this package. config: of transformers.
+    engine: vLLM's AsyncLLM; it belongs to an event loop of this package. None once it is closed: it
+    would be shut down again where Python ends, and fail there. config: of transformers.
     generation_config: of transformers; None where the model has none.
     """
 
@@ -215,6 +216,7 @@ class VllmRunner:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._engine.shutdown()
+        self._engine = self.setup.model.engine = None
 
     async def _serve(self, request: Request) -> None:
         """One sample, from its grammar to its end."""

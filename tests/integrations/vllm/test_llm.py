@@ -261,6 +261,7 @@ def test_the_variable_is_set_for_vllms_processes(
         assert (llm.engine, llm.proposer) == ("vllm", "eagle3")
         assert llm.model.engine is world.engine
         assert llm.default_params == SamplingParams.from_model(llm)
+    assert llm.model.engine is None  # nothing shuts it down once more
     assert os.environ["GUIDED_SPEC_VLLM"] == "guard"
     assert "VLLM_WORKER_MULTIPROC_METHOD" not in os.environ
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "fork")
