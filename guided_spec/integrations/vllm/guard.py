@@ -264,20 +264,27 @@ def guard_runner(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        config = self.vllm_config
-        if config.model_config.is_diffusion:
-            warn("guard is off: this model does not write from left to right")
-        elif config.kv_transfer_config is not None:
-            # Where it fails to load what was written, vLLM takes tokens back that were noted here.
-            warn("guard is off: with a KV connector tokens may be taken back")
-        elif guard_of(self) is None:
-            owners = (getattr(self, "drafter", None), getattr(self, "speculator", None))
-            requests = requests_of(*owners) or follow_requests(self, config)
-            setattr(self, _PLACE, Guard(requests, config))
-            log("the masks of the target are guarded")
+        _take_up(self)
         return result
 
     return load_model
+
+
+def _take_up(runner: Any) -> None:
+    """Guard a runner, once, where that can be done."""
+    if hasattr(runner, _PLACE):
+        return
+    config, guard = runner.vllm_config, None
+    if config.model_config.is_diffusion:
+        warn("guard is off: this model does not write from left to right")
+    elif config.kv_transfer_config is not None:
+        # Where it fails to load what was written, vLLM takes tokens back that were noted here.
+        warn("guard is off: with a KV connector tokens may be taken back")
+    else:
+        owners = (getattr(runner, "drafter", None), getattr(runner, "speculator", None))
+        guard = Guard(requests_of(*owners) or follow_requests(runner, config), config)
+        log("the masks of the target are guarded")
+    setattr(runner, _PLACE, guard)
 
 
 def guard_of(runner: Any) -> Guard | None:
@@ -291,6 +298,7 @@ def guard_masks_v1(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def sample_tokens(self: Any, grammar_output: Any) -> Any:
+        _take_up(self)  # vLLM's runner for CPUs loads its model in a way of its own
         guard, state = guard_of(self), self.execute_model_state
         if guard is not None and state is not None and state.logits is not None:
             note_states(self, guard.requests)

@@ -44,13 +44,12 @@ def refuse_schemas(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def validate(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.structured_outputs is not None:
+        if self.structured_outputs is not None:  # before vLLM refuses one without saying why
             try:
                 check_schemas(self.structured_outputs)
             except (UnsupportedSchemaError, UnsatisfiableGrammarError) as error:
                 raise exceptions.VLLMValidationError(str(error)) from error
-        return result
+        return original(self, *args, **kwargs)
 
     return validate
 

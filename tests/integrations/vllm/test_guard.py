@@ -189,6 +189,18 @@ def test_where_the_guard_cannot_follow_it_is_off(caplog: pytest.LogCaptureFixtur
     assert "guard is off: with a KV connector" in caplog.text
 
 
+def test_a_runner_that_loads_its_model_in_another_way_is_guarded_at_its_first_step(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As vLLM's for CPUs does."""
+    runner = SimpleNamespace(vllm_config=make_config(), execute_model_state=None)
+    step = vllm_guard.guard_masks_v1(lambda _, given: given)
+    caplog.set_level("INFO", "vllm.guided_spec")
+    assert step(runner, None) is step(runner, None) is None
+    assert vllm_guard.guard_of(runner) is not None
+    assert caplog.text.count("the masks of the target are guarded") == 1
+
+
 @pytest.mark.skipif(RELEASE < (0, 28), reason="older releases end with the tokenizer's stop token")
 def test_a_request_ends_with_stop_tokens_of_its_own(make: Make) -> None:
     world = World(make, {"x": "", "y": ""}, regex="ab*", stops=ids("!"))
