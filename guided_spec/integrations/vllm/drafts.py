@@ -14,6 +14,8 @@ In the new model runner the draft loop is made of CUDA graphs, with the sampling
 its masks at one address, where the host writes them between two replays; so there has to be a graph
 for each position. vLLM from 0.28 on may also capture all those behind the first in one graph: here
 it goes by its other way.
+
+Drafters that draw a whole block are in ``block_drafts``.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
+from guided_spec.integrations.vllm.block_drafts import draws_blocks, guide_blocks
 from guided_spec.integrations.vllm.draft_masks import DraftMasks
 from guided_spec.integrations.vllm.forced import FORCED, ForcedLead
 from guided_spec.integrations.vllm.lookup import LOOKUP_PATCHES
@@ -57,7 +60,7 @@ _PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
 
 _LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependentARSpeculator")
 _FUSES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
-_OTHER_WAYS = ("parallel_drafting", "use_heterogeneous_vocab", "use_local_argmax_reduction")
+_OTHER_WAYS = ("use_heterogeneous_vocab", "use_local_argmax_reduction")
 
 
 class Drafting:
@@ -105,9 +108,18 @@ class Drafting:
                 self._lead = ForcedLead(self.requests, num_draft, size)
         self._is_running = False
         self._was_running = False
+        self._draws_blocks = draws_blocks(drafter)
+        self._block: Tensor | None = None  # logits [B, K, V], while they are drawn from
         self._watch(drafter.model)
+        if self._draws_blocks:
+            guide_blocks(drafter, self)
         setattr(drafter, _PLACE, self)
         log(f"{type(drafter).__name__} drafts under grammars")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a step under a grammar is drafted for."""
+        return self._is_running
 
     @contextmanager
     def step(self, names: Sequence[str], num_draft: int) -> Iterator[None]:
@@ -163,16 +175,33 @@ class Drafting:
         return True
 
     def _watch(self, model: Any) -> None:
-        original = model.compute_logits
+        original = self._compute_logits = model.compute_logits
 
         @functools.wraps(original)
         def compute_logits(*args: Any, **kwargs: Any) -> Any:
+            if self._block is not None:
+                return self.masked(self._block[:, self._masks.position])
             logits = original(*args, **kwargs)
-            return logits if logits is None else self._see(logits)
+            return logits if logits is None or self._draws_blocks else self.masked(logits)
 
         model.compute_logits = compute_logits
 
-    def _see(self, logits: Tensor) -> Tensor:
+    def positions(self, hidden_states: Tensor) -> Iterator[Tensor]:
+        """Hidden states [B * K, H] by position, [B, H] each; their logits are masked meanwhile.
+
+        The logits of all of them are computed at once.
+        """
+        logits = self._compute_logits(hidden_states)
+        by_request = hidden_states.view(-1, self.num_draft, hidden_states.shape[-1])
+        self._block = logits.view(*by_request.shape[:2], -1)
+        try:
+            for at in range(self.num_draft):
+                yield by_request[:, at]
+        finally:
+            self._block = None
+
+    def masked(self, logits: Tensor) -> Tensor:
+        """The logits [B, V] of the next position; as they are where no step is drafted for."""
         if self.is_capturing:
             return self._masks.see(logits)
         if not self._is_running:
@@ -197,7 +226,7 @@ def drafting_of(drafter: Any) -> Drafting | None:
 
 
 def is_covered(drafter: Any) -> bool:
-    """Whether its drafts are drawn position by position from ``compute_logits``.
+    """Whether its drafts can be drawn position by position, from logits under masks.
 
     Warns, once for each drafter, of one whose are not.
     """
@@ -207,7 +236,8 @@ def is_covered(drafter: Any) -> bool:
         for cls in type(drafter).__mro__
         if cls.__name__ in _LOOPS and type(drafter).propose is cls.propose  # type: ignore[attr-defined]
     ]
-    if loops and not ways:
+    is_loop = bool(loops) and not getattr(drafter, "parallel_drafting", False)
+    if not ways and (is_loop or draws_blocks(drafter)):
         return True
     if not hasattr(drafter, _PLACE):
         why = ", ".join(ways) or "it has a way of its own to draft"
@@ -275,6 +305,7 @@ def guide_speculator(original: Callable[..., Any]) -> Callable[..., Any]:
             # one that has sampled another text than the others would wait for them forever.
             parallel = self.vllm_config.parallel_config
             is_alone = parallel.tensor_parallel_size == 1 and self.dp_size == 1
+            is_alone = is_alone and not draws_blocks(self)
             Drafting(
                 self,
                 self.num_speculative_steps,

@@ -146,12 +146,12 @@ def test_other_drafters_are_left_alone(caplog: pytest.LogCaptureFixture) -> None
     proposer = V1(config_of(), Table(33), guided=False).drafter
     assert vllm_drafts.is_covered(proposer)
     with caplog.at_level(logging.INFO, "vllm.guided_spec"):
-        proposer.parallel_drafting = True
+        proposer.use_local_argmax_reduction = True
         assert not vllm_drafts.is_covered(proposer)
         base: Any = type(proposer)
         own_loop: Any = type("OwnLoop", (base,), {"propose": print})
         assert not vllm_drafts.is_covered(own_loop.__new__(own_loop))
-    assert "parallel_drafting" in caplog.text
+    assert "use_local_argmax_reduction" in caplog.text
     assert "a way of its own to draft" in caplog.text
 
 
