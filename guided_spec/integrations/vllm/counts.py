@@ -17,6 +17,7 @@ import xgrammar
 
 from guided_spec.grammar.backends.xgrammar import CACHE_BUG
 from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.plugin import count
 
 __all__ = ["PARTS", "PATCHES", "Remembering", "compile_again"]
 
@@ -51,6 +52,7 @@ def compile_again(original: Callable[..., Any]) -> Callable[..., Any]:
         except RuntimeError as error:
             if CACHE_BUG not in str(error):
                 raise
+        count("counts")
         if _PLACE not in vars(self):
             setattr(self, _PLACE, _without_cache(self))
         return original(getattr(self, _PLACE), *args, **kwargs)

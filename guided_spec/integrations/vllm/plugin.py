@@ -25,12 +25,14 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
 __all__ = [
+    "COUNTER",
     "ENTRY_POINT",
     "FEATURES",
     "PROMISES",
     "RAY_VARIABLE",
     "VARIABLE",
     "around_drafting",
+    "count",
     "in_workers",
     "install",
     "installed_root",
@@ -46,6 +48,7 @@ __all__ = [
 VARIABLE = "GUIDED_SPEC_VLLM"
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
+COUNTER = "guided_spec_vllm_repairs"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts",
@@ -192,6 +195,18 @@ def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
     for target in targets:
         if not target.is_replaced:
             replace(target)
+
+
+def count(feature: str) -> None:
+    """A request that a feature has repaired or refused, for vLLM's ``/metrics``."""
+    _counter().labels(feature).inc()
+
+
+@functools.cache
+def _counter() -> Any:
+    """Prometheus gathers the counters of all processes where PROMETHEUS_MULTIPROC_DIR is set."""
+    client: Any = importlib.import_module("prometheus_client")
+    return client.Counter(COUNTER, "What features of guided_spec did.", ["feature"])
 
 
 def log(text: str) -> None:

@@ -16,6 +16,7 @@ from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
 from guided_spec.grammar.backends.tag import prepare_tag
 from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.integrations.patches import Patch
+from guided_spec.integrations.vllm.plugin import count
 
 __all__ = ["PARTS", "PATCHES", "check_schemas", "refuse_schemas"]
 
@@ -48,6 +49,7 @@ def refuse_schemas(original: Callable[..., Any]) -> Callable[..., Any]:
             try:
                 check_schemas(self.structured_outputs)
             except (UnsupportedSchemaError, UnsatisfiableGrammarError) as error:
+                count("schemas")
                 raise exceptions.VLLMValidationError(str(error)) from error
         return original(self, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from guided_spec.grammar.backends.ebnf import regex_ebnf
 from guided_spec.grammar.backends.xgrammar import CACHE_BUG
+from guided_spec.integrations.vllm import counts as vllm_counts
 from guided_spec.integrations.vllm.counts import Remembering, compile_again
 from guided_spec.integrations.vllm.plugin import installed_version
 from tests.integrations.vllm.fake import MODEL
@@ -33,7 +34,17 @@ class Backend:
         return getattr(self.compiler, f"compile_{request_type}")(grammar_spec)
 
 
-def test_large_counts_are_compiled_without_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The features that have done something; vLLM brings Prometheus's package."""
+    found: list[str] = []
+    monkeypatch.setattr(vllm_counts, "count", found.append)
+    return found
+
+
+def test_large_counts_are_compiled_without_the_cache(
+    monkeypatch: pytest.MonkeyPatch, counted: list[str]
+) -> None:
     backend = Backend()
     with pytest.raises(RuntimeError, match=CACHE_BUG):
         backend.compile_grammar("grammar", LARGE)
@@ -47,6 +58,7 @@ def test_large_counts_are_compiled_without_the_cache(monkeypatch: pytest.MonkeyP
     assert isinstance(backend.seen[-1], Remembering)
     backend.compile_grammar("grammar", SMALL)
     assert backend.seen[used:] == [backend.compiler]
+    assert counted == ["counts", "counts"]
 
 
 def test_other_failures_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from guided_spec.errors import UnsatisfiableGrammarError, UnsupportedSchemaError
-from guided_spec.integrations.vllm.plugin import installed_version, register
+from guided_spec.integrations.vllm.plugin import COUNTER, installed_version, register
 from guided_spec.integrations.vllm.schemas import check_schemas
 
 UNSUPPORTED = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
@@ -63,8 +63,13 @@ def test_vllm_refuses_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     wrapped = getattr(sampling, name)
     refused: Any = importlib.import_module("vllm.exceptions").VLLMValidationError
-    with pytest.raises(refused, match="cannot be enforced in full"):
-        parts.sampling_params(config, json=lost)
+    client: Any = importlib.import_module("prometheus_client")
+    sample = (f"{COUNTER}_total", {"feature": "schemas"})
+    before = client.REGISTRY.get_sample_value(*sample) or 0
+    for schema in (lost, UNSUPPORTED):  # vLLM refuses the second too, without a reason
+        with pytest.raises(refused, match="cannot be enforced in full"):
+            parts.sampling_params(config, json=schema)
+    assert client.REGISTRY.get_sample_value(*sample) == before + 2
     for grammar in ({"json": GOOD}, {"regex": "a+"}, {}):
         assert parts.sampling_params(config, **grammar) is not None
     register()
