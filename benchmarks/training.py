@@ -4,11 +4,12 @@
 written with its embedding, norm and output head alone, and trains a head of the shape on one batch
 of them, over and over. Every trainer gets the same states, the same fresh head where it has the
 same tensors, the same optimizer, autocast to bfloat16 on CUDA, and a loss of KL divergence at every
-depth with equal weights. Documents are packed into one row where the other trainer packs. Printed
-are tokens per second behind the warm-up, the peak of the device's memory, and the loss of the first
-step, by which the work is seen to be the same: of DFlash, speculators averages over the depths what
-is a sum here, and of EAGLE-3 it also drafts from the end of a document into the next one;
-SpecForge leaves out places whose likeliest token the draft does not know.
+depth with equal weights, or, with ``--loss token_cross_entropy``, of the document's tokens, which
+is SpecForge's only loss of DFlash. Documents are packed into one row where the other trainer packs.
+Printed are tokens per second behind the warm-up, the peak of the device's memory, and the loss of
+the first step, by which the work is seen to be the same: of DFlash, the others average over the
+depths what is a sum here, and of EAGLE-3 speculators also drafts from the end of a document into
+the next one; SpecForge leaves out places whose likeliest token the draft does not know.
 
 Variants, and what they differ in:
 
@@ -21,10 +22,10 @@ Variants, and what they differ in:
 ``speculators``        its model as it is: the output head of the draft is not trained
 ``speculators:head``   it is, as ours is
 ``speculators:plain``  the same with its losses in plain torch, which it compiles, not by its kernel
-``specforge``          its EAGLE-3 by flex attention, with the compact teacher of its offline mode
+``specforge``          by flex attention; its EAGLE-3 with the compact teacher of its offline mode
 =====================  ============================================================================
 
-A trainer that is not installed is left out, and said so.
+A trainer that is not installed, or does not train what is asked for, is left out, and said so.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from unittest import mock
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3Config
 
 from guided_spec.cli.console import stdout
 from guided_spec.models.attention import shape_free_kernels
@@ -69,9 +70,10 @@ VARIANTS = {
     ),
     "dflash": (
         *("ours", "ours:recompute", "ours:compile", "ours:compile-loss"),
-        *("speculators", "speculators:head", "speculators:plain"),
+        *("speculators", "speculators:head", "speculators:plain", "specforge"),
     ),
 }
+KL, TOKENS = "kl", "token_cross_entropy"
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {
         "hidden_size": 4096,
@@ -136,15 +138,27 @@ def main(arguments: Sequence[str] | None = None) -> list[Result]:
     with TemporaryDirectory() as folder, shape_free_kernels():
         work = _prepare(Path(folder), options)
         for variant in options.variants or VARIANTS[options.algorithm]:
-            package = variant.partition(":")[0]
-            if package != "ours" and importlib.util.find_spec(package) is None:
-                stdout().print(f"{variant}: {package} is not installed")
+            if problem := _problem(variant.partition(":")[0], work):
+                stdout().print(f"{variant}: {problem}")
                 continue
             results.append(run_variant(work, variant))
             stdout().print(_line(results[-1]))
             if options.output is not None:  # a run that is stopped keeps what it has
                 _write(results, options)
     return results
+
+
+def _problem(package: str, work: Work) -> str:
+    """Why ``package`` cannot train what is asked for; empty where it can."""
+    options = work.options
+    if package == "ours":
+        return ""
+    is_dflash_of_specforge = package == "specforge" and options.algorithm == "dflash"
+    if options.loss != (TOKENS if is_dflash_of_specforge else KL):
+        return f"it has no {options.algorithm} with --loss {options.loss}"
+    if is_dflash_of_specforge and options.draft_vocab_size != work.target.config.vocab_size:
+        return f"it scores all tokens: pass --draft-vocab-size {work.target.config.vocab_size}"
+    return "" if importlib.util.find_spec(package) else f"{package} is not installed"
 
 
 def _write(results: Sequence[Result], options: argparse.Namespace) -> None:
@@ -164,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--draft-vocab-size", type=int, default=32000)
     parser.add_argument("--ttt-steps", type=int, help="by default 3, of a block 15")
     parser.add_argument("--anchors", type=int, default=128, help="of a document, for blocks")
+    parser.add_argument("--loss", choices=(KL, TOKENS), default=KL)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--output", type=Path, help="write JSON here too")
@@ -227,7 +242,7 @@ def _changed(change: str) -> Iterator[None]:
         if change == "dense":
             stack.enter_context(mock.patch.object(heads, "has_kernel", return_value=False))
         if change == "compile-loss":
-            compiled = {"kl": torch.compile(objective.kl, dynamic=True)}
+            compiled = {KL: torch.compile(objective.kl, dynamic=True)}
             stack.enter_context(mock.patch.dict(objective.LOSSES, compiled))
             verdicts = objective._Verdicts
             reach = torch.compile(verdicts.reach, dynamic=True)
@@ -276,16 +291,17 @@ def _batch(options: Any, vocab_size: int) -> TrainingBatch:
 
 
 def _ours(target: Any, options: Any, **changes: Any) -> Any:
-    """A fresh draft, the same each time; over the first tokens of the vocabulary."""
+    """A fresh draft, the same each time; over all tokens or the first of the vocabulary."""
     torch.manual_seed(1)
-    known = torch.arange(options.draft_vocab_size, device=target.device)
+    size, total = options.draft_vocab_size, target.config.vocab_size
+    known = torch.arange(size, device=target.device)
     own = {"ttt_steps": _depths(options), **changes}
     if options.algorithm == "dflash":
         own["anchors"] = options.anchors
     return find_algorithm(options.algorithm).from_training_args(
         target.config,
         target=target,
-        vocabulary=DraftVocabulary(known, target.config.vocab_size),
+        vocabulary=None if size == total else DraftVocabulary(known, total),
         **own,
     )
 
@@ -304,7 +320,7 @@ def _train_ours(work: Work, change: str) -> Trainee:
             if type(module).__name__.endswith(("MLP", "RMSNorm")):
                 module.compile(dynamic=True)
     forward, _ = find_algorithm(options.algorithm).get_trainer_kwargs(
-        masked=False, ttt_steps=_depths(options), ttt_step_loss_decay=1.0, loss="kl"
+        masked=False, ttt_steps=_depths(options), ttt_step_loss_decay=1.0, loss=options.loss
     )
     return model, lambda: model(work.batch, work.states, **forward).loss
 
@@ -361,17 +377,21 @@ def _packed(work: Work) -> dict[str, Tensor]:
 
 
 def _train_specforge(work: Work, change: str) -> Trainee:
-    """Its draft, with fresh weights of its own; the embedding is frozen, as its trainer does."""
+    """Its draft, with fresh weights of its own; what it borrows is frozen, as by its trainer."""
     del change
+    # Flex attention has no gradient on a CPU.
+    kernel = "flex_attention" if work.batch.token_ids.is_cuda else "sdpa"
+    train = _specforge_dflash if work.options.algorithm == "dflash" else _specforge_eagle3
+    return train(work, kernel)
+
+
+def _specforge_eagle3(work: Work, kernel: str) -> Trainee:
     drafts = importlib.import_module("specforge.modeling.draft.llama3_eagle")
     core = importlib.import_module("specforge.algorithms.eagle3.model")
     target, size = work.target, work.options.draft_vocab_size
     config = LlamaConfig(**target.config.to_dict() | {"num_hidden_layers": 1, "pad_token_id": 0})
     config.draft_vocab_size, config.norm_output = size, True
     device = work.batch.token_ids.device
-    kernel = (
-        "flex_attention" if device.type == "cuda" else "sdpa"
-    )  # the former has no gradient else
     with device:
         draft = drafts.LlamaForCausalLMEagle3(config, attention_backend=kernel).float()
     draft.t2d.copy_(torch.arange(config.vocab_size, device=device) < size)
@@ -390,6 +410,30 @@ def _train_specforge(work: Work, change: str) -> Trainee:
         "target_head_weight": target.get_output_embeddings().weight,
     }
     return model, lambda: torch.stack(model(**inputs)[0]).sum()
+
+
+def _specforge_dflash(work: Work, kernel: str) -> Trainee:
+    drafts = importlib.import_module("specforge.modeling.draft.dflash")
+    core = importlib.import_module("specforge.algorithms.common.dflash_family_model")
+    target, options, device = work.target, work.options, work.batch.token_ids.device
+    layout = _ours(target, options).head.layout
+    config = Qwen3Config(**layout.config.to_dict())
+    config.block_size, config._attn_implementation = layout.block_size, kernel
+    config.num_target_layers = target.config.num_hidden_layers
+    layers = [index - 1 for index in layout.aux_hidden_layers]
+    config.dflash_config = {"target_layer_ids": layers, "mask_token_id": layout.mask_token_id}
+    with device:
+        draft = drafts.DFlashDraftModel(config).float()
+    ends = (target.get_output_embeddings(), target.get_input_embeddings())
+    for end in ends:
+        end.requires_grad_(requires_grad=False)
+    sizes = {"block_size": layout.block_size, "num_anchors": options.anchors}
+    model = core.OnlineDFlashModel(
+        draft, *ends, layout.mask_token_id, attention_backend=kernel, **sizes
+    )
+    mask = work.batch.loss_mask.float()
+    inputs = (work.batch.token_ids, work.states.aux.flatten(2), mask)
+    return model, lambda: model(*inputs)[0]
 
 
 TRAINERS: dict[str, Callable[[Work, str], Trainee]] = {

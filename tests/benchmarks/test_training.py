@@ -42,3 +42,19 @@ def test_dflash() -> None:
     assert results[0].first_loss == pytest.approx(results[1].first_loss, rel=1e-5)
     for result in results[2:]:
         assert 3 * result.first_loss == pytest.approx(results[0].first_loss, rel=0.1)
+
+
+def test_dflash_of_specforge(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its loss is of the document's tokens, among all; it averages what ours adds up."""
+    options = ["--algorithm", "dflash", "--ttt-steps", "3", "--anchors", "20"]
+    assert main([*TOY, *options, "--variants", "specforge"]) == []
+    assert "specforge: it has no dflash with --loss kl" in capsys.readouterr().out
+    options += ["--loss", "token_cross_entropy"]
+    assert main([*TOY, *options, "--variants", "specforge", "speculators"]) == []
+    found = capsys.readouterr().out
+    assert "specforge: it scores all tokens: pass --draft-vocab-size 512" in found
+    assert "speculators: it has no dflash with --loss token_cross_entropy" in found
+    results = main([*TOY, *options, "--draft-vocab-size", "512", "--variants", "ours", "specforge"])
+    assert [result.variant for result in results][0] == "ours"
+    for result in results[1:]:
+        assert 3 * result.first_loss == pytest.approx(results[0].first_loss, rel=0.1)
