@@ -7,19 +7,24 @@ holds inside of a CUDA graph too, and the verifier gets the distribution that wa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows
-from guided_spec.ops.bitmask import apply_token_bitmask, only_legal_token, translate_bitmask
+from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
 
 __all__ = ["DraftMasks", "Lead"]
+
+# Words of a row that are looked at first: common tokens stand in front in most vocabularies.
+_FIRST = 64
 
 Lead = Callable[[Lookahead], None]
 """Drafts on the host, behind what a lookahead holds."""
@@ -31,9 +36,9 @@ class DraftMasks:
     rows: [most requests of a batch, K + 1] of the target's vocabulary, on the drafter's device.
     drafted: gives the tokens [B] drafted last, on the device, for the number of those before them
         and B.
-    target_ids: int64 [D], the target's token for each token of a smaller draft vocabulary, on the
-        device; the drafter's logits are over the target's vocabulary all the same, as vLLM has
-        them. None where the drafter knows every token.
+    target_ids: int64 [D], the target's token for each token of a smaller draft vocabulary; the
+        drafter's logits are over the target's vocabulary all the same, as vLLM has them. None where
+        the drafter knows every token.
     """
 
     def __init__(
@@ -45,7 +50,8 @@ class DraftMasks:
     ) -> None:
         self._rows = rows
         self._drafted = drafted
-        self._target_ids = target_ids
+        self._own = None if target_ids is None else row_of(target_ids.tolist(), vocab_size)
+        self._vocab_size = vocab_size
         size = (rows.requests, num_mask_words(vocab_size))
         self._words = torch.full(size, -1, dtype=torch.int32, device=rows.device)
         self._only = torch.full(size[:1], -1, dtype=torch.int64, device=rows.device)
@@ -146,19 +152,39 @@ class DraftMasks:
         return [row[at] if len(row) > at else -1 for row in self._lookahead.drafted]
 
     def _put(self, mask: Tensor, known: Sequence[int]) -> None:
-        """mask: int32 [B, W] of the requests without a known token."""
-        count = len(known)
-        words, only = mask, None
-        if self._target_ids is not None:
-            # The drafter may know none of the legal tokens. If there is one alone, that is the
-            # draft; else it draws what it likes, which is refused, and the draft is over.
-            is_starved = (translate_bitmask(mask, self._target_ids) == 0).all(-1)
-            only = torch.where(is_starved, only_legal_token(mask), -1)
-            is_lost = is_starved & (only < 0)
-            words = torch.where(is_lost.unsqueeze(1), -1, mask)
-        if any(token >= 0 for token in known):
-            given = to_device(known, mask.device)
-            only = given if only is None else torch.where(given < 0, only, given)
+        """mask: int32 [B, W] of the requests without a known token.
+
+        What is asked of single rows is asked of them on the host: a few microseconds, where each
+        launch of a kernel costs as much, and batches of one request wait for these.
+        """
+        count, only, words = len(known), [*known], mask
+        lost = list[int]()
+        for request, row in self._starved(known):
+            # If one token alone is legal, that is the draft; else the drafter draws what it likes,
+            # which is refused, and the draft is over.
+            legal = ids_of(row, self._vocab_size)
+            if len(legal) == 1:
+                only[request] = legal[0]
+            else:
+                lost.append(request)
+        if lost:
+            words = words.index_fill(0, to_device(lost, mask.device), -1)
+        if max(only) >= 0:
+            given = to_device(only, mask.device)
             words = torch.where(given.unsqueeze(1) < 0, words, 0)
+            self._only[:count] = given
+        else:
+            self._only[:count] = -1
         self._words[:count] = words
-        self._only[:count] = -1 if only is None else only
+
+    def _starved(self, known: Sequence[int]) -> Iterator[tuple[int, NDArray[np.int32]]]:
+        """The requests of which the drafter knows no legal token, and their rows, int32 [W]."""
+        lookahead, own = self._lookahead, self._own
+        assert lookahead is not None
+        if own is None:
+            return
+        for request, is_open in enumerate(lookahead.is_open):
+            row = lookahead.peek(request) if is_open and known[request] < 0 else None
+            if row is None or (row[:_FIRST] & own[:_FIRST]).any() or (row & own).any():
+                continue
+            yield request, row
