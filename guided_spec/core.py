@@ -78,8 +78,9 @@ class DecodeBatch:
     num_draft_tokens: K for proposers that could go on for ever.
     features: [B] target hidden states [n, len(aux_hidden_layers) * H] of the n context tokens
         before the last one that became known since the request's previous step (all of the prompt
-        but its last token at the first); None where the proposer asked for none. Each may be made
-        when it is asked for, and made again when it is asked for again.
+        but its last token at the first); None where the proposer asked for none, and of texts of
+        ``prompts``. Each may be made when it is asked for, and made again when it is asked
+        for again.
     policies: [B] the draft policy each request asks for, None where it leaves that to the proposer.
     verifier: which of ``guided_spec.step.VERIFIERS`` decides.
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
@@ -88,8 +89,9 @@ class DecodeBatch:
     sources: [B] equal where one text may be drafted from the other, see ``source_of``; () where
         nobody knows, and texts are kept apart.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
-    prompts: of other slots, which the forward that verifies reads besides; () where the engine
-        hands none.
+    prompts: which the forward that verifies reads besides, of other slots, and of those of the
+        batch that have only begun: of these nothing is known before; () where the engine hands
+        none.
     """
 
     slots: tuple[int, ...]

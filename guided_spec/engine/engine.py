@@ -354,12 +354,44 @@ class Engine:
         if num_decoding:
             budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
         pieces = self._next_pieces(unread, budget)
-        if num_decoding:
+        if num_decoding or self._decode_along(pieces):
             return pieces
         if pieces:
             self._target.read([piece.tokens for piece in pieces])
             self._have_read(pieces)
         return []
+
+    def _decode_along(self, pieces: Sequence[Piece]) -> bool:
+        """Where nobody decodes yet: whether texts do whose prompts end with these pieces.
+
+        One forward then reads a prompt and gives the first token, which no head drafts for. Beside
+        others each waits for the next step: for what a head has not read, nothing is read ahead,
+        and that would hold up all of them.
+        """
+        whole = [
+            request
+            for request, tokens in pieces
+            if tokens.start + len(tokens.token_ids) == len(request.text.tokens) - 1
+            and request.after_prompt is State.DECODE
+            and self._may_begin_undrafted(request)
+            and not self._is_awaited(request)
+        ]
+        for request in whole:
+            request.state = State.DECODE
+        return bool(whole)
+
+    def _may_begin_undrafted(self, request: Request) -> bool:
+        """Whether its text is the same where no head drafts for its first token."""
+        is_free = self.config.verifier == "coupled" or request.job.params.temperature == 0
+        return is_free or not self._layers
+
+    def _is_awaited(self, request: Request) -> bool:
+        """Whether another one takes its prompt once that is read."""
+        return request.is_new and any(
+            other.num_cached == 0 and other.has_prompt_of(request)
+            for other in self._scheduler.running(State.PREFILL)
+            if other is not request
+        )
 
     def _next_pieces(self, unread: Sequence[Request], budget: int) -> list[Piece]:
         pieces = list[Piece]()
@@ -399,12 +431,15 @@ class Engine:
     def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
         """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
 
-        A head reads what the target has read once its text decodes, so until then a block may be
-        there that is not given to others yet.
+        A head reads what the target has read once its text decodes, or in the step behind the
+        first token, so until then a block may be there that is not given to others yet.
         """
         return length < len(request.text.tokens) and any(
             max(other.num_cached, reads.get(other.number, 0)) >= length
-            and (other.state is State.PREFILL or (other.is_new and other.state is State.DECODE))
+            and (
+                other.state is State.PREFILL
+                or (other.state is State.DECODE and other.num_written <= 1)
+            )
             and begin_alike(request.text, other.text, length)
             for other in self._scheduler.running()
         )
@@ -509,9 +544,10 @@ class Engine:
         if not requests:
             return
         # Some may have had to go for those who decode.
-        along = [piece for piece in along if piece.request.state is State.PREFILL]
+        along = [piece for piece in along if piece.request.state is not State.WAITING]
         slots = [request.text.slot for request in requests]
-        features = self._target.take_features(slots) if self._layers else ()
+        coming = {piece.tokens.slot for piece in along}
+        features = self._target.take_features(slots, coming) if self._layers else ()
         texts = [request.text for request in requests]
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
@@ -535,12 +571,12 @@ class Engine:
         num_drafted = step.num_drafted.wait().tolist()
         _count(requests, step, num_drafted, num_accepted)
         logprobs = _logprobs(step, committed)
+        self._have_read(along)
         seen = see_step(step, batch, started)
         for request, row, values, one in zip(requests, committed, logprobs, seen, strict=True):
             request.append(row, values, one)
             if request.state is State.DECODE:
                 self._remember(request, len(request.text.tokens) - 1)
-        self._have_read(along)
         self._begin_decoding([piece.request for piece in along])
 
 

@@ -6,7 +6,7 @@ Also the hidden states that no proposer has taken yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -87,9 +87,9 @@ class KeptStates:
         if source in self._pieces:
             self._pieces[slot] = list(self._pieces[source])
 
-    def take(self, slots: Sequence[int]) -> TakenStates:
-        """What is kept of each slot, and forget it."""
-        return TakenStates([self._pieces.pop(slot, []) for slot in slots])
+    def take(self, slots: Sequence[int], later: Container[int] = ()) -> TakenStates:
+        """What is kept of each slot, and forget it; nothing of those that are asked for later."""
+        return TakenStates([[] if at in later else self._pieces.pop(at, []) for at in slots])
 
 
 class SlotTarget:
@@ -228,9 +228,12 @@ class SlotTarget:
         if hidden_states is not None:
             self._states.add(batch.slots, keep, hidden_states)
 
-    def take_features(self, slots: Sequence[int]) -> TakenStates:
-        """What became known of each slot's hidden states since the last call, and forget it."""
-        return self._states.take(slots)
+    def take_features(self, slots: Sequence[int], coming: Container[int] = ()) -> TakenStates:
+        """What became known of each slot's hidden states since the last call, and forget it.
+
+        coming: slots whose prompts are not read yet: theirs are kept until they are.
+        """
+        return self._states.take(slots, coming)
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the hidden states of ended requests."""

@@ -283,7 +283,10 @@ class LearnedHead(Proposer):
         if not batch.features and batch.num_draft_tokens == 0:  # nobody ever drafts
             return
         head, pieces = self._head, dict[int, _Piece]()
+        coming = {prompt.slot for prompt in batch.prompts}
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
+            if slot in coming:  # its prompt is read by this step's own forward
+                continue
             head.adopt(slot)
             missing = len(context) - 1 - head.length(slot)
             if missing != 0:  # else it was read ahead, or earlier in this step
