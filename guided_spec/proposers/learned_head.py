@@ -174,11 +174,11 @@ class LearnedHead(Proposer):
         self._head.release(slots)
 
     def _open_rows(self, batch: DecodeBatch, lookahead: Lookahead) -> list[int]:
-        is_open = lookahead.is_open
+        pairs = enumerate(zip(lookahead.is_open, lookahead.drafted, strict=True))
         return [
             row
-            for row in range(len(batch))
-            if is_open[row] and self._may_draft(batch, lookahead, row)
+            for row, (is_open, drafted) in pairs
+            if is_open and self._may_draft(batch, len(drafted), row)
         ]
 
     def _draft(self, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> DraftLoop:
@@ -250,14 +250,16 @@ class LearnedHead(Proposer):
             loop.take(given.behind(whole.draft_greedily(slots, count, given.token_ids).T).T)
         return True
 
-    def _may_draft(self, batch: DecodeBatch, lookahead: Lookahead, row: int) -> bool:
+    def _may_draft(self, batch: DecodeBatch, drafted: int, row: int) -> bool:
         """Whether the slot has been read, and can hold the longest draft behind its text.
+
+        drafted: tokens that the draft holds already.
 
         Where it drafts by a graph, that holds K tokens of the draft, whoever they are from: a
         longer one costs all requests a step of the head. What is behind it comes in the next step,
         from the target's own hidden states.
         """
-        drafted, slot = len(lookahead.drafted[row]), batch.slots[row]
+        slot = batch.slots[row]
         longest = max(batch.num_draft_tokens, self._longest)
         if self._whole is not None and drafted >= batch.num_draft_tokens:
             return False
