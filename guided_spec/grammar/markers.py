@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.protocol import GrammarMatcher, WrappedGrammar, WrappedMatcher
 from guided_spec.grammar.spec import GrammarSpec, Start
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
@@ -366,9 +366,17 @@ class AfterMatcher(WrappedMatcher):
         """The inner matcher once it rules; this one before."""
         return self._inner.row_source if self.is_bound else self
 
-    def table_state(self, ahead: int) -> TableState | None:
+    def table_place(self) -> TablePlace | None:
         """The inner matcher's once it rules."""
-        return self._inner.table_state(ahead) if self.is_bound else None
+        return self._inner.table_place() if self.is_bound else None
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """The inner matcher does once it rules."""
+        if not self.is_bound or not self._grammar.inner.excluded.isdisjoint(token_ids):
+            return super().read(token_ids)
+        taken = self._inner.read(token_ids)
+        self._num_bound += taken
+        return taken
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

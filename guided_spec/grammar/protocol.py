@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import UnsatisfiableGrammarError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, num_mask_words
 
@@ -127,13 +127,17 @@ class Matcher(GrammarMatcher):
         """Tokens of the text that a table judged, see ``guided_spec.grammar.tables``."""
         return 0
 
-    def table_state(self, ahead: int) -> TableState | None:
-        """Where the text stands in a table that has its rows, behind up to ``ahead`` more tokens.
-
-        None where one of these rows may be another than the table's.
-        """
-        del ahead
+    def table_place(self) -> TablePlace | None:
+        """Where the text stands in a table; None where its rows may be others than the table's."""
         return None
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """Accept tokens up to the end of the text or the first refused one; returns how many."""
+        is_terminated, accept = self.is_terminated, self.accept_token
+        for taken, token_id in enumerate(token_ids):
+            if is_terminated() or not accept(token_id):
+                return taken
+        return len(token_ids)
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""

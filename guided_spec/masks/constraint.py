@@ -5,21 +5,27 @@ and brought back by rollback, because forking copies the whole history while rol
 
 The committed tokens are the truth. A matcher that disagrees with them is made anew from them. The
 fork has seen most of them in its draft; the original reads them all. Where they do not end the
-text, both may do so later, while the next step runs on the device.
+text, both may do so later, while the next step runs on the device, and behind some steps more where
+a table says where the text stands.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import TablePlace
 
 __all__ = ["Constraint", "Fork"]
 
 _LOG = logging.getLogger(__name__)
+
+# Tokens after which the matchers of a text in its table read all the same: many at once cost each
+# less, and too many would hold up the other texts.
+MOST_UNREAD = 64
 
 
 class Fork:
@@ -58,9 +64,10 @@ class Fork:
                 break
             agreed += 1
         self.rollback_to(agreed)
-        for token_id in token_ids[agreed:]:
-            if self.matcher.is_terminated() or not self.accept(token_id):
-                break
+        rest = token_ids[agreed:]
+        if not self._excluded.isdisjoint(rest):
+            rest = list(takewhile(lambda token_id: token_id not in self._excluded, rest))
+        self.token_ids += rest[: self.matcher.read(rest)]
         return len(self.token_ids)
 
     def commit(self) -> None:
@@ -88,14 +95,15 @@ class Constraint:
         self.has_lost_end = False
         self._original = as_matcher(compiled.new_matcher())
         self._fork = Fork(self._original.fork(), compiled.excluded)
-        self._unread: list[int] = []  # the last committed tokens, where the original lacks them
-        self._fork_unread: list[int] = []  # the same of the fork
+        self._may_fail = self._original.may_fail
+        self._num_read = self._num_fork_read = 0  # committed tokens that the two have read
+        self._place: TablePlace | None = None  # of the committed text, as long as that is enough
         self._failure: GrammarStateError | None = None
 
     @property
     def is_terminated(self) -> bool:
         """Whether a stop token was committed: the text is complete."""
-        return not self._unread and self._original.is_terminated()
+        return self._num_read == len(self.committed) and self._original.is_terminated()
 
     @property
     def has_budget(self) -> bool:
@@ -105,26 +113,26 @@ class Constraint:
     @property
     def num_tabled(self) -> int:
         """Committed tokens that a table judged, and no matcher was asked about."""
-        return self._original.num_tabled
+        unread = 0 if self._place is None else len(self.committed) - self._num_read
+        return self._original.num_tabled + unread
 
-    def table_state(self, ahead: int) -> TableState | None:
-        """Where the committed text stands in its table, see ``Matcher``.
+    def table_place(self, ahead: int) -> TablePlace | None:
+        """Where the committed text stands in a table that has its rows, up to ``ahead`` tokens on.
 
-        Costs little: the matchers need not have read the last tokens.
+        None where one of these rows may be another than the table's. Costs little: the matchers
+        need not have read the last tokens.
         """
-        found = self._original.table_state(ahead + len(self._unread))
-        if found is None or not self._unread:
-            return found
-        state = found.state
-        for token_id in self._unread:
-            state = found.table.after(state, token_id)
-            if state < 0:
-                return None
-        return found._replace(state=state)
+        place = self._place
+        if place is None or not place.reaches(ahead):
+            place = self._original.table_place()
+            if place is not None and self._num_read < len(self.committed):
+                place = place.after(self.committed[self._num_read :])
+            self._place = place = place if place is not None and place.reaches(ahead) else None
+        return place
 
     def may_end(self) -> bool:
         """Whether the committed text is a whole one: it has ended, or a stop token may follow."""
-        if self.catch_up() is not None:
+        if self._read_committed() is not None:
             return False
         matcher = self._original
         return matcher.is_terminated() or any(map(matcher.fork().accept_token, self._ends or ()))
@@ -142,10 +150,11 @@ class Constraint:
         again. Raises GrammarStateError when the new one refuses a token too: the text is then no
         longer inside the grammar, and the request cannot go on. So it is with a matcher at fault.
         """
-        self._require_caught_up()
+        if (failure := self._read_committed()) is not None:
+            raise failure
         original, fork = self._original, self._fork
-        taken = list(token_ids[: _advance(original, token_ids)])
-        if original.may_fail:
+        taken = list(token_ids[: original.read(token_ids)])
+        if self._may_fail:
             _require_working(original, fork.matcher)
         is_refused = len(taken) < len(token_ids) and not original.is_terminated()
         if (
@@ -157,6 +166,8 @@ class Constraint:
             taken = self._resync(token_ids)
         start = len(self.committed)
         self.committed.extend(taken)
+        self._num_read = self._num_fork_read = len(self.committed)
+        self._place = None
         self._commit_fork(fork, start)
         return taken
 
@@ -167,40 +178,48 @@ class Constraint:
         committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
         would have returned, too.
         """
-        self._require_caught_up()
+        if (failure := self.catch_up()) is not None:
+            raise failure
         may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
-        if may_end or self._original.may_fail or not token_ids:
+        if may_end or self._may_fail or not token_ids:
             return self.commit(token_ids)
         self.committed.extend(token_ids)
-        self._unread = self._fork_unread = list(token_ids)
+        if self._place is not None:
+            self._place = self._place.after(token_ids)
         return list(token_ids)
 
     def catch_up(self) -> GrammarStateError | None:
         """Bring both matchers to the end of the committed text; returns why that cannot be.
 
-        Where one refuses a token, both are rebuilt, as by ``commit``.
+        Where one refuses a token, both are rebuilt, as by ``commit``. Those of a text whose table
+        says where it stands may stay behind.
         """
+        if self._place is None or len(self.committed) - self._num_read >= MOST_UNREAD:
+            self._read_committed()
+        return self._failure
+
+    def _read_committed(self) -> GrammarStateError | None:
+        """``catch_up``, in any case."""
         self._advance_fork()
-        behind, self._unread = self._unread, []
+        behind = self.committed[self._num_read :]
         if behind:
-            is_refused = _advance(self._original, behind) < len(behind)
+            self._num_read = len(self.committed)
+            is_refused = self._original.read(behind) < len(behind)
             if is_refused or self._original.is_terminated():
                 self._rebuild()
         return self._failure
 
-    def _require_caught_up(self) -> None:
-        if (failure := self.catch_up()) is not None:
-            raise failure
-
     def _advance_fork(self) -> None:
         """Bring the fork to the end of the committed text."""
-        behind, self._fork_unread = self._fork_unread, []
+        start = self._num_fork_read
+        behind = self.committed[start:]
         if not behind:
             return
+        self._num_fork_read = len(self.committed)
         fork = self._fork
         is_refused = fork.advance(behind) < len(behind)
         try:
-            self._commit_fork(fork, len(self.committed) - len(behind))
+            self._commit_fork(fork, start)
         except GrammarStateError as error:
             self._failure = error
         if is_refused or fork.matcher.is_terminated():
@@ -229,7 +248,6 @@ class Constraint:
 
     def _rebuild(self) -> None:
         """``_resync`` of a text that is committed; why that cannot be is kept for ``catch_up``."""
-        self._unread = []
         try:
             self._resync(())
         except GrammarStateError as error:
@@ -249,14 +267,16 @@ class Constraint:
         if end < len(text):
             reason = f"the grammar refuses token {text[end]} at output position {end}"
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
-        self._original = matcher
+        self._original, self._may_fail = matcher, matcher.may_fail
         self._fork = Fork(matcher.fork(), self.compiled.excluded)
+        self._num_read = self._num_fork_read = len(self.committed)
+        self._place = None
         self.resyncs += 1
         return text[len(self.committed) : end]
 
     def _read(self, matcher: Matcher, text: list[int]) -> int:
         """How many tokens of ``text`` a new matcher takes; what follows its end is cut off."""
-        end = _advance(matcher, text)
+        end = matcher.read(text)
         _require_working(matcher)
         if matcher.is_terminated() and end >= len(self.committed):
             del text[end:]
@@ -267,12 +287,3 @@ def _require_working(*matchers: Matcher) -> None:
     for matcher in matchers:
         if matcher.fault is not None:
             raise GrammarStateError(matcher.fault)
-
-
-def _advance(matcher: GrammarMatcher, token_ids: Sequence[int]) -> int:
-    """Accept tokens up to the end of the text or the first refused one; returns how many."""
-    is_terminated, accept = matcher.is_terminated, matcher.accept_token
-    for taken, token_id in enumerate(token_ids):
-        if is_terminated() or not accept(token_id):
-            return taken
-    return len(token_ids)

@@ -190,7 +190,7 @@ class Lookahead:
         if self.wants_options:
             return None
         constrained = [(at, one) for at in requests if (one := self._constraints[at]) is not None]
-        found = ((at, constraint.table_state(ahead)) for at, constraint in constrained)
+        found = ((at, constraint.table_place(ahead)) for at, constraint in constrained)
         states = {at: state for at, state in found if state is not None}
         others = len(states) < len(constrained)
         return self._rows.tables.find(states, len(self._walks), others=others)

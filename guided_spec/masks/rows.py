@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.grammar.tables.token_table import TableState, TokenTable
+from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
@@ -104,7 +104,7 @@ class DeviceTables:
         self._held: dict[TokenTable, _Held] = {}
 
     def find(
-        self, starts: Mapping[int, TableState], requests: int, *, others: bool
+        self, starts: Mapping[int, TablePlace], requests: int, *, others: bool
     ) -> TabledTexts | None:
         """Of a batch of ``requests``, those whose tables are there, and from where they go on.
 
@@ -115,7 +115,7 @@ class DeviceTables:
         """
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
         by_table: dict[TokenTable, tuple[list[int], list[int]]] = {}
-        for request, (table, state) in starts.items():
+        for request, (table, state, _) in starts.items():
             texts, states = by_table.setdefault(table, ([], []))
             texts.append(request)
             states.append(state)

@@ -103,11 +103,12 @@ class LookaheadMachine(RuleBasedStateMachine):
             if constraint is None:
                 continue
             original, fork = constraint._original, constraint._fork.matcher
-            is_there = not constraint._fork_unread and not self.step._is_asleep
+            has_read = constraint._num_fork_read == len(constraint.committed)
+            is_there = has_read and not self.step._is_asleep
             if is_there:
                 assert constraint._fork.token_ids == self.drafted[request]
             if isinstance(original, ToyMatcher) and isinstance(fork, ToyMatcher):
-                read = len(self.committed[request]) - len(constraint._unread)
+                read = constraint._num_read
                 assert original.tokens == self.committed[request][:read]
                 assert not is_there or fork.tokens == self.text(request)
                 assert max(original.compiled.fills.values(), default=0) <= 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.masks.rows import DeviceTables, TabledTexts
 from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
 from tests.ops.table_walks import random_table
@@ -16,7 +16,7 @@ SIZE = TABLES[0].memory_size_bytes  # of each
 
 def find(device: DeviceTables, *numbers: int, others: bool = False) -> TabledTexts | None:
     """Texts in state 2 of some tables, the first one in row 1 of the batch."""
-    states = {at: TableState(TABLES[number], 2) for at, number in enumerate(numbers, 1)}
+    states = {at: TablePlace(TABLES[number], 2) for at, number in enumerate(numbers, 1)}
     return device.find(states, len(numbers) + 1, others=others)
 
 

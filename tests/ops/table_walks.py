@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TableState, TokenTable
+from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TablePlace, TokenTable
 from guided_spec.masks.rows import DeviceTables
 from guided_spec.ops import table_rows
 
@@ -45,7 +45,7 @@ def start(tables: list[TokenTable | None], device: torch.device) -> tuple[Device
     """The tables on the device, and the cursors of texts in the first state of each."""
     words = next(table.rows.shape[1] for table in tables if table is not None)
     placed = DeviceTables(device, words, 2**24)
-    states = {at: TableState(table, 0) for at, table in enumerate(tables) if table is not None}
+    states = {at: TablePlace(table, 0) for at, table in enumerate(tables) if table is not None}
     found = placed.find(states, len(tables), others=False)
     assert found is not None
     return placed, found.cursors.to(device)

@@ -56,7 +56,7 @@ from guided_spec.grammar.protocol import (
     legal_row,
 )
 from guided_spec.grammar.tables.tabled import TabledGrammar
-from guided_spec.grammar.tables.token_table import TableState
+from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, pack_row
 
@@ -341,20 +341,31 @@ class CompletingMatcher(WrappedMatcher):
         """The inner matcher's while every token fits the budget; else this one."""
         return self._inner.row_source if self._is_free() else self
 
-    def table_state(self, ahead: int) -> TableState | None:
-        """The inner matcher's where the budget takes no token out of any of these rows."""
-        if self.has_lost_end:
-            return self._inner.table_state(ahead)
-        found = self._inner.table_state(
-            ahead + 1
-        )  # what is behind the last row has to end in time, too
-        if found is None:
-            return None
-        if self._endings.is_exact:  # a token for every byte of the longest end, and the stop token
-            is_far = self.remaining - ahead > found.table.ends.item(found.state) + 1
-        else:
-            is_far = len(self._token_ids) + ahead < self._known[-1].until and self._is_free()
-        return found if is_far else None
+    def table_place(self) -> TablePlace | None:
+        """The inner matcher's, with what the budget leaves."""
+        found, known = self._inner.table_place(), self._known[-1]
+        if found is None or known.state is None:
+            return found
+        if self._endings.is_exact:
+            return found._replace(spare=self.remaining)
+        # Where costs are searched for, a table's ends say little: as far as nobody has to look.
+        is_free = self._is_free()
+        return found._replace(spare=known.until - len(self._token_ids)) if is_free else None
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """Tokens behind which nobody has to look for an end are the inner matcher's alone."""
+        known = self._known[-1]
+        count = len(token_ids)
+        if known.state is not None:
+            count = min(count, known.until - 1 - len(self._token_ids))
+        if count < 1 or not self._is_free():
+            return super().read(token_ids)
+        taken = self._inner.read(token_ids[:count])
+        self._token_ids += token_ids[:taken]
+        self._known += [known] * taken
+        if taken < count or taken == len(token_ids):
+            return taken
+        return taken + super().read(token_ids[taken:])
 
     def accept_token(self, token_id: int) -> bool:
         """Advance by one token; False, and no change, where it is refused."""

@@ -27,7 +27,7 @@ from guided_spec.grammar.protocol import (
 )
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.tables.table import tabled_part
-from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TableState, TokenTable
+from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TablePlace, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
 __all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]
@@ -165,12 +165,19 @@ class TabledMatcher(Matcher):
         state = self._state()
         return self._matcher().is_terminated() if state == OUTSIDE else state == ENDED
 
-    def table_state(self, ahead: int) -> TableState | None:
-        """None without a table, and where a text may leave it. See ``Matcher``."""
+    def table_place(self) -> TablePlace | None:
+        """None without a table, and where the text has left it."""
         state, table = self._state(), self._table
-        if table is None or state < 0 or table.margins.item(state) < ahead:
-            return None
-        return TableState(table, state)
+        return None if table is None or state < 0 else TablePlace(table, state)
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """As far as the text keeps to the table, a look-up for each token."""
+        state, table = self._state(), self._table
+        found = [] if table is None or state < 0 else table.states(state, token_ids)
+        count = len(found)
+        self._states += found
+        self._token_ids += token_ids[:count]
+        return count if count == len(token_ids) else count + super().read(token_ids[count:])
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Whether all these tokens are accepted, no stop token before the last; does not move."""

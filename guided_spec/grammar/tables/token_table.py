@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -17,7 +18,8 @@ __all__ = [
     "MOST_AHEAD",
     "OUTSIDE",
     "REFUSED",
-    "TableState",
+    "UNBOUND",
+    "TablePlace",
     "TokenTable",
 ]
 
@@ -29,8 +31,10 @@ OUTSIDE = -3
 """The token is legal, and the table does not hold what follows it."""
 
 MOST_AHEAD = 131
-"""Nobody asks about so many tokens: a draft has 64, as many and one may be unread, and one ends."""
+"""Nobody asks about so many tokens: a draft has 64."""
 ANY_NUMBER = 255
+UNBOUND = 2**40
+"""More tokens than any text has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,14 +84,49 @@ class TokenTable:
         then: int = self.then.item(state, self.classes.item(token_id))
         return then
 
+    def states(self, state: int, token_ids: Sequence[int]) -> list[int]:
+        """Behind each of the tokens, as far as they keep to the table and do not end the text."""
+        found = list[int]()
+        classes, then, size = self.classes.item, self.then.item, len(self.classes)
+        for token_id in token_ids:
+            state = then(state, classes(token_id)) if 0 <= token_id < size else REFUSED
+            if state < 0:
+                break
+            found.append(state)
+        return found
+
+    @cached_property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        ending = (self.then == ENDED).any(axis=0)
+        return frozenset(np.flatnonzero(ending[self.classes]).tolist())
+
     def row(self, state: int) -> NDArray[np.int32]:
         """int32 [W]: the mask row of a state. Read only."""
         row: NDArray[np.int32] = self.rows[self.row_of[state]]
         return row
 
 
-class TableState(NamedTuple):
-    """Where a text stands: in a state of a table."""
+class TablePlace(NamedTuple):
+    """Where a text stands: in a state of a table.
+
+    spare: tokens that a budget leaves to the text, or fewer. Rows behind which enough of them are
+    left for ``ends`` and a stop token are the table's own.
+    """
 
     table: TokenTable
     state: int
+    spare: int = UNBOUND
+
+    def reaches(self, ahead: int) -> bool:
+        """Whether the rows behind up to ``ahead`` more tokens are the table's own."""
+        table, state = self.table, self.state
+        # A budget looks at what is behind the last row, too.
+        is_inside = table.margins.item(state) > ahead
+        return is_inside and self.spare - ahead > table.ends.item(state) + 1
+
+    def after(self, token_ids: Sequence[int]) -> TablePlace | None:
+        """The place behind some tokens; None where they leave the table, or end the text."""
+        table, count = self.table, len(token_ids)
+        states = table.states(self.state, token_ids)
+        return TablePlace(table, states[-1], self.spare - count) if len(states) == count else None

@@ -35,7 +35,7 @@ from guided_spec.grammar.tables.tabled import (
 )
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
-from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.constraint import MOST_UNREAD, Constraint
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
 SPECS = {
@@ -278,7 +278,7 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
     for _ in range(12):
         constraint = Constraint(grammar, STOPS)
         while not constraint.is_terminated and len(constraint.committed) < (max_tokens or 30):
-            at, fork = constraint.table_state(3), constraint.fork()
+            at, fork = constraint.table_place(3), constraint.fork()
             answers[at is not None] += 1
             drafted = list[int]()
             for _ in range(4):
@@ -296,3 +296,36 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
             constraint.commit_ahead(drafted[: dice.randint(1, 4)])
     assert answers[True] >= 5
     assert answers[False] >= 3 or (max_tokens is None and table.is_whole)
+
+
+@pytest.mark.parametrize("max_tokens", [None, 400])
+def test_matchers_of_a_text_in_its_table_read_many_tokens_at_once(max_tokens: int | None) -> None:
+    """And nothing of it is left unread at its end, or in a statistic."""
+    compiled, table = parts("regex")
+    grammar: Any = TabledGrammar(compiled, lambda: finished(table), 0)
+    if max_tokens is not None:
+        grammar = EndingsCache(SMALL).bound(grammar, max_tokens, is_required=True)
+    constraint, unread = Constraint(grammar, STOPS), list[int]()
+    for _ in range(50):
+        place = constraint.table_place(5)
+        assert place is not None
+        assert place.state == [0, *table.states(0, constraint.committed)][-1]
+        assert constraint.catch_up() is None
+        assert constraint.commit_ahead([97, 97, 98]) == [97, 97, 98]
+        unread.append(len(constraint.committed) - constraint._num_read)
+        assert constraint.num_tabled == len(constraint.committed)
+    assert max(unread) == MOST_UNREAD + 2
+    assert constraint.commit([48, STOPS[0]]) == [48, STOPS[0]]
+    assert constraint.is_terminated
+    assert constraint.num_tabled == len(constraint.committed) == 152
+    assert constraint.resyncs == 0
+
+
+def test_a_token_that_a_table_refuses_is_found_at_the_next_commit() -> None:
+    compiled, table = parts("regex")
+    constraint = Constraint(TabledGrammar(compiled, lambda: finished(table), 0), STOPS)
+    assert constraint.table_place(5) is not None
+    assert constraint.commit_ahead([97, 99]) == [97, 99]
+    assert isinstance(constraint.catch_up(), GrammarStateError)
+    with pytest.raises(GrammarStateError, match="token 99 at output position 1"):
+        constraint.commit_ahead([97])
