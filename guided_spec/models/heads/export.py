@@ -3,16 +3,18 @@
 =================  =================================================================
 kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
-``EagleHead``      "safeailab": none
-``Eagle3Head``     "speculators": speculators 0.9, vLLM 0.25.1; "safeailab": none; with masks
-                   (P-EAGLE) "speculators": speculators 0.9
-``BlockHead``      "zlab": none; "speculators": speculators 0.9 (DSpark); "deepseek": none
+``EagleHead``      "safeailab": vLLM
+``Eagle3Head``     "speculators": speculators 0.9, vLLM; "safeailab": vLLM; the same with
+                   masks (P-EAGLE)
+``BlockHead``      "zlab": vLLM; "speculators": vLLM, speculators 0.9 (DSpark); "deepseek":
+                   vLLM
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
 =================  =================================================================
 
-vLLM ran the bundled head, which has no embedding. vLLM and LMDeploy also ran the widened head of
-``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
+vLLM: 0.25.1, 0.31, 0.32 and 0.33, by ``tests/integrations/vllm/test_heads.py``. vLLM and LMDeploy
+also ran the widened head of ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written
+by other code.
 
 Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
 speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash, and
@@ -269,6 +271,9 @@ def eagle3_speculators(
         kind, name, fields = "peagle", "PEagleDraftModel", {"mask_token_id": layout.mask_token_id}
     fields |= {"architectures": [name], **{flag: getattr(layout, flag) for flag in NORM_FLAGS}}
     layer = {**_layer_fields(head.config, tensors), "tie_word_embeddings": False}
+    layer["num_aux_hidden_states"] = len(
+        layout.aux_hidden_layers
+    )  # vLLM takes 3 where none is said
     fields |= {"embed_requires_grad": False, "transformer_layer_config": layer}
     fields[LAYER_IDS] = [*layout.aux_hidden_layers]
     return _speculators(head, tensors, target, options, kind, fields)
@@ -342,9 +347,10 @@ def block_speculators(
         "block_size": layout.block_size,
         "mask_token_id": layout.mask_token_id,
         "sample_from_anchor": layout.from_anchor,
-        "sliding_window_non_causal": layout.is_causal is False,
         "transformer_layer_config": _block_fields(head, tensors),
     }
+    if SLIDING in head.config.layer_types:  # vLLM takes what is written for layers of any kind
+        fields["sliding_window_non_causal"] = layout.is_causal is False
     return _speculators(head, tensors, target, options, kind, fields)
 
 
