@@ -4,15 +4,16 @@
 kind of head       layouts, and whose loader was run on what is written here
 =================  =================================================================
 ``EagleHead``      "safeailab": vLLM
-``Eagle3Head``     "speculators": speculators 0.9, vLLM; "safeailab": vLLM; the same with
-                   masks (P-EAGLE)
+``Eagle3Head``     "speculators": speculators 0.9, vLLM; "safeailab": vLLM, SGLang; with masks
+                   (P-EAGLE) the same but SGLang
 ``BlockHead``      "zlab": vLLM; "speculators": vLLM, speculators 0.9 (DSpark); "deepseek":
                    vLLM
 ``MtpHead``        "deepseek": transformers, once it is added to its target
 ``QwenMtpHead``    "qwen": none
 =================  =================================================================
 
-vLLM: 0.25.1, 0.31, 0.32 and 0.33, by ``tests/integrations/vllm/test_heads.py``. vLLM and LMDeploy
+vLLM: 0.25.1, 0.31, 0.32 and 0.33, by ``tests/integrations/vllm/test_heads.py``; SGLang: 0.5.23,
+weights alone. vLLM and LMDeploy
 also ran the widened head of ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written
 by other code.
 
