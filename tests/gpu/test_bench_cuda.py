@@ -34,6 +34,6 @@ def test_steps_and_documents(tmp_path: Path) -> None:
 
 
 def test_forwards() -> None:
-    given = {"layers": 1, "batch_sizes": "1,2", "context": 20}
+    given = {"layers": 4, "batch_sizes": "1,2", "context": 20}  # a hybrid attends in one of 4
     found = measure_kernels("cuda", lambda _: None, {"forwards": given})
     assert "weights read ms" in found["forwards"]
