@@ -35,7 +35,8 @@ class Walk:
     is_open: nothing has ended the draft. limit: its tokens at most. until: the same for whoever
     drafts now. is_paused: another proposer goes on. refused: the illegal token that ended the
     draft. starved: positions at which the drafter knew none of the legal tokens.
-    is_tabled: the device takes its rows from a table, see ``Lookahead.leave``.
+    stops: where the device takes its rows from a table, the tokens that end a text there; no fork
+    goes along then, since each token is drawn under its row. See ``Lookahead.leave``.
     branches: what stands beside the draft, see ``Lookahead.grow``.
     """
 
@@ -47,11 +48,11 @@ class Walk:
         "has_ended",
         "is_open",
         "is_paused",
-        "is_tabled",
         "limit",
         "refused",
         "request",
         "starved",
+        "stops",
         "until",
     )
 
@@ -63,10 +64,16 @@ class Walk:
         self.filled = 0
         self.has_ended = fork is not None and fork.matcher.is_terminated()
         self.is_open = limit > 0 and not self.has_ended
-        self.is_paused = self.is_tabled = False
+        self.is_paused = False
+        self.stops: frozenset[int] | None = None
         self.refused: int | None = None
         self.starved = 0
         self.branches: list[Branch] = []
+
+    @property
+    def is_tabled(self) -> bool:
+        """Whether the device takes its rows from a table."""
+        return self.stops is not None
 
     @property
     def num_rows(self) -> int:
@@ -76,7 +83,7 @@ class Walk:
     @property
     def num_missing(self) -> int:
         """Those of them that the host has to fill, and has not."""
-        if self.fork is None or self.is_tabled:
+        if self.fork is None or self.stops is not None:
             return 0
         missing = len(self.drafted) + (not self.has_ended) - self.filled
         return missing if missing > 0 else 0  # a third of the time of ``max``
@@ -89,7 +96,9 @@ class Walk:
     def append(self, token_id: int) -> bool:
         """Append a token; False, and no change, where the fork refuses it."""
         fork = self.fork
-        if fork is not None:
+        if self.stops is not None:
+            self.has_ended = token_id in self.stops
+        elif fork is not None:
             if not fork.accept(token_id):
                 return False
             self.has_ended = fork.matcher.is_terminated()

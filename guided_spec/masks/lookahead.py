@@ -202,8 +202,8 @@ class Lookahead:
         and for rows behind the end of a text. Nobody may ``peek`` at these rows.
         """
         self._sources = sources
-        for request in texts.requests:
-            self._walks[request].is_tabled = True
+        for request, stops in zip(texts.requests, texts.stops, strict=True):
+            self._walks[request].stops = stops
 
     def next_mask(self) -> Tensor | None:
         """int32 [B, W] on the device: what may come after each request's draft so far.
@@ -294,6 +294,7 @@ class Lookahead:
         legal: list[list[int]] = []
         for walk, positions in zip(self._walks, options, strict=True):
             start = len(walk.drafted)
+            assert not (walk.is_tabled and positions)  # nobody has asked whether they are legal
             for token_ids in positions:
                 if not walk.is_drafting or not token_ids:
                     break
@@ -319,6 +320,7 @@ class Lookahead:
         """
         self._wake()
         walk = self._walks[request]
+        assert not walk.is_tabled
         return walk.fork if walk.is_open else None
 
     def peek(self, request: int) -> NDArray[np.int32] | None:
@@ -475,7 +477,7 @@ class Lookahead:
         if self._is_asleep:
             self._is_asleep = False
             for walk, constraint in zip(self._walks, self._constraints, strict=True):
-                if constraint is not None:
+                if constraint is not None and not walk.is_tabled:
                     walk.take(constraint.fork())
 
     def _fill_all(self) -> None:

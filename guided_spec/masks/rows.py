@@ -39,11 +39,13 @@ __all__ = [
 class TabledTexts(NamedTuple):
     """The texts of a step whose rows the device takes from tables itself.
 
-    requests: which of the batch. cursors: int64 [B, 6] on the host, see ``ops.table_rows``; zeros
-    for the others. is_alone: whether nobody else of those that draft needs a row of the host's.
+    requests: which of the batch. stops: the tokens that end each of them. cursors: int64 [B, 6] on
+    the host, see ``ops.table_rows``; zeros for the others. is_alone: whether nobody else of those
+    that draft needs a row of the host's.
     """
 
     requests: Sequence[int]
+    stops: Sequence[frozenset[int]]
     cursors: Tensor
     is_alone: bool
 
@@ -119,16 +121,17 @@ class DeviceTables:
             texts, states = by_table.setdefault(table, ([], []))
             texts.append(request)
             states.append(state)
-        found = list[int]()
+        found, stops = list[int](), list[frozenset[int]]()
         for table, (texts, states) in by_table.items():
             held = self._take(table, by_table)
             if held is not None:
                 cursors[texts] = held.cursors[states]
                 found += texts
+                stops += [table.stops] * len(texts)
         if not found:
             return None
         is_alone = not others and len(found) == len(starts)
-        return TabledTexts(found, torch.from_numpy(cursors), is_alone)
+        return TabledTexts(found, stops, torch.from_numpy(cursors), is_alone)
 
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
         held = self._held.pop(table, None)
