@@ -83,3 +83,13 @@ def _poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return memory
 
     return allocate_poisoned
+
+
+@pytest.fixture
+def drafted_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every text has its first token drafted for.
+
+    Else one has not that comes while nobody decodes, and in which step a text comes is chance: for
+    tests that compare the drafts of several texts.
+    """
+    monkeypatch.setattr("guided_spec.engine.engine.Engine._decode_along", lambda *_: False)

@@ -94,6 +94,7 @@ def test_hidden_states_at_the_layers_of_the_head(pair: Pair) -> None:
         assert not rest[..., 1:].any()
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("proposer", ["eagle3", "eagle3:validate"])
 def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float) -> None:
@@ -112,6 +113,7 @@ def test_the_same_texts_and_drafts(pair: Pair, proposer: str, temperature: float
     assert all(sum(drafted) > 0 for _, drafted, _ in found[0])
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize("method", ["p_eagle", "dflash", "dspark"])
 def test_the_same_drafts_of_blocks(pair: Pair, method: str, tmp_path: Path) -> None:
     small = load_model(pair.target, device="cpu")

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, TargetOutput
-from guided_spec.engine.engine import Engine
 from guided_spec.engine.outputs import Completion
 from guided_spec.engine.target import TakenStates
 from guided_spec.errors import ConfigError, ModelError
@@ -208,6 +207,7 @@ def read_another(
 READ_AHEAD = LearnedHead.read_ahead
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize(
     "spec", ["eagle3", "chain:grammar_forced+eagle3", "dflash", "dspark", "p_eagle"]
 )
@@ -221,8 +221,6 @@ def test_reading_ahead_changes_no_draft(
 ) -> None:
     """Nor does it where the text becomes another; requests come and go, and slots are reused."""
     params = [replace(p, temperature=temperature, seed=row) for row, p in enumerate(PARAMS)]
-    # Else who comes while nobody decodes, which its grammar decides, has a step without a draft.
-    monkeypatch.setattr(Engine, "_decode_along", lambda *_: False)
     options: Any = {"max_batch_size": 2, "kernels": "packed"}
     known = taught(spec.rpartition("+")[2])
     found = [known.generate(spec, params, **options)]

@@ -74,6 +74,7 @@ def test_sampled_in_bfloat16(tmp_path: Path, method: str, policy: str) -> None:
 GRAPHED = pytest.mark.parametrize("method", ["eagle3", "dflash", "dspark", "p_eagle"])
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @GRAPHED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_graph_that_waits_for_masks_drafts_the_same(
@@ -99,6 +100,7 @@ def test_a_graph_that_waits_for_masks_drafts_the_same(
     assert [o.stats.accepted for o in found] == [o.stats.accepted for o in expected]
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @GRAPHED
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("at_a_time", [1, 3])

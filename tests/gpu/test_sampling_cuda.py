@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -33,7 +34,8 @@ EVERYTHING: dict[str, Any] = {
 def test_a_batch_is_made_while_the_device_is_busy() -> None:
     params = [SamplingParams(**EVERYTHING), SamplingParams(logprobs=2), SamplingParams(top_p=0.5)]
     rules = [TokenRules(one, ((3, 4), (9,)), (1,)) for one in params]
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype, once
+        torch.cuda.set_sync_debug_mode("error")
     try:
         sampling = Sampling.stack(params, [1, 2, 3], CUDA)
         plan = LogprobsPlan.stack(params, CUDA)

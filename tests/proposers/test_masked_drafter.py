@@ -371,6 +371,7 @@ def test_a_walk_that_fails_lets_the_device_go(
     )
 
 
+@pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_the_same_texts_by_the_same_drafts(
     headed_llm: HeadedTarget, monkeypatch: pytest.MonkeyPatch, temperature: float
