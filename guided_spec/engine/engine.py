@@ -366,8 +366,10 @@ class Engine:
 
         One forward then reads a prompt and gives the first token, which no head drafts for. Beside
         others each waits for the next step: for what a head has not read, nothing is read ahead,
-        and that would hold up all of them.
+        and that would hold up all of them. A linear state takes one row of a slot at a time.
         """
+        if self.model.has_linear_state:
+            return False
         whole = [
             request
             for request, tokens in pieces
