@@ -40,8 +40,8 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.patches import Patch, probe
 from guided_spec.integrations.vllm import counts, sampling
 from guided_spec.integrations.vllm.arguments import Arguments, read_arguments, require_own_start
+from guided_spec.integrations.vllm.drafts.lookup import has_lookup
 from guided_spec.integrations.vllm.grammars import GrammarText, HandedGrammar, grammars_for_vllm
-from guided_spec.integrations.vllm.lookup import has_lookup
 from guided_spec.integrations.vllm.plugin import (
     VARIABLE,
     install,

@@ -51,9 +51,9 @@ RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names t
 COUNTER = "guided_spec_vllm_repairs"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
-    "drafts": "guided_spec.integrations.vllm.drafts",
+    "drafts": "guided_spec.integrations.vllm.drafts.heads",
     "exact": "guided_spec.integrations.vllm.exact",
-    "forced": "guided_spec.integrations.vllm.drafts",
+    "forced": "guided_spec.integrations.vllm.drafts.heads",
     "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
 }

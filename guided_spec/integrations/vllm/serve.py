@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from guided_spec.engine.runner import Wanted
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.arguments import read_arguments
-from guided_spec.integrations.vllm.lookup import has_lookup
+from guided_spec.integrations.vllm.drafts.lookup import has_lookup
 from guided_spec.integrations.vllm.plugin import (
     FEATURES,
     VARIABLE,

@@ -21,9 +21,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from guided_spec.integrations.vllm import drafts as vllm_drafts
 from guided_spec.integrations.vllm import requests as vllm_requests
-from guided_spec.integrations.vllm.drafts import Drafting, drafting_of
+from guided_spec.integrations.vllm.drafts import heads as vllm_drafts
+from guided_spec.integrations.vllm.drafts.heads import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, SWITCHES, make_graphs
 from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, tokenizer, use_cpu
 

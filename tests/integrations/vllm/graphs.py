@@ -8,7 +8,7 @@ import inspect
 from contextlib import nullcontext
 from typing import Any
 
-from guided_spec.integrations.vllm.drafts import drafting_of
+from guided_spec.integrations.vllm.drafts.heads import drafting_of
 from tests.integrations.vllm.parts import NUM_DRAFT
 
 __all__ = ["SLOTS", "SWITCHES", "make_graphs"]

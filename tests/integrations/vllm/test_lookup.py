@@ -13,8 +13,8 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from guided_spec.integrations.vllm import lookup as vllm_lookup  # noqa: E402
 from guided_spec.integrations.vllm import requests as vllm_requests  # noqa: E402
+from guided_spec.integrations.vllm.drafts import lookup as vllm_lookup  # noqa: E402
 from guided_spec.integrations.vllm.plugin import installed_root  # noqa: E402
 from tests.integrations.vllm.drafters import CPU, encode, use_loops  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402

@@ -15,8 +15,8 @@ import pytest
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
-from guided_spec.integrations.vllm import drafts
 from guided_spec.integrations.vllm import plugin as vllm
+from guided_spec.integrations.vllm.drafts import heads as drafts
 from guided_spec.integrations.vllm.exact import (
     keep_refused_draft,
     keep_refused_in_step,
@@ -133,7 +133,7 @@ def test_a_function_that_something_else_has_changed_is_refused(engine: Any) -> N
 
 def made_up(monkeypatch: pytest.MonkeyPatch, name: str, **parts: list[Patch]) -> None:
     """The feature ``name`` is of these parts, and asked for."""
-    module: Any = ModuleType(f"guided_spec.integrations.vllm.{name}")
+    module: Any = ModuleType(vllm.FEATURES[name])
     module.PATCHES, module.PARTS = [HALF], parts
     monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setenv(vllm.VARIABLE, name)

@@ -16,8 +16,8 @@ from guided_spec.integrations.vllm.plugin import installed_root
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
-from guided_spec.integrations.vllm import drafts as vllm_drafts  # noqa: E402
 from guided_spec.integrations.vllm import guard as vllm_guard  # noqa: E402
+from guided_spec.integrations.vllm.drafts import heads as vllm_drafts  # noqa: E402
 from tests.integrations.vllm.drafters import V1, V2, Table, config_of, use_loops  # noqa: E402
 from tests.integrations.vllm.parts import (  # noqa: E402
     NUM_DRAFT,
@@ -155,8 +155,10 @@ def test_other_drafters_are_left_alone(caplog: pytest.LogCaptureFixture) -> None
     assert "a way of its own to draft" in caplog.text
 
 
-@pytest.mark.parametrize("feature", [vllm_drafts, vllm_guard])
-def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch, feature: Any) -> None:
+@pytest.mark.parametrize(("name", "feature"), [("drafts", vllm_drafts), ("guard", vllm_guard)])
+def test_a_worker_gets_the_patches(
+    monkeypatch: pytest.MonkeyPatch, name: str, feature: Any
+) -> None:
     targets = []
     root = installed_root()
     assert root is not None
@@ -165,19 +167,19 @@ def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch, feature: Any
             if patch.wrap is None:
                 continue
             owner: Any = importlib.import_module(patch.module)
-            *classes, name = patch.path.split(".")
+            *classes, last = patch.path.split(".")
             for step in classes:
                 owner = getattr(owner, step)
-            monkeypatch.setattr(owner, name, getattr(owner, name))  # put back after the test
-            targets.append((owner, name, getattr(owner, name)))
-    monkeypatch.setenv(VARIABLE, feature.__name__.rpartition(".")[2])
+            monkeypatch.setattr(owner, last, getattr(owner, last))  # put back after the test
+            targets.append((owner, last, getattr(owner, last)))
+    monkeypatch.setenv(VARIABLE, name)
     importlib.import_module("guided_spec.integrations.vllm.plugin").register()
     wrapper: Any = importlib.import_module("vllm.v1.worker.worker_base").WorkerWrapperBase
     num_own = sum(patch.wrap is not None for patch in probe(root, feature.PATCHES).patches)
     own, workers = targets[:num_own], targets[num_own:]
     assert (wrapper, "init_device") in [target[:2] for target in own]
-    assert not any(getattr(owner, name) is kept for owner, name, kept in own)
-    assert all(getattr(owner, name) is kept for owner, name, kept in workers)
+    assert not any(getattr(owner, at) is kept for owner, at, kept in own)
+    assert all(getattr(owner, at) is kept for owner, at, kept in workers)
     seen: list[str] = []
     worker = wrapper.__new__(wrapper)
     worker.vllm_config = config_of()
@@ -185,7 +187,7 @@ def test_a_worker_gets_the_patches(monkeypatch: pytest.MonkeyPatch, feature: Any
     worker._worker_extension_cls = None
     worker.init_device()
     assert seen == ["made"]
-    assert not any(getattr(owner, name) is kept for owner, name, kept in workers)
+    assert not any(getattr(owner, at) is kept for owner, at, kept in workers)
 
 
 def test_a_drafter_with_more_tokens_than_the_target_is_refused() -> None:

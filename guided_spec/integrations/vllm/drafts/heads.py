@@ -15,7 +15,7 @@ its masks at one address, where the host writes them between two replays; so the
 for each position. vLLM from 0.28 on may also capture all those behind the first in one graph: here
 it goes by its other way.
 
-Drafters that draw a whole block are in ``block_drafts``.
+Drafters that draw a whole block are in ``blocks``.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from torch import Tensor
 
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch
-from guided_spec.integrations.vllm.block_drafts import draws_blocks, guide_blocks
-from guided_spec.integrations.vllm.draft_masks import DraftMasks
-from guided_spec.integrations.vllm.forced import FORCED, ForcedLead
-from guided_spec.integrations.vllm.lookup import LOOKUP_PATCHES
+from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
+from guided_spec.integrations.vllm.drafts.forced import FORCED, ForcedLead
+from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
+from guided_spec.integrations.vllm.drafts.masks import DraftMasks
 from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, requested, warn
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from guided_spec.integrations.host_drafter import HostDrafter
-from guided_spec.integrations.vllm.draft_masks import Lead
+from guided_spec.integrations.vllm.drafts.masks import Lead
 from guided_spec.integrations.vllm.requests import GrammarRequests
 from guided_spec.masks.constraint import Constraint
 

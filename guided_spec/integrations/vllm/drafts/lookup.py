@@ -23,7 +23,7 @@ from torch import Tensor
 
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.patches import Patch, probe
-from guided_spec.integrations.vllm.forced import FORCED
+from guided_spec.integrations.vllm.drafts.forced import FORCED
 from guided_spec.integrations.vllm.plugin import log, requested, warn
 from guided_spec.integrations.vllm.requests import follow_requests
 from guided_spec.ops.host import to_device

@@ -1,0 +1,1 @@
+"""What vLLM's drafters draw under grammars: heads, blocks, forced text and look-ups."""
