@@ -127,6 +127,7 @@ def test_packed_models_write_the_same(taught: Any, policy: str, batch_size: int)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("drafted_from_the_start")
 @pytest.mark.parametrize("batch_size", [1, 5])
 @pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
 def test_packed_blocks_write_the_same(taught: Any, method: str, batch_size: int) -> None:
