@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.core import DecodeBatch, DraftInFlight, FinishedDraft, Proposer, ProposerContext
-from guided_spec.grammar.backends.xgrammar import XGrammarText
 from guided_spec.grammar.completion.completion import without_budget
-from guided_spec.grammar.protocol import GrammarMatcher, Matcher
+from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
@@ -119,7 +118,7 @@ class ForcedSearch:
     """Finds forced text by looking at which single bytes a matcher's mask admits.
 
     A mask costs a microsecond, and so does each call into numpy: the words of a mask that matter
-    become one integer of Python's. xgrammar knows such a text whole.
+    become one integer of Python's.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
@@ -139,43 +138,29 @@ class ForcedSearch:
 
         row: the matcher's mask, int32 [W], where it is known already.
         """
+        found = bytearray()
+        stop: tuple[int, ...] = ()
         if row is None:
             row = self._fill(matcher)
-        if not self._is_forced(row):
-            return Forced(b"", self._stop(row))
-        source = matcher.row_source if isinstance(matcher, Matcher) else matcher
-        known = XGrammarText.of(source)
-        text = b"" if known is None else known.find()[:LONGEST_TEXT]
-        if known is None or not text:
-            return self._find_by_bytes(matcher, row)
-        is_open = len(text) < LONGEST_TEXT and known.fill_behind(text, self._row)
-        return Forced(text, self._stop(self._row[0]) if is_open else ())
-
-    def _find_by_bytes(self, matcher: GrammarMatcher, row: NDArray[np.int32]) -> Forced:
-        found = bytearray()
-        while len(found) < LONGEST_TEXT and self._is_forced(row):
-            token, byte = self._bytes[(self._admitted(row) & self._single_bits).bit_length() - 1]
+        while len(found) < LONGEST_TEXT:
+            admitted = int.from_bytes(row[self._words].tobytes(), "little")
+            if admitted & self._stop_bits:
+                stop = self._only_stop(row, admitted)
+                break
+            single = admitted & self._single_bits
+            if single == 0 or single & (single - 1):  # none, or several
+                break
+            token, byte = self._bytes[single.bit_length() - 1]
             if not matcher.accept_token(token):
                 break
             found.append(byte)
             row = self._fill(matcher)
-        stop = self._stop(row) if len(found) < LONGEST_TEXT else ()
         matcher.rollback(len(found))
         return Forced(bytes(found), stop)
 
-    def _admitted(self, row: NDArray[np.int32]) -> int:
-        return int.from_bytes(row[self._words].tobytes(), "little")
-
-    def _is_forced(self, row: NDArray[np.int32]) -> bool:
-        """Whether a row admits one single byte, and no end."""
-        admitted = self._admitted(row)
-        single = admitted & self._single_bits
-        return not admitted & self._stop_bits and single != 0 and not single & (single - 1)
-
-    def _stop(self, row: NDArray[np.int32]) -> tuple[int, ...]:
+    def _only_stop(self, row: NDArray[np.int32], admitted: int) -> tuple[int, ...]:
         """The stop token where the row admits nothing else."""
-        admitted = self._admitted(row)
-        if not admitted & self._stop_bits or np.bitwise_count(row.view(np.uint32)).sum() > 1:
+        if np.bitwise_count(row.view(np.uint32)).sum() > 1:
             return ()
         return tuple(token for token in self._stops if admitted >> self._places[token] & 1)
 

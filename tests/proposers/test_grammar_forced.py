@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from guided_spec.config import EngineConfig
-from guided_spec.grammar.backends.xgrammar import XGrammarBackend, XGrammarText
+from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.masks.constraint import Constraint
@@ -61,31 +61,6 @@ def test_forced_text_of_real_grammars(spec: GrammarSpec, forced: bytes) -> None:
     assert search.find(matcher).text == forced
     assert search.find(matcher).text == forced  # left where it was
     assert all(matcher.accept_token(byte) for byte in forced)
-
-
-@pytest.mark.parametrize(
-    ("spec", "text"),
-    [
-        (GrammarSpec.json_schema(KEYS), '{"name": "ab", "b": true}'),
-        (GrammarSpec.json_schema(KEYS, any_whitespace=True), '{ "name":"ab","b" : true}'),
-        (GrammarSpec.choice(["north-east", "north-west"]), "north-west"),
-        (GrammarSpec.regex("x(é|è)y"), "xéy"),  # forced up to the middle of a character
-        (GrammarSpec.regex("(ab){80}"), "ab" * 80),  # longer than a search goes
-        (GrammarSpec.regex("ab(cd)?"), "abcd"),
-    ],
-)
-def test_xgrammar_says_what_its_masks_say(
-    spec: GrammarSpec, text: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matcher = XGrammarBackend(BYTES).compile(spec).new_matcher()
-    search, found = ForcedSearch(BYTES), []
-    for byte in text.encode():
-        found.append(search.find(matcher))
-        with monkeypatch.context() as patch:
-            patch.setattr(XGrammarText, "of", lambda _: None)
-            assert search.find(matcher) == found[-1]
-        assert matcher.accept_token(byte)
-    assert any(one.text for one in found)
 
 
 def endless(prefix: tuple[int, ...]) -> frozenset[int]:

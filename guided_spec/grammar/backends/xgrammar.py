@@ -24,46 +24,13 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["CACHE_BUG", "XGrammarBackend", "XGrammarGrammar", "XGrammarText"]
+__all__ = ["CACHE_BUG", "XGrammarBackend", "XGrammarGrammar"]
 
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
 # take 40 MB each, and seconds to compile.
 _CACHE_BYTES = 128 * 2**20
 CACHE_BUG = "per_rule_fsm_hashes"
 _SOURCE_PREFIX = re.compile(r"^(?:\[[\d:]+\] )?(?:\S+\.(?:cc|h|cpp):\d+: )?")
-
-
-class XGrammarText:
-    """The text that must come next, as one of xgrammar's own matchers knows it.
-
-    One call, where looking at masks byte by byte takes one for each byte.
-    """
-
-    def __init__(self, matcher: xgrammar.GrammarMatcher) -> None:
-        self._matcher = matcher
-
-    @classmethod
-    def of(cls, matcher: object) -> XGrammarText | None:
-        """None for another library's matcher."""
-        return cls(matcher) if isinstance(matcher, xgrammar.GrammarMatcher) else None
-
-    def find(self) -> bytes:
-        """Empty also where it ends inside of a character, which xgrammar does not hand out."""
-        try:
-            return self._matcher.find_jump_forward_string().encode()
-        except UnicodeDecodeError:
-            return b""
-
-    def fill_behind(self, text: bytes, bitmask: Any) -> bool:
-        """Write row 0 of an int32 [1, W] bitmask: what may come behind such a text; does not move.
-
-        Returns whether the text was accepted.
-        """
-        if not self._matcher.accept_string(text):
-            return False
-        self._matcher.fill_next_token_bitmask(bitmask, 0)
-        self._matcher.rollback(1)  # a text is one step
-        return True
 
 
 class _Compilers(NamedTuple):
