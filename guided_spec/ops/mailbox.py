@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.ops.host import give_way
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.table_rows import copy_rows
 
@@ -104,7 +105,7 @@ class Mailbox:
         words = self._read(depth, count)
         late = 0.0 if words else time.monotonic() + IMPATIENCE
         while not words:
-            time.sleep(0)  # other threads have work to do
+            give_way()  # other threads have work to do
             is_late = time.monotonic() > late
             if is_late:
                 check()
@@ -146,7 +147,7 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
     for _ in range(PATIENCE):
         if int(ticket) in (UNTICKETED, int(order[0])):
             break
-        time.sleep(0)
+        give_way()
     addresses = order[1 : 1 + len(out)]
     copy_rows(addresses if sources is None else torch.where(sources != 0, sources, addresses), out)
 

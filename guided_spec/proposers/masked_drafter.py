@@ -243,8 +243,12 @@ class MaskedDrafter:
         if not turn.needs_host:
             draft.release()
         picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors, [])
-        beside = draft.begin if turn.needs_host else None
+        begin = draft.begin if turn.needs_host else None
+        # A block's first mask has the time of its forward: no thread has to be woken to launch it.
+        beside = None if self.scores_at_once else begin
         self._head.draft_by(picker, slots, count, token_ids, beside)
+        if begin is not None and beside is None:
+            begin()
         return draft
 
     def capture(self) -> Iterator[None]:
