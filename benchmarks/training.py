@@ -9,7 +9,9 @@ is SpecForge's only loss of DFlash. Documents are packed into one row where the 
 Printed are tokens per second behind the warm-up, the peak of the device's memory, and the loss of
 the first step, by which the work is seen to be the same: of DFlash, the others average over the
 depths what is a sum here, and of EAGLE-3 speculators also drafts from the end of a document into
-the next one; SpecForge leaves out places whose likeliest token the draft does not know.
+the next one. SpecForge's loss of EAGLE-3 is a cross-entropy, averaged over all places though those
+count alone whose likeliest token the draft knows: the tokens that the draft knows are made the
+likeliest, and its loss is printed less the target's entropy, as a mean over what counts.
 
 Variants, and what they differ in:
 
@@ -17,11 +19,10 @@ Variants, and what they differ in:
 ``ours``               as ``guided-spec train`` runs it
 ``ours:dense``         EAGLE-3 under dense masks, as where attention has no kernel without
 ``ours:recompute``     with ``--gradient-checkpointing``
-``ours:compile``       the MLPs and norms compiled by ``torch.compile``
-``ours:compile-loss``  the loss of a row and the verdict on it compiled
+``ours:eager``         nothing compiled
 ``speculators``        its model as it is: the output head of the draft is not trained
 ``speculators:head``   it is, as ours is
-``speculators:plain``  the same with its losses in plain torch, which it compiles, not by its kernel
+``speculators:eager``  the same, of its forward the attention and its masks alone compiled
 ``specforge``          by flex attention; its EAGLE-3 with the compact teacher of its offline mode
 =====================  ============================================================================
 
@@ -34,18 +35,21 @@ import argparse
 import gc
 import importlib
 import importlib.util
+import inspect
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import MethodType
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.attention import flex_attention
 from transformers import LlamaConfig, Qwen3Config
 
 from guided_spec.cli.console import stdout
@@ -53,9 +57,10 @@ from guided_spec.models.attention import shape_free_kernels
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_ends
-from guided_spec.training import objective
+from guided_spec.training import objective, target_rows
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.algorithms import heads
+from guided_spec.training.compiled import compile_layers
 from guided_spec.training.registry import find_algorithm
 from guided_spec.training.target_rows import TargetHead
 from guided_spec.training.trainer import make_optimizer
@@ -65,12 +70,12 @@ __all__ = ["SHAPES", "Result", "Work", "main", "run_variant"]
 CLIP = 0.5
 VARIANTS = {
     "eagle3": (
-        *("ours", "ours:dense", "ours:recompute", "ours:compile", "ours:compile-loss"),
-        *("speculators", "speculators:head", "speculators:plain", "specforge"),
+        *("ours", "ours:dense", "ours:recompute", "ours:eager"),
+        *("speculators", "speculators:head", "speculators:eager", "specforge"),
     ),
     "dflash": (
-        *("ours", "ours:recompute", "ours:compile", "ours:compile-loss"),
-        *("speculators", "speculators:head", "speculators:plain", "specforge"),
+        *("ours", "ours:recompute", "ours:eager"),
+        *("speculators", "speculators:head", "speculators:eager", "specforge"),
     ),
 }
 KL, TOKENS = "kl", "token_cross_entropy"
@@ -241,12 +246,10 @@ def _changed(change: str) -> Iterator[None]:
     with ExitStack() as stack:
         if change == "dense":
             stack.enter_context(mock.patch.object(heads, "has_kernel", return_value=False))
-        if change == "compile-loss":
-            compiled = {KL: torch.compile(objective.kl, dynamic=True)}
-            stack.enter_context(mock.patch.dict(objective.LOSSES, compiled))
-            verdicts = objective._Verdicts
-            reach = torch.compile(verdicts.reach, dynamic=True)
-            stack.enter_context(mock.patch.object(verdicts, "reach", reach))
+        if change == "eager":
+            for module, name in ((objective, "_compare"), (target_rows, "_read")):
+                plain = inspect.unwrap(vars(module)[name])
+                stack.enter_context(mock.patch.object(module, name, plain))
         yield
 
 
@@ -264,6 +267,7 @@ def _prepare(folder: Path, options: Any) -> Work:
     config.save_pretrained(path)
     size, vocab = shape["hidden_size"], shape["vocab_size"]
     wide = [torch.randn(vocab, size, device=device, dtype=dtype) * size**-0.5 for _ in range(2)]
+    wide[1][: options.draft_vocab_size] *= 2  # the draft knows the likeliest tokens
     tensors = {"model.embed_tokens.weight": wide[0], "lm_head.weight": wide[1]}
     tensors["model.norm.weight"] = torch.ones(size, dtype=dtype)
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path / "model.safetensors")
@@ -315,10 +319,8 @@ def _train_ours(work: Work, change: str) -> Trainee:
     options = work.options
     model = _ours(work.target, options, gradient_checkpointing=change == "recompute")
     model.train()
-    if change == "compile":
-        for module in model.layers.modules():
-            if type(module).__name__.endswith(("MLP", "RMSNorm")):
-                module.compile(dynamic=True)
+    if change != "eager":
+        compile_layers(model)
     forward, _ = find_algorithm(options.algorithm).get_trainer_kwargs(
         masked=False, ttt_steps=_depths(options), ttt_step_loss_decay=1.0, loss=options.loss
     )
@@ -336,11 +338,15 @@ def _train_speculators(work: Work, change: str) -> Trainee:
     config.transformer_layer_config._attn_implementation = kernel
     model = vars(core)[f"{name}DraftModel"].from_pretrained(work.head, config=config)
     model = model.float().to(device).train()
-    model.lm_head.weight.requires_grad_(requires_grad=change in ("head", "plain"))
+    model.lm_head.weight.requires_grad_(requires_grad=change in ("head", "eager"))
     if not is_on_cuda:  # it compiles where a GPU is, and its masks need not be compiled here
         vars(core).update(_compiled_create_block_mask=vars(core)["create_block_mask"])
-    is_fused = is_on_cuda and change != "plain"
-    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_fused else "eager")
+    if change == "eager" and is_on_cuda:
+        attention = importlib.import_module("speculators.models.attention")
+        vars(attention).update(flex_attention=torch.compile(flex_attention.flex_attention))
+        model._create_mask_fn = torch.compile(flex_attention.create_block_mask)
+        model.forward = MethodType(inspect.unwrap(type(model).forward), model)
+    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_on_cuda else "eager")
     inputs = _packed(work) | {"loss_config": loss_config}
     if work.options.algorithm == "eagle3":
         inputs |= {"ttt_steps": _depths(work.options), "ttt_step_loss_decay": 1.0}
@@ -388,28 +394,47 @@ def _train_specforge(work: Work, change: str) -> Trainee:
 def _specforge_eagle3(work: Work, kernel: str) -> Trainee:
     drafts = importlib.import_module("specforge.modeling.draft.llama3_eagle")
     core = importlib.import_module("specforge.algorithms.eagle3.model")
-    target, size = work.target, work.options.draft_vocab_size
+    target, size, depths = work.target, work.options.draft_vocab_size, _depths(work.options)
     config = LlamaConfig(**target.config.to_dict() | {"num_hidden_layers": 1, "pad_token_id": 0})
     config.draft_vocab_size, config.norm_output = size, True
-    device = work.batch.token_ids.device
-    with device:
+    with work.batch.token_ids.device:
         draft = drafts.LlamaForCausalLMEagle3(config, attention_backend=kernel).float()
-    draft.t2d.copy_(torch.arange(config.vocab_size, device=device) < size)
-    draft.embed_tokens.weight.data.copy_(target.get_input_embeddings().weight)
+    head, folder = _ours(target, work.options).head, work.head.with_name("safeailab")
+    save_head(
+        head, folder, layout="safeailab", target=target, dtype=torch.float32, embedding="omit"
+    )
+    embedding = {"embed_tokens.weight": target.get_input_embeddings().weight}
+    draft.load_state_dict(load_file(folder / "model.safetensors") | embedding)
     draft.embed_tokens.requires_grad_(requires_grad=False)
-    model = core.OnlineEagle3Model(draft, _depths(work.options), kernel)
+    model = core.OnlineEagle3Model(draft, depths, kernel)
     mask = work.batch.loss_mask.roll(-2, 1)
     mask[:, -2:] = False
+    normed = TargetHead(target).normed(work.states.last.roll(-1, 1))
     inputs = {
         "input_ids": work.batch.token_ids.roll(-1, 1),
         "attention_mask": torch.ones_like(work.batch.token_ids),
         "target": None,
         "loss_mask": mask.int().unsqueeze(-1),
         "hidden_states": work.states.aux.flatten(2),
-        "target_hidden_for_compact": TargetHead(target).normed(work.states.last.roll(-1, 1)),
+        "target_hidden_for_compact": normed,
         "target_head_weight": target.get_output_embeddings().weight,
     }
-    return model, lambda: torch.stack(model(**inputs)[0]).sum()
+    entropy, counts = _entropy(TargetHead(target), normed, mask, size)
+    counted = torch.stack([counts[:, depth:].sum() for depth in range(depths)])
+    least = torch.stack([entropy[:, depth:].sum() for depth in range(depths)]) / counted
+    weights = counts.numel() / counted
+    return model, lambda: (torch.stack(model(**inputs)[0]) * weights - least).sum()
+
+
+def _entropy(head: TargetHead, normed: Tensor, mask: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of the target over the draft's tokens, [B, T], where a place counts, and whether it does."""
+    found, counts = torch.zeros(mask.shape, device=mask.device), mask.clone()
+    for row, states in enumerate(normed):
+        logits = head.logits(states).float()
+        counts[row] &= logits.argmax(-1) < size
+        p = logits[:, :size].log_softmax(-1)
+        found[row] = -(p.exp() * p).sum(-1) * counts[row]
+    return found, counts
 
 
 def _specforge_dflash(work: Work, kernel: str) -> Trainee:

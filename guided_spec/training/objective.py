@@ -10,7 +10,7 @@ from p to q bounds it and has a better gradient while q is still far off.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import Metric, TrainingBatch, TrainingOutput
+from guided_spec.training.compiled import compiled_on_cuda
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int
 
@@ -208,7 +209,7 @@ class Objective:
 
 
 CHUNK_BYTES = 2**31  # what the scores of a chunk of rows may take, all tables of them together
-TABLES = (3, 8)  # float32, as wide as the target's vocabulary, and for each depth as the draft's
+TABLES = (3, 8)  # float32, V wide for each row of the target, and D wide for each draft
 
 
 def measure(
@@ -230,10 +231,8 @@ def measure(
     """
     rows = _DraftRows.gather(list(drafts), targets)
     loss = _FusedLoss(rows, scorer, targets, objective)
-    width = TABLES[0] * batch.bitmask.shape[-1] * BITS + TABLES[1] * len(rows.places) * loss.size
-    last, step = len(targets.last), max(1, CHUNK_BYTES // (4 * width))
-    for first in range(0, max(1, last), step):
-        loss.add(first, min(first + step, last))
+    for chunk in rows.chunks(len(targets.last), *loss.widths(batch.bitmask.shape[-1] * BITS)):
+        loss.add(chunk)
     metrics: dict[str, Metric] = {}
     if scorer.confidence is not None:
         metrics["confidence_error"] = Metric(loss.confidence_error, loss.counts.sum())
@@ -266,8 +265,29 @@ class _DraftRows(NamedTuple):
         row = torch.cat(each)
         depth = torch.cat([torch.full_like(rows, at) for at, rows in enumerate(each)])
         order = row.argsort(stable=True)
-        hidden = torch.cat([draft.hidden for draft in drafts])[order]
+        hidden = torch.cat([draft.hidden for draft in drafts]).index_select(0, order)
         return cls(hidden, row[order], depth[order], places)
+
+    def chunks(self, count: int, row_bytes: int, draft_bytes: int) -> Iterator[_Chunk]:
+        """All ``count`` rows, as many at a time as ``CHUNK_BYTES`` allow; once if there is none."""
+        drafts = self.row.bincount(minlength=count).cumsum(0).cpu()
+        total = torch.arange(1, count + 1) * row_bytes + drafts * draft_bytes
+        start = first = done = 0
+        while start < max(1, count):
+            fitting = int(torch.searchsorted(total, done + CHUNK_BYTES, right=True))
+            end = min(max(start + 1, fitting), count)
+            last = int(drafts[end - 1]) if count else 0
+            yield _Chunk(start, end, first, last)
+            start, first, done = max(1, end), last, int(total[end - 1]) if count else 0
+
+
+class _Chunk(NamedTuple):
+    """The target's rows from ``start`` to ``end``, and the drafts from ``first`` to ``last``."""
+
+    start: int
+    end: int
+    first: int
+    last: int
 
 
 class _Verdicts(NamedTuple):
@@ -281,17 +301,36 @@ class _Verdicts(NamedTuple):
     agrees: Tensor
     overlap: Tensor
 
-    @classmethod
-    @torch.no_grad()
-    def reach(
-        cls, rows: LossRows, goal: TargetScores, at: Tensor, target_ids: Tensor | None
-    ) -> _Verdicts:
-        """rows: of the drafts, under their masks. at: int64 [m], the row of ``goal`` of each."""
-        best = rows.draft.argmax(-1)
-        best = best if target_ids is None else target_ids[best]
-        wanted = (rows.target - goal.total[at, None]).exp()
-        overlap = wanted.minimum(rows.draft.softmax(-1)).sum(-1)
-        return cls(best, best == goal.top[at], overlap)
+
+class _Compared(NamedTuple):
+    """Of m drafts with the target.
+
+    losses: float32 [m], with gradient. best: int64 [m], the likeliest token, as a draft id.
+    overlap, kept: float32 [m], the probability that rejection sampling keeps the draft: under the
+    masks, and, where a confidence is trained, among what the loss compares.
+    """
+
+    losses: Tensor
+    best: Tensor
+    overlap: Tensor
+    kept: Tensor | None
+
+
+@compiled_on_cuda
+def _compare(
+    logits: Tensor, goal: TargetScores, at: Tensor, objective: Objective, *, doubts: bool
+) -> _Compared:
+    """logits: [m, D], of the drafts. at: int64 [m], the row of ``goal`` of each."""
+    plain = LossRows(logits.float(), goal.logits[at].float(), goal.token[at])
+    legal = None if goal.legal is None else goal.legal[at]
+    bound = plain._replace(draft=forbid(plain.draft, legal), target=forbid(plain.target, legal))
+    compared = bound if objective.masked else plain
+    with torch.no_grad():
+        likely = bound.draft.softmax(-1)
+        overlap = (bound.target - goal.total[at, None]).exp_().minimum(likely).sum(-1)
+        del likely
+        kept = 1 - total_variation(compared) if doubts else None
+    return _Compared(objective.loss(compared), bound.draft.argmax(-1), overlap, kept)
 
 
 class _FusedLoss:
@@ -308,7 +347,8 @@ class _FusedLoss:
         self._rows, self._scorer = rows, scorer
         self._targets, self._objective = targets, objective
         with torch.no_grad():
-            self.size = scorer.logits(rows.hidden[:1]).shape[-1]
+            self._like = scorer.logits(rows.hidden[:1])
+        self.size = self._like.shape[-1]
         weights = torch.tensor(objective.weights, device=rows.row.device)
         keep = torch.ones_like(rows.row, dtype=torch.bool)
         if objective.masked:
@@ -326,45 +366,53 @@ class _FusedLoss:
         self._gradients += [None] * len(scorer.parameters)
         self._verdicts: list[_Verdicts] = []
 
-    def add(self, start: int, end: int) -> None:
-        """Score what is drafted for the target's rows from ``start`` to ``end``."""
-        rows, targets = self._rows, self._targets
-        edges = torch.tensor([start, end], device=rows.row.device)
-        first, last = torch.searchsorted(rows.row, edges).tolist()
-        at, depth = rows.row[first:last] - start, rows.depth[first:last]
-        goal = targets.score(start, end)
-        hidden = rows.hidden[first:last].detach().requires_grad_(self._needs_gradient)
-        logits = self._scorer.logits(hidden).float()
-        plain = LossRows(logits, goal.logits[at], targets.token[start:end][at])
-        legal = None if goal.legal is None else goal.legal[at]
-        bound = plain._replace(draft=forbid(logits, legal), target=forbid(plain.target, legal))
-        self._verdicts.append(_Verdicts.reach(bound, goal, at, targets.target_ids))
-        compared = bound if self._objective.masked else plain
-        losses = self._objective.loss(compared)
-        self.totals.index_add_(0, depth, losses.detach() * self._keep[first:last])
-        losses = losses + self._doubt(hidden, compared, self._keep[first:last])
-        value = (losses * self._share[first:last]).sum()
+    def widths(self, vocab_size: int) -> tuple[int, int]:
+        """Bytes of scores that a row of the target and a draft take while they are compared.
+
+        Compiled, nothing is between passes: there are the draft's scores, their gradient, and the
+        target's, and of these the draft's tokens.
+        """
+        if self._like.is_cuda:
+            return 4 * vocab_size, 2 * self.size * self._like.itemsize
+        return 4 * TABLES[0] * vocab_size, 4 * TABLES[1] * self.size
+
+    def add(self, chunk: _Chunk) -> None:
+        """Score what is drafted for the rows of a chunk."""
+        rows, goal = self._rows, self._targets.score(chunk.start, chunk.end)
+        own = slice(chunk.first, chunk.last)
+        at, depth, keep = rows.row[own] - chunk.start, rows.depth[own], self._keep[own]
+        hidden = rows.hidden[own].detach().requires_grad_(self._needs_gradient)
+        logits = self._scorer.logits(hidden)
+        doubts = self._scorer.confidence is not None
+        found = _compare(logits, goal, at, self._objective, doubts=doubts)
+        self._judge(found, goal.top[at])
+        self.totals.index_add_(0, depth, found.losses.detach() * keep)
+        losses = found.losses
+        if self._scorer.confidence is not None and found.kept is not None:
+            losses = losses + self._doubt(self._scorer.confidence, hidden, found.kept, keep)
+        value = (losses * self._share[own]).sum()
         self._value += value.detach()
         if self._needs_gradient and value.requires_grad:
             leaves = (hidden, *self._scorer.parameters)
-            own, *shared = torch.autograd.grad(value, leaves, allow_unused=True)
-            if own is not None and self._gradients[0] is not None:
-                self._gradients[0][first:last] = own
+            part, *shared = torch.autograd.grad(value, leaves, allow_unused=True)
+            if part is not None and self._gradients[0] is not None:
+                self._gradients[0][own] = part
             for number, part in enumerate(shared, 1):
                 before = self._gradients[number]
                 self._gradients[number] = part if before is None else before.add_(part)
 
-    def _doubt(self, hidden: Tensor, rows: LossRows, keep: Tensor) -> Tensor:
+    def _judge(self, found: _Compared, wanted: Tensor) -> None:
+        """wanted: int64 [m], the target's likeliest tokens."""
+        ids = self._targets.target_ids
+        best = found.best if ids is None else ids[found.best]
+        self._verdicts.append(_Verdicts(best, best == wanted, found.overlap))
+
+    def _doubt(self, confidence: Confidence, hidden: Tensor, kept: Tensor, keep: Tensor) -> Tensor:
         """What the confidence in each of m drafts adds to its loss, [m]."""
-        confidence = self._scorer.confidence
-        if confidence is None:
-            return torch.zeros_like(keep, dtype=torch.float32)
-        with torch.no_grad():
-            overlap = 1 - total_variation(rows)
         believed = confidence.logits(hidden).float()
-        self.confidence_error += ((believed.detach().sigmoid() - overlap).abs() * keep).sum()
+        self.confidence_error += ((believed.detach().sigmoid() - kept).abs() * keep).sum()
         return confidence.weight * functional.binary_cross_entropy_with_logits(
-            believed, overlap, reduction="none"
+            believed, kept, reduction="none"
         )
 
     def result(self) -> Tensor:

@@ -22,6 +22,7 @@ from guided_spec.models.loading import has_layers, without_layers
 from guided_spec.ops.bitmask import translate_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
+from guided_spec.training.compiled import compiled_on_cuda
 
 __all__ = [
     "TargetHead",
@@ -165,14 +166,10 @@ class TargetRows:
     @torch.no_grad()
     def score(self, start: int, end: int) -> TargetScores:
         """Of the rows from ``start`` to ``end``."""
-        logits = self.head.logits(self.head.normed(self.last[start:end])).float()
-        kept = logits if self.target_ids is None else logits[:, self.target_ids]
-        legal = None
-        if self.bitmask is not None and self.known is not None:
-            masks = self.masks[start:end]
-            logits = forbid(logits, unpack_bitmask(self.bitmask[masks], logits.shape[-1]))
-            legal = unpack_bitmask(self.known[masks], kept.shape[-1])
-        return TargetScores(kept, logits.logsumexp(-1), logits.argmax(-1), legal)
+        logits = self.head.logits(self.head.normed(self.last[start:end]))
+        masks = self.masks[start:end]
+        own = (None if words is None else words[masks] for words in (self.bitmask, self.known))
+        return TargetScores(*_read(logits, self.target_ids, *own), self.token[start:end])
 
     def has_legal(self, draft_size: int) -> Tensor:
         """Bool [N]: whether any of the draft's D tokens is legal."""
@@ -187,16 +184,31 @@ class TargetRows:
 class TargetScores(NamedTuple):
     """Of n rows.
 
-    logits: float32 [n, D], the target's, of the draft's tokens, legal or not.
+    logits: [n, D], in the target's dtype, of the draft's tokens, legal or not.
     total: float32 [n], the log of the sum of the exponentials of all V logits that are legal.
     top: int64 [n], the target's likeliest legal token, as a target id.
     legal: bool [n, D], the draft's tokens that the grammar allows; None where it forbids nothing.
+    token: int64 [n], the document's own, see ``TargetRows``.
     """
 
     logits: Tensor
     total: Tensor
     top: Tensor
     legal: Tensor | None
+    token: Tensor
+
+
+@compiled_on_cuda
+def _read(
+    logits: Tensor, target_ids: Tensor | None, bitmask: Tensor | None, known: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """``TargetScores`` but for the token. bitmask, known: int32, rows of ``TargetRows``'."""
+    kept = logits if target_ids is None else logits[:, target_ids]
+    scores, legal = logits.float(), None
+    if bitmask is not None and known is not None:
+        scores = forbid(scores, unpack_bitmask(bitmask, scores.shape[-1]))
+        legal = unpack_bitmask(known, kept.shape[-1])
+    return kept, scores.logsumexp(-1), scores.argmax(-1), legal
 
 
 def forbid(logits: Tensor, legal: Tensor | None) -> Tensor:

@@ -32,6 +32,7 @@ from torch.distributed.tensor import DTensor
 from guided_spec.errors import ConfigError, ModelError, TrainingStoppedError
 from guided_spec.models.attention import shape_free_kernels
 from guided_spec.training.algorithm import TrainingBatch
+from guided_spec.training.compiled import compile_layers
 from guided_spec.training.features import Features
 from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.run_log import LOGS, RunLog
@@ -72,14 +73,17 @@ def rate_factor(step: int, *, warmup_steps: int, total_steps: int) -> float:
 def make_optimizer(
     model: nn.Module, *, learning_rate: float, weight_decay: float
 ) -> torch.optim.Optimizer:
-    """AdamW over the parameters that take a gradient; vectors (norms, biases) do not decay."""
+    """AdamW over the parameters that take a gradient; vectors (norms, biases) do not decay.
+
+    Fused: one pass over memory instead of a dozen.
+    """
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
         {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
+    return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS, fused=True)
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -312,6 +316,7 @@ class Trainer:
     ) -> None:
         self._accelerator, self._features = accelerator, features
         self._data, self._forward, self._options = data, forward, options
+        compile_layers(model)
         optimizer = make_optimizer(
             model, learning_rate=options.learning_rate, weight_decay=options.weight_decay
         )

@@ -40,6 +40,7 @@ from guided_spec.training.algorithms.heads import (
     head_masks,
     head_shape,
     make_trainable,
+    pick,
     shift,
     unroll_mask,
 )
@@ -81,8 +82,8 @@ class BlockTraining(HeadTraining):
             *(anchors.tokens, anchors.starts, width, states),
             recompute=self._config.gradient_checkpointing,
         )
-        for depth in range(width):
-            yield anchors.pick(outputs, targets, depth)
+        for depth, output in enumerate(outputs.unbind(2)):
+            yield anchors.pick(output, targets, depth)
 
     def scorer(self) -> DraftScorer:
         """How drafts are scored."""
@@ -165,7 +166,7 @@ class DSparkTraining(BlockTraining):
     def _logits(self, joined: Tensor) -> Tensor:
         hidden, embedded = joined.tensor_split([self.head.hidden_size], -1)
         scores: Tensor = self.head.logits(hidden)
-        return scores.float() + self._markov.bias(hidden, embedded).float()
+        return scores + self._markov.bias(hidden, embedded)
 
     @property
     def _markov(self) -> MarkovHead:
@@ -202,9 +203,9 @@ class PEagleTraining(BlockTraining):
             recompute=self._config.gradient_checkpointing,
         )
         places = targets.at_depth(0) >= 0
-        yield DraftStates(places, read[places])
-        for depth in range(1, width):
-            yield anchors.pick(masked, targets, depth, first=1)
+        yield DraftStates(places, pick(read, places.flatten().nonzero().squeeze(1)))
+        for depth, output in enumerate(masked.unbind(2), 1):
+            yield anchors.pick(output, targets, depth)
 
 
 class MaskedOutputs(NamedTuple):
@@ -321,14 +322,11 @@ class Anchors(NamedTuple):
         starts[rows, slot[rows, at]] = at + 1
         return cls(batch.token_ids, chosen, slot, batch.token_ids.gather(1, starts), starts)
 
-    def pick(self, outputs: Tensor, targets: TargetRows, depth: int, first: int = 0) -> DraftStates:
-        """Of the blocks' outputs [B, A, W, H], those at a depth that are trained.
-
-        first: the depth of the blocks' first outputs.
-        """
+    def pick(self, output: Tensor, targets: TargetRows, depth: int) -> DraftStates:
+        """Of the blocks' outputs [B, A, H] at a depth, those that are trained."""
         places = self.chosen & (targets.at_depth(depth) >= 0)
         rows = places.nonzero(as_tuple=True)[0]
-        return DraftStates(places, outputs[rows, self.slot[places], depth - first])
+        return DraftStates(places, pick(output, rows * output.shape[1] + self.slot[places]))
 
 
 def _mix(seed: int, indices: list[int]) -> int:

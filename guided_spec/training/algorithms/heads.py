@@ -66,6 +66,7 @@ __all__ = [
     "head_shape",
     "make_trainable",
     "own_tensors",
+    "pick",
     "shift",
     "source_of",
     "trainer_kwargs",
@@ -283,7 +284,12 @@ def forward_head(
 def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftStates]:
     for depth, hidden in enumerate(unrolled):
         places = targets.at_depth(depth) >= 0
-        yield DraftStates(places, hidden[places])
+        yield DraftStates(places, pick(hidden, places.flatten().nonzero().squeeze(1)))
+
+
+def pick(hidden: Tensor, at: Tensor) -> Tensor:
+    """[n, H] of [B, A, H] at int64 [n] of B * A places. Its gradient has nothing to sort."""
+    return hidden.flatten(0, 1).index_select(0, at)
 
 
 class HeadTraining(nn.Module):

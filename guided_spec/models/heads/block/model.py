@@ -312,8 +312,9 @@ class BlockHead(LayoutHead):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Outputs [..., H] to [..., D], of each place by itself."""
-        scores = self.score(hidden) * self.layout.logit_scale
-        cap = self.layout.softcap
+        scores, cap = self.score(hidden), self.layout.softcap
+        if self.layout.logit_scale != 1:
+            scores = scores * self.layout.logit_scale
         return torch.tanh(scores / cap) * cap if cap > 0 else scores
 
     def _rotation(self, like: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
