@@ -9,8 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from guided_spec.grammar.tables.token_table import TablePlace
-from guided_spec.masks.rows import DeviceTables
+from guided_spec.masks.rows import DeviceTables, TableStarts
 from guided_spec.models.packed.graph_pool import GraphPool
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.sampling.draft_choice import choose_draft
@@ -197,8 +196,12 @@ def check_walking(graphs: GraphPool, rows: int, device: str = "cpu") -> None:
     sampling = Sampling.stack([SamplingParams(temperature=0.0)] * rows, range(rows), where)
     for turn in range(3):
         states = {row: turn + row % 2 for row in range(rows) if row % 3 != 1}
-        places = {row: TablePlace(tables[row % 2], state) for row, state in states.items()}
-        texts = kept.find(places, rows, others=False)
+        starts = {
+            table: TableStarts(rest, [states[row] for row in rest])
+            for at, table in enumerate(tables)
+            if (rest := [row for row in states if row % 2 == at])
+        }
+        texts = kept.find(starts, rows, others=False)
         assert texts is not None
         walk = chooser.begin_walk(texts, length, where)
         for depth in range(length):

@@ -128,7 +128,10 @@ class Matcher(GrammarMatcher):
         return 0
 
     def table_place(self) -> TablePlace | None:
-        """Where the text stands in a table; None where its rows may be others than the table's."""
+        """Where the text stands in a table; None where its rows may be others than the table's.
+
+        The caller's own, who may move it on.
+        """
         return None
 
     def read(self, token_ids: Sequence[int]) -> int:

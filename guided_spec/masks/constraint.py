@@ -123,11 +123,10 @@ class Constraint:
         need not have read the last tokens.
         """
         place = self._place
-        if place is None or not place.reaches(ahead):
-            place = self._original.table_place()
-            if place is not None and self._num_read < len(self.committed):
-                place = place.after(self.committed[self._num_read :])
-            self._place = place = place if place is not None and place.reaches(ahead) else None
+        if place is None or (place.room < ahead and not place.reaches(ahead)):
+            place, unread = self._original.table_place(), self.committed[self._num_read :]
+            is_there = place is not None and place.advance(unread) and place.reaches(ahead)
+            self._place = place = place if is_there else None
         return place
 
     def may_end(self) -> bool:
@@ -176,16 +175,19 @@ class Constraint:
 
         So it costs next to nothing. Only where no token can end the text; every other text is
         committed at once, as is that of a matcher that can be at fault. Raises what ``catch_up``
-        would have returned, too.
+        would have returned, too; to be called behind it, for tokens are left unread without end.
         """
-        if (failure := self.catch_up()) is not None:
-            raise failure
-        may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
-        if may_end or self._may_fail or not token_ids:
-            return self.commit(token_ids)
+        place = self._place
+        if place is None:
+            self._read_committed()
+        if self._failure is not None:
+            raise self._failure
+        if place is None or self._may_fail or not place.advance(token_ids):
+            self._place = None
+            may_end = self._ends is None or not self._ends.isdisjoint(token_ids)
+            if may_end or self._may_fail or not token_ids:
+                return self.commit(token_ids)
         self.committed.extend(token_ids)
-        if self._place is not None:
-            self._place = self._place.after(token_ids)
         return list(token_ids)
 
     def catch_up(self) -> GrammarStateError | None:

@@ -106,6 +106,24 @@ class Walk:
         self.is_open = not self.has_ended and len(self.drafted) < self.limit
         return True
 
+    def append_drawn(self, token_ids: Sequence[int]) -> int:
+        """Append tokens that nobody has to judge: of a free text, or drawn under a table's rows.
+
+        Up to the first -1, which ends the draft. Returns how many were looked at.
+        """
+        drafted, stops, looked = self.drafted, self.stops or frozenset(), 0
+        for token_id in token_ids[: self.until - len(drafted)]:
+            looked += 1
+            if token_id < 0:
+                self.is_open = False
+                break
+            drafted.append(token_id)
+            if token_id in stops:
+                self.end()
+                break
+        self.is_open = self.is_open and len(drafted) < self.limit
+        return looked
+
     def text_at(self, place: int) -> list[int]:
         """The draft tokens from the text to a place of the tree."""
         tail: list[int] = []

@@ -16,9 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.masks.filler import Branch, RowFiller, Walk
-from guided_spec.masks.rows import MaskRows, TabledTexts
+from guided_spec.masks.rows import MaskRows, TabledTexts, TableStarts
 from guided_spec.types import Draft
 
 __all__ = [
@@ -189,17 +190,28 @@ class Lookahead:
         """
         if self.wants_options:
             return None
-        constrained = [(at, one) for at in requests if (one := self._constraints[at]) is not None]
-        found = ((at, constraint.table_place(ahead)) for at, constraint in constrained)
-        states = {at: state for at, state in found if state is not None}
-        others = len(states) < len(constrained)
-        return self._rows.tables.find(states, len(self._walks), others=others)
+        starts = dict[TokenTable, TableStarts]()
+        others, constraints = False, self._constraints
+        for at in requests:
+            constraint = constraints[at]
+            if constraint is None:
+                continue
+            place = constraint.table_place(ahead)
+            if place is None:
+                others = True
+                continue
+            texts = starts.get(place.table)
+            if texts is None:
+                starts[place.table] = texts = TableStarts([], [])
+            texts.requests.append(at)
+            texts.states.append(place.state)
+        return self._rows.tables.find(starts, len(self._walks), others=others)
 
     def leave(self, texts: TabledTexts, sources: Tensor) -> None:
         """The device takes the rows of these texts from tables: none of theirs is filled here.
 
-        sources: int64 [depths, B] there, where their rows lie once the draft is made; 0 for others,
-        and for rows behind the end of a text. Nobody may ``peek`` at these rows.
+        sources: int64 [depths, B or more] there, where their rows lie once the draft is made; 0 for
+        others, and for rows behind the end of a text. Nobody may ``peek`` at these rows.
         """
         self._sources = sources
         for request, stops in zip(texts.requests, texts.stops, strict=True):
@@ -274,6 +286,21 @@ class Lookahead:
                 if starved is not None:
                     walk.starved += starved[walk.request]
                 self._accept(walk, token_ids[walk.request])
+
+    def accept_drawn(
+        self, token_ids: Sequence[Sequence[int]], starved: Sequence[Sequence[int]]
+    ) -> None:
+        """``accept_ids`` of all that a device drew, [K] depths of [B] each.
+
+        Those that draft are free, or the device took their rows from tables.
+        """
+        self._wake()
+        rows = (zip(*one, strict=True) for one in (token_ids, starved))
+        for walk, tokens, flags in zip(self._walks, *rows, strict=True):
+            if walk.is_drafting:
+                start = len(walk.drafted)
+                looked = walk.append_drawn(tokens[start:])
+                walk.starved += sum(flags[start : start + looked])
 
     def extend(self, drafts: Sequence[Sequence[int]]) -> list[list[int]]:
         """Append a list of tokens to each request; returns what was legal of each.

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from guided_spec.grammar.protocol import GrammarMatcher
-from guided_spec.grammar.tables.token_table import TablePlace, TokenTable
+from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
@@ -28,6 +28,7 @@ __all__ = [
     "MaskBlock",
     "MaskRows",
     "MaskUpload",
+    "TableStarts",
     "TableWalk",
     "TabledTexts",
     "Uploaded",
@@ -48,6 +49,13 @@ class TabledTexts(NamedTuple):
     stops: Sequence[frozenset[int]]
     cursors: Tensor
     is_alone: bool
+
+
+class TableStarts(NamedTuple):
+    """The texts of a batch that stand in one table: which requests, and in which states."""
+
+    requests: list[int]
+    states: list[int]
 
 
 class TableWalk(NamedTuple):
@@ -106,32 +114,26 @@ class DeviceTables:
         self._held: dict[TokenTable, _Held] = {}
 
     def find(
-        self, starts: Mapping[int, TablePlace], requests: int, *, others: bool
+        self, starts: Mapping[TokenTable, TableStarts], requests: int, *, others: bool
     ) -> TabledTexts | None:
         """Of a batch of ``requests``, those whose tables are there, and from where they go on.
 
-        starts: by request. others: whether anybody else drafts under rows of the host's.
+        others: whether anybody else drafts under rows of the host's.
 
         None where there is none. What is evicted may still be read by what was launched before on
         the current stream.
         """
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
-        by_table: dict[TokenTable, tuple[list[int], list[int]]] = {}
-        for request, (table, state, _) in starts.items():
-            texts, states = by_table.setdefault(table, ([], []))
-            texts.append(request)
-            states.append(state)
         found, stops = list[int](), list[frozenset[int]]()
-        for table, (texts, states) in by_table.items():
-            held = self._take(table, by_table)
-            if held is not None:
-                cursors[texts] = held.cursors[states]
-                found += texts
-                stops += [table.stops] * len(texts)
-        if not found:
-            return None
-        is_alone = not others and len(found) == len(starts)
-        return TabledTexts(found, stops, torch.from_numpy(cursors), is_alone)
+        for table, (texts, states) in starts.items():
+            held = self._take(table, starts)
+            if held is None:
+                others = True
+                continue
+            cursors[texts] = held.cursors[states]
+            found += texts
+            stops += [table.stops] * len(texts)
+        return TabledTexts(found, stops, torch.from_numpy(cursors), not others) if found else None
 
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
         held = self._held.pop(table, None)
@@ -237,7 +239,7 @@ class MaskBlock:
         """Whether a row is filled."""
         return bool(self._is_filled[row])
 
-    def is_filled(self, rows: Sequence[int]) -> bool:
+    def is_filled(self, rows: Sequence[int] | slice) -> bool:
         """Whether any of these rows is filled."""
         return bool(self._is_filled[rows].any())
 
@@ -308,9 +310,9 @@ class MaskUpload:
         """Start a step: what was launched so far still reads the last step's rows."""
         self._is_read.record(torch.cuda.current_stream(self._device))
 
-    def blank_rows(self, requests: int, depths: int) -> Tensor:
-        """[requests, depths, W] that forbid nothing, where ``verify_rows`` would leave others."""
-        return self._rows[: requests * depths].fill_(-1).view(requests, depths, -1)
+    def place(self, requests: int, depths: int) -> Tensor:
+        """[requests, depths, W] to be written, where ``verify_rows`` would leave others."""
+        return self._rows[: requests * depths].view(requests, depths, -1)
 
     def blank_next(self, requests: int) -> Tensor:
         """[requests, W] that forbid nothing, where ``next_rows`` would leave others."""
@@ -473,25 +475,24 @@ class MaskRows:
     def first(self, requests: int, depths: int, sources: Tensor | None = None) -> Tensor:
         """int32 [requests, depths, W] on the device: the first rows of the step's requests.
 
-        sources: int64 [D, requests] there, addresses of rows that take the place of the first D; 0
-        leaves a row as it is.
+        sources: int64 [D, requests or more] there, addresses of rows that take the place of the
+        first D; 0 leaves a row as it is.
 
         Contiguous; on a CUDA device at the same address for the same two numbers.
         """
-        found = self._first(requests, depths, is_sent=sources is None)
-        if sources is not None:
-            placed = sources.new_zeros(requests, depths)
-            kept = sources[:depths]
-            placed[:, : len(kept)] = kept.T
-            copy_rows(placed.flatten(), found.flatten(0, 1))
+        if sources is None:
+            return self._sent(requests, depths)
+        is_filled = self._block.is_filled(slice(depths * requests))
+        if self._upload is None or is_filled:
+            found = self._sent(requests, depths)
+        else:
+            found = self._upload.place(requests, depths)
+        copy_rows(sources[:depths, :requests].T, found, is_blank=not is_filled)
         return found
 
-    def _first(self, requests: int, depths: int, *, is_sent: bool) -> Tensor:
-        """``first`` without sources. is_sent: also where nothing is filled."""
+    def _sent(self, requests: int, depths: int) -> Tensor:
+        """``first`` of what the host filled."""
         assert requests == self._active
-        is_blank = not is_sent and not self._block.is_filled(range(depths * requests))
-        if self._upload is not None and is_blank:
-            return self._upload.blank_rows(requests, depths)
         rows = self._block.rows(0, depths * requests)
         if self._upload is None:
             return rows.view(depths, requests, -1).transpose(0, 1).contiguous()

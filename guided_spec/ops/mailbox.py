@@ -29,12 +29,13 @@ from torch import Tensor
 
 from guided_spec.ops.host import give_way
 from guided_spec.ops.kernels import has_triton, kernels_of
-from guided_spec.ops.table_rows import copy_rows
+from guided_spec.ops.table_rows import advance, copy_rows
 
 __all__ = [
     "UNTICKETED",
     "Answer",
     "Mailbox",
+    "Told",
     "answer",
     "can_share",
     "fetch_rows",
@@ -60,6 +61,18 @@ class Answer(NamedTuple):
     starved: list[int]
 
 
+class Told(NamedTuple):
+    """Where an answer goes.
+
+    ticket: int64 [1]. words: int64 [R or more], of ``Mailbox.answers``. ids: int64 [R], gets the
+    tokens as ids that a model can read, 0 where there is none; its elements may lie apart.
+    """
+
+    ticket: Tensor
+    words: Tensor
+    ids: Tensor
+
+
 class Mailbox:
     """Orders to the device and answers from it, for ``depths`` positions of a draft.
 
@@ -78,6 +91,7 @@ class Mailbox:
         # Python reads its own integers from it: a handful of them in a fifth of numpy's time.
         self._answers: memoryview[int] = memoryview(self.answers.numpy().reshape(-1))  # type: ignore[arg-type]
         self._orders[:, 1:] = self._nothing.data_ptr()
+        self._is_blank = True  # no order has other rows
         self.ticket = UNTICKETED
 
     def begin(self) -> int:
@@ -87,13 +101,16 @@ class Mailbox:
 
     def post(self, depth: int, addresses: Sequence[int]) -> None:
         """The rows of one position are filled, int32 [W] in pinned memory at [R] addresses."""
+        self._is_blank = False
         self._orders[depth, 1 : 1 + len(addresses)] = addresses
         self._orders[depth, 0] = self.ticket
 
     def release(self) -> None:
         """The device waits for no position any more: it finds rows that forbid nothing."""
         waits = self._orders[:, 0] != self.ticket
-        self._orders[waits, 1:] = self._nothing.data_ptr()
+        if not self._is_blank:
+            self._orders[waits, 1:] = self._nothing.data_ptr()
+            self._is_blank = bool(waits.all())
         self._orders[waits, 0] = self.ticket
 
     def wait(self, depth: int, count: int, check: Callable[[], None]) -> Answer:
@@ -134,7 +151,7 @@ def can_share(device: torch.device) -> bool:
 
 
 def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | None = None) -> None:
-    """Wait for an order, and copy its rows.
+    """Wait for an order, unless the device knows all rows itself, and copy the rows.
 
     order: int64 [1 + R or more], of ``Mailbox.orders``. ticket: int64 [1] that it will show;
         ``UNTICKETED`` does not wait. out: int32 [R, W] on the device of ``ticket``.
@@ -153,17 +170,23 @@ def fetch_rows(order: Tensor, ticket: Tensor, out: Tensor, sources: Tensor | Non
 
 
 def answer(
-    token_ids: Tensor, starved: Tensor | None, ticket: Tensor, told: Tensor, out: Tensor
+    token_ids: Tensor,
+    starved: Tensor | None,
+    told: Told,
+    cursors: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> None:
-    """Tell what was drawn.
+    """Tell what was drawn, and move texts on along tables.
 
     token_ids: int64 [R], -1 where there is none. starved: bool [R], None for nowhere.
-    ticket: int64 [1]. told: int64 [R or more], of ``Mailbox.answers``. out: int64 [R], gets the
-        tokens as ids that a model can read, 0 where there is none; its elements may lie apart.
+    cursors, sources: as of ``table_rows.advance``; None moves none.
     """
     if token_ids.is_cuda:
-        kernels_of(__name__).answer(token_ids, starved, ticket, told, out)
+        kernels_of(__name__).answer(token_ids, starved, told, cursors, sources)
         return
     flags = torch.zeros_like(token_ids) if starved is None else starved.to(torch.int64)
-    out.copy_(token_ids.clamp_min(0))
-    told[: len(token_ids)] = (ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
+    told.ids.copy_(token_ids.clamp_min(0))
+    words = (told.ticket << 32) | (flags << TOKEN_BITS) | (token_ids + 1)
+    told.words[: len(token_ids)] = words
+    if cursors is not None and sources is not None:
+        advance(token_ids, cursors, sources)

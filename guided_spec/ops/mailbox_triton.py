@@ -8,7 +8,8 @@ import triton.language as tl
 from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
-from guided_spec.ops.table_rows_triton import copy_rows
+from guided_spec.ops.mailbox import Told
+from guided_spec.ops.table_rows_triton import copy_rows, step
 
 __all__ = ["answer", "fetch_rows"]
 
@@ -38,16 +39,21 @@ def fetch_rows(
 
 
 def answer(
-    token_ids: Tensor, starved: Tensor | None, ticket: Tensor, told: Tensor, out: Tensor
+    token_ids: Tensor,
+    starved: Tensor | None,
+    told: Told,
+    cursors: Tensor | None = None,
+    sources: Tensor | None = None,
 ) -> None:
-    """See ``guided_spec.ops.mailbox.answer``; ``told`` is pinned, the others on one device."""
+    """See ``guided_spec.ops.mailbox.answer``; ``words`` is pinned, the others on one device."""
     count = len(token_ids)
+    # An argument that a kernel leaves alone is any tensor: a pointer has to have a type.
+    given = (token_ids if one is None else one for one in (starved, cursors, sources))
     with torch.cuda.device_of(token_ids):
         launch(_answer, (triton.cdiv(count, ROWS),))(
-            token_ids,
-            token_ids if starved is None else starved,
-            *(ticket, told, out, out.stride(0), count),
+            *(token_ids, *given, told.ticket, told.words, told.ids, told.ids.stride(0), count),
             has_starved=starved is not None,
+            has_cursors=cursors is not None,
             block=ROWS,
         )
 
@@ -62,34 +68,45 @@ def _await(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     order, ticket, sources, patience, found, count,
     has_sources: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """Look until the order shows the ticket, and keep its addresses."""
-    wanted = tl.load(ticket)
-    seen = tl.load(order, volatile=True)
+    """Look until the order shows the ticket, and keep its addresses.
+
+    The host's memory is microseconds away: nobody looks there where all rows are known here.
+    """
+    row = tl.arange(0, block)
+    inside = row < count
+    own = tl.zeros([block], tl.int64)
+    if has_sources:
+        own = tl.load(sources + row, mask=inside, other=0)
+    asked = inside & (own == 0)
+    is_asked = tl.max(asked.to(tl.int32), 0) != 0
+    wanted = tl.where(is_asked, tl.load(ticket), 0)
+    seen = tl.load(order, mask=is_asked, other=0, volatile=True)
     left = patience
     while (seen != wanted) & (wanted != 0) & (left > 0):
         seen = tl.load(order, volatile=True)
         left -= 1
-    row = tl.arange(0, block)
-    addresses = tl.load(order + 1 + row, mask=row < count, other=0, volatile=True)
-    if has_sources:
-        own = tl.load(sources + row, mask=row < count, other=0)
-        addresses = tl.where(own != 0, own, addresses)
-    tl.store(found + row, addresses, mask=row < count)
+    addresses = tl.load(order + 1 + row, mask=asked, other=0, volatile=True)
+    tl.store(found + row, tl.where(asked, addresses, own), mask=inside)
 
 
-@triton.jit(do_not_specialize=["stride", "count"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["stride", "count"],
+    do_not_specialize_on_alignment=["cursors", "sources", "ticket", "words", "ids"],
+)
 def _answer(  # type: ignore[no-untyped-def]  # noqa: PLR0913
-    token_ids, starved, ticket, told, out, stride, count,
-    has_starved: tl.constexpr, block: tl.constexpr,
+    token_ids, starved, cursors, sources, ticket, words, ids, stride, count,
+    has_starved: tl.constexpr, has_cursors: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    """A word for each token, and its id for the model."""
+    """A word for each token, its id for the model, and where its text stands then."""
     row = tl.program_id(0) * block + tl.arange(0, block)
     inside = row < count
-    token = tl.load(token_ids + row, mask=inside, other=0)
+    token = tl.load(token_ids + row, mask=inside, other=-1)
     word = (tl.load(ticket) << 32) | (token + 1)
     if has_starved:
         flag = tl.load(starved + row, mask=inside, other=0).to(tl.int64)
         word |= flag << 31
     # Written through: the host looks while later kernels run.
-    tl.store(told + row, word, mask=inside, cache_modifier=".wt")
-    tl.store(out + row * stride, tl.maximum(token, 0), mask=inside)
+    tl.store(words + row, word, mask=inside, cache_modifier=".wt")
+    tl.store(ids + row * stride, tl.maximum(token, 0), mask=inside)
+    if has_cursors:
+        step(token, cursors, sources, row, inside)

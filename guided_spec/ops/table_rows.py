@@ -38,13 +38,21 @@ CLASSES, THEN, WIDTH, ROWS, STATE, SOURCE = range(6)
 CURSOR = 6  # numbers of a cursor
 
 
-def copy_rows(sources: Tensor, out: Tensor) -> None:
+def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
     """Copy the row at each address; where it is 0, ``out`` is left as it is.
 
     sources: int64 [R] on the device of ``out``, which can read there. out: int32 [R, W].
+    Or [B, D], of the first D of out [B, N, W].
+    is_blank: ``out`` holds anything, and gets rows of ones where there is no address.
     """
     if out.is_cuda:
-        kernels_of(__name__).copy_rows(sources, out)
+        kernels_of(__name__).copy_rows(sources, out, is_blank=is_blank)
+        return
+    if is_blank:
+        out.fill_(-1)
+    if out.dim() > 2:
+        for addresses, rows in zip(sources, out, strict=True):
+            copy_rows(addresses, rows[: len(addresses)])
         return
     for row, address in zip(out, sources.tolist(), strict=True):
         if address:

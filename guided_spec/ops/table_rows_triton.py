@@ -9,20 +9,28 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
 
-__all__ = ["advance", "copy_rows"]
+__all__ = ["advance", "copy_rows", "step"]
 
 WORDS = 1024  # of a row in a program
 TEXTS = 128  # of a program
 
 
-def copy_rows(sources: Tensor, out: Tensor) -> None:
-    """See ``guided_spec.ops.table_rows``; the rows may lie in pinned memory of the host, too."""
-    count, words = out.shape
+def copy_rows(sources: Tensor, out: Tensor, *, is_blank: bool = False) -> None:
+    """See ``guided_spec.ops.table_rows``; the rows may lie in pinned memory of the host, too.
+
+    out: contiguous.
+    """
+    words = out.shape[-1]
+    if out.dim() == 2:
+        sources, out = sources.unsqueeze(1), out.unsqueeze(1)
+    count, depths = out.shape[:2]
     # Rows begin at multiples of their length, in memory that begins at a multiple of more.
-    is_aligned = words % 4 == 0
-    grid = (count, triton.cdiv(words, WORDS))
+    options = {"is_aligned": words % 4 == 0, "is_blank": is_blank, "block": WORDS}
+    grid = (count * depths, triton.cdiv(words, WORDS))
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        launch(_copy, grid)(sources, out, words, is_aligned=is_aligned, block=WORDS)
+        launch(_copy, grid)(
+            sources, *sources.stride(), sources.shape[1], depths, out, words, **options
+        )
 
 
 def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
@@ -34,33 +42,49 @@ def advance(token_ids: Tensor, cursors: Tensor, out: Tensor) -> None:
 
 
 # Triton reads annotations as its own, so the arguments have none.
-@triton.jit(do_not_specialize=["words"])  # type: ignore[untyped-decorator]
-def _copy(  # type: ignore[no-untyped-def]
-    sources, out, words, is_aligned: tl.constexpr, block: tl.constexpr
-):
-    """Copy a chunk of a row from its address."""
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["stride", "depth_stride", "given", "depths", "words"],
+    do_not_specialize_on_alignment=["sources"],
+)
+def _copy(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+    sources, stride, depth_stride, given, depths, out, words,
+    is_aligned: tl.constexpr, is_blank: tl.constexpr, block: tl.constexpr,
+):  # fmt: skip
+    """Copy a chunk of a row from its address; ``given`` of each ``depths`` rows have one."""
     row, chunk = tl.program_id(0), tl.program_id(1)
-    address = tl.load(sources + row)
+    text, depth = row // depths, row % depths
+    address = tl.load(sources + text * stride + depth * depth_stride, mask=depth < given, other=0)
     source = address.to(tl.pointer_type(tl.int32))
     target = out + row.to(tl.int64) * words
     at = chunk * block + tl.arange(0, block)
     length = tl.where(address != 0, words, 0)
     if is_aligned:
         source, target = tl.multiple_of(source, 16), tl.multiple_of(target, 16)
-        length = tl.multiple_of(length, 4)
+        length, words = tl.multiple_of(length, 4), tl.multiple_of(words, 4)
     inside = at < length
+    kept = inside
+    if is_blank:
+        kept = at < words
     # ".cv" looks into no cache: the host may have written there since.
-    found = tl.load(source + at, mask=inside, other=0, cache_modifier=".cv")
-    tl.store(target + at, found, mask=inside)
+    found = tl.load(source + at, mask=inside, other=-1, cache_modifier=".cv")
+    tl.store(target + at, found, mask=kept)
 
 
-@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
+@triton.jit(  # type: ignore[untyped-decorator]
+    do_not_specialize=["count"], do_not_specialize_on_alignment=["token_ids", "cursors", "out"]
+)
 def _advance(token_ids, cursors, out, count, block: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One token of each text. A cursor's numbers are in the order of ``table_rows.CURSOR``."""
+    """One token of each text."""
     row = tl.program_id(0) * block + tl.arange(0, block)
-    cursor = cursors + row * 6
     token = tl.load(token_ids + row, mask=row < count, other=-1)
-    classes = tl.load(cursor, mask=row < count, other=0)
+    step(token, cursors, out, row, row < count)
+
+
+@triton.jit
+def step(token, cursors, out, row, inside):  # type: ignore[no-untyped-def]
+    """One token of each text. A cursor's numbers are in the order of ``table_rows.CURSOR``."""
+    cursor = cursors + row * 6
+    classes = tl.load(cursor, mask=inside, other=0)
     goes_on = (classes != 0) & (token >= 0)
     of = tl.load(classes.to(tl.pointer_type(tl.int32)) + token, mask=goes_on, other=0)
     then = tl.load(cursor + 1, mask=goes_on, other=0)
@@ -71,7 +95,7 @@ def _advance(token_ids, cursors, out, count, block: tl.constexpr):  # type: igno
     found = tl.load(then.to(tl.pointer_type(tl.int16)) + at, mask=goes_on, other=-1).to(tl.int64)
     goes_on = goes_on & (found >= 0)
     source = tl.load(rows.to(tl.pointer_type(tl.int64)) + found, mask=goes_on, other=0)
-    tl.store(cursor, tl.where(goes_on, classes, 0), mask=row < count)
-    tl.store(cursor + 4, tl.where(goes_on, found, 0), mask=row < count)
-    tl.store(cursor + 5, source, mask=row < count)
-    tl.store(out + row, source, mask=row < count)
+    tl.store(cursor, tl.where(goes_on, classes, 0), mask=inside)
+    tl.store(cursor + 4, tl.where(goes_on, found, 0), mask=inside)
+    tl.store(cursor + 5, source, mask=inside)
+    tl.store(out + row, source, mask=inside)

@@ -155,14 +155,17 @@ class _Unwalked(NamedTuple):
 
 
 class _Masked(NamedTuple):
-    """A draft under masks; see ``MaskedTurn``."""
+    """A draft of K tokens under masks for B requests; see ``MaskedTurn``."""
 
     buffers: DraftBuffers
     given: Given | None
+    depths: int
+    batch: int
 
     def own(self, drawn: Tensor) -> Tensor:
         """[B, K, ...] of what is in the buffers: what each request drew itself."""
-        own = drawn if self.given is None else self.given.behind(drawn)
+        own = drawn[: self.depths, : self.batch]
+        own = own if self.given is None else self.given.behind(own)
         return own.transpose(0, 1).contiguous()
 
 
@@ -260,7 +263,9 @@ class DraftLoop:
         noise = None if self._sampling.all_greedy else self._keys([0] * len(self._batch))
         turn = MaskedTurn(self._lookahead, self._ends, given, texts)
         self._running = walk.begin(slots, self._batch, turn, self._sampling, noise)
-        self._masked = _Masked(self._running.buffers, given)
+        self._masked = _Masked(
+            self._running.buffers, given, self._batch.num_draft_tokens, len(slots)
+        )
         # The device works on while whoever reads the draft launches what comes behind it: on the
         # forward of a block, or on the one behind the first token.
         if self._running.needs_host and not walk.scores_at_once:
@@ -365,8 +370,7 @@ class DraftLoop:
         with self._lookahead.until(self._waiting_ends):
             self._accept_drawn()
             if reports is not None and self._tabled is not None and not self._is_waiting:
-                for tokens, starved in reports.tolist():
-                    self._lookahead.accept_ids(tokens, starved)
+                self._lookahead.accept_drawn(*reports.transpose(0, 1).tolist())
         if reports is not None and any(self._most):
             self._lookahead.extend(self._own(reports[:, 0].T.tolist()))
         drafted, refused = self._lookahead.drafted, self._lookahead.refused

@@ -19,13 +19,13 @@ from guided_spec.masks.rows import TabledTexts
 from guided_spec.models.packed.graph_pool import ROW_SIZES, Inputs, bucket, pad_rows
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import to_device
-from guided_spec.ops.mailbox import Mailbox, answer, fetch_rows
+from guided_spec.ops.mailbox import Answer, Mailbox, Told, answer, fetch_rows
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.likely_tokens import LISTED, list_likely_tokens
 from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
-from guided_spec.ops.table_rows import CURSOR, SOURCE, advance
+from guided_spec.ops.table_rows import CURSOR, SOURCE
 from guided_spec.ops.trees.token_tree import tree_share
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
@@ -64,12 +64,12 @@ class Given(NamedTuple):
 
 
 class DraftBuffers(NamedTuple):
-    """Where graphs leave what they drew; the next draft overwrites it.
+    """Where graphs leave what they drew, in the first rows; the next draft overwrites it.
 
     ids: int64 [K, R], 0 where there is none. sources: int64 [K + 1, R], where the rows of tables
     lie, see ``Lookahead.leave``. probs: float32 [K, R, D], None where all are greedy. rescued:
-    int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary. listed: int32 [K, R, 2,
-    LISTED], see ``list_likely_tokens``; None where nobody asks.
+    int64 [K, R], see ``DraftChoice``; None without a reduced vocabulary, and where all are greedy.
+    listed: int32 [K, R, 2, LISTED], see ``list_likely_tokens``; None where nobody asks.
     """
 
     ids: Tensor
@@ -77,12 +77,6 @@ class DraftBuffers(NamedTuple):
     probs: Tensor | None
     rescued: Tensor | None
     listed: Tensor | None = None
-
-    def cut(self, depths: int, rows: int) -> DraftBuffers:
-        """The first positions of the first rows."""
-        parts = (None if part is None else part[:depths, :rows] for part in self[2:])
-        sources = self.sources[: depths + 1, :rows]
-        return DraftBuffers(self.ids[:depths, :rows], sources, *parts)
 
 
 class MaskedTurn(NamedTuple):
@@ -123,16 +117,16 @@ class MaskedTurn(NamedTuple):
 class MaskedDraft:
     """A draft that the device makes, waiting for the masks that ``accept_drawn`` fills.
 
-    buffers: where it comes to lie. size: rows of its graph.
+    buffers: where it comes to lie. depths: of how many tokens. size: rows of its graph.
     """
 
     def __init__(
-        self, mailbox: Mailbox, turn: MaskedTurn, buffers: DraftBuffers, size: int
+        self, mailbox: Mailbox, turn: MaskedTurn, buffers: DraftBuffers, depths: int, size: int
     ) -> None:
         self.buffers = buffers
         self._mailbox, self._turn, self._size = mailbox, turn, size
         self._depth = turn.first()  # the next position to accept
-        self._depths = len(buffers.ids)
+        self._depths = depths
 
     @property
     def is_walked(self) -> bool:
@@ -162,21 +156,32 @@ class MaskedDraft:
         end = self._depths if count is None else min(self._depths, self._depth + count)
         try:
             with self._turn.at_work() as lookahead:
+                if not self._turn.needs_host:
+                    self._accept_all(lookahead)
                 while self._depth < end:
                     self._accept_one(lookahead)
         except BaseException:
             self._end()
             raise
 
+    def _accept_all(self, lookahead: Lookahead) -> None:
+        drawn = [self._wait(depth) for depth in range(self._depth, self._depths)]
+        self._depth = self._depths
+        if drawn:
+            lookahead.accept_drawn(*zip(*drawn, strict=True))
+
     def _accept_one(self, lookahead: Lookahead) -> None:
-        drawn = self._mailbox.wait(self._depth, self.buffers.ids.shape[1], self._check)
+        drawn = self._wait(self._depth)
         # A draft that holds more is still being read there.
         lookahead.accept_ids(drawn.token_ids, drawn.starved, self._depth)
         self._depth += 1
         if self._depth >= self._depths or not lookahead.can_draft(1):  # nobody drafts any more
             self._end()
-        elif self._turn.needs_host:
+        else:
             self._post(lookahead, self._depth)
+
+    def _wait(self, depth: int) -> Answer:
+        return self._mailbox.wait(depth, len(self._turn.ends), self._check)
 
     def _post(self, lookahead: Lookahead, depth: int) -> None:
         self._mailbox.post(depth, lookahead.next_rows(self._size, depth))
@@ -234,15 +239,16 @@ class MaskedDrafter:
         token_ids = None if turn.given is None else turn.given.token_ids
         ticket = self._mailbox.begin()
         asked = {"is_sampled": noise is not None, "lists": turn.lookahead.wants_options}
-        buffers = self._buffers_for(batch.vocab_size, **asked).cut(count, size)
-        draft = MaskedDraft(self._mailbox, turn, buffers.cut(count, len(slots)), size)
+        buffers = self._buffers_for(batch.vocab_size, **asked)
+        draft = MaskedDraft(self._mailbox, turn, buffers, count, size)
         cursors = None
         if turn.texts is not None:
             cursors = turn.texts.cursors
-            turn.lookahead.leave(turn.texts, draft.buffers.sources)
+            turn.lookahead.leave(turn.texts, buffers.sources[: count + 1])
         if not turn.needs_host:
             draft.release()
-        picker = _Picker(self, ticket, len(slots), buffers, sampling, noise, cursors, [])
+        shape = _Shape(count, len(slots))
+        picker = _Picker(self, ticket, shape, buffers, sampling, noise, cursors, [])
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
         beside = None if self.scores_at_once else begin
@@ -267,10 +273,8 @@ class MaskedDrafter:
                     zeros = torch.zeros(size, dtype=torch.int64, device=self._device)
                     noise = DraftNoise(sampling.seeds, zeros, self._stream, self._vocab_size)
                 asked = {"is_sampled": noise is not None, "lists": lists}
-                buffers = self._buffers_for(self._vocab_size, **asked)
-                picker = _Picker(
-                    self, 0, size, buffers.cut(self._count, size), sampling, noise, None, []
-                )
+                buffers, shape = self._buffers_for(self._vocab_size, **asked), (self._count, size)
+                picker = _Picker(self, 0, _Shape(*shape), buffers, sampling, noise, None, [])
                 for given in (0, self._count):
                     self._head.capture_by(picker, self._count, given, size)
                     yield
@@ -284,27 +288,28 @@ class MaskedDrafter:
         noise: DraftNoise | None,
     ) -> Tensor:
         """One token for each row of logits [R, D], inside of the graph; int64 [R] target ids."""
-        ticket, depth, cursors, scored = place
+        ticket, depth, depths, cursors, scored = place
+        rows = len(logits)
+        sources, ids = buffers.sources[:, :rows], buffers.ids[depth, :rows]
         if depth == 0:
-            buffers.sources[0].copy_(cursors[:, SOURCE])
-        mask = torch.empty(len(logits), self._words, dtype=torch.int32, device=self._device)
-        fetch_rows(self._mailbox.orders[depth], ticket, mask, buffers.sources[depth])
+            sources[0].copy_(cursors[:, SOURCE])
+        mask = torch.empty(rows, self._words, dtype=torch.int32, device=self._device)
+        fetch_rows(self._mailbox.orders[depth], ticket, mask, sources[depth])
         drawn = choose_draft(logits, mask, self._target_ids, sampling, noise)
-        advance(drawn.tokens, cursors, buffers.sources[depth + 1])
-        told = self._mailbox.answers[depth]
-        answer(drawn.tokens, drawn.starved, ticket, told, buffers.ids[depth])
+        told = Told(ticket, self._mailbox.answers[depth], ids)
+        answer(drawn.tokens, drawn.starved, told, cursors, sources[depth + 1])
         if buffers.probs is not None and drawn.probs is not None:
-            buffers.probs[depth].copy_(drawn.probs)
+            buffers.probs[depth, :rows].copy_(drawn.probs)
         if buffers.rescued is not None and drawn.rescued is not None:
-            buffers.rescued[depth].copy_(drawn.rescued)
+            buffers.rescued[depth, :rows].copy_(drawn.rescued)
         if buffers.listed is not None:
             scored.append(_Scored(logits, mask))
-            if depth == len(buffers.ids) - 1:  # all at once: the kernels are many, and small
+            if depth == depths - 1:  # all at once: the kernels are many, and small
                 logits, mask = (torch.cat(parts) for parts in zip(*scored, strict=True))
                 listed = list_likely_tokens(logits, mask, self._target_ids)
-                buffers.listed.copy_(listed.view(buffers.listed.shape))
+                buffers.listed[:depths, :rows].copy_(listed.view(depths, rows, *listed.shape[1:]))
                 scored.clear()
-        return buffers.ids[depth]
+        return ids
 
     def _buffers_for(self, vocab_size: int, *, is_sampled: bool, lists: bool) -> DraftBuffers:
         key = (is_sampled, lists)
@@ -315,7 +320,7 @@ class MaskedDrafter:
             sources = ids.new_zeros(depths + 1, rows)
             width = vocab_size if self._target_ids is None else len(self._target_ids)
             probs = torch.empty(depths, rows, width, device=self._device) if is_sampled else None
-            rescued = None if self._target_ids is None else ids[1]
+            rescued = ids[1] if is_sampled and self._target_ids is not None else None
             shape, listed = (depths, rows, 2, LISTED), None
             if lists:
                 listed = torch.full(shape, -1, dtype=torch.int32, device=self._device)
@@ -330,25 +335,33 @@ class _Scored(NamedTuple):
     mask: Tensor
 
 
+class _Shape(NamedTuple):
+    """Of a draft: its tokens, and the rows that are used."""
+
+    depths: int
+    batch: int
+
+
 class _Depth(NamedTuple):
-    """ticket: of the draft, int64 [1]. depth: of the token. cursors: of the texts, int64 [R, 6].
-    scored: of the tokens before, where they are to be listed."""
+    """ticket: of the draft, int64 [1]. depth: of the token, of ``depths``. cursors: of the texts,
+    int64 [R, 6]. scored: of the tokens before, where they are to be listed."""
 
     ticket: Tensor
     depth: int
+    depths: int
     cursors: Tensor
     scored: list[_Scored]
 
 
 class _Picker(NamedTuple):
-    """See ``guided_spec.models.packed.whole_drafts.Picker``; batch: rows that are used.
+    """See ``guided_spec.models.packed.whole_drafts.Picker``.
 
     cursors: int64 [batch, 6] on the host, see ``TabledTexts``; None where no text has a table.
     """
 
     drafter: MaskedDrafter
     ticket: int
-    batch: int
+    shape: _Shape
     buffers: DraftBuffers
     sampling: Sampling
     noise: DraftNoise | None
@@ -363,7 +376,7 @@ class _Picker(NamedTuple):
     def inputs(self, graph: Hashable, size: int) -> Inputs:
         given = dict[str, Tensor]()
         if self.noise is not None:
-            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.batch)
+            given = self.drafter.held.changed(graph, self.sampling, self.noise, self.shape.batch)
             given["positions"] = self.noise.positions
         none = torch.zeros(0, CURSOR, dtype=torch.int64)
         given["cursors"] = none if self.cursors is None else self.cursors
@@ -371,7 +384,7 @@ class _Picker(NamedTuple):
 
     def pick(self, ticket: Tensor, inputs: Inputs, depth: int, logits: Tensor) -> Tensor:
         drawing = read_sampling(inputs, depth, self.sampling, self.noise)
-        place = _Depth(ticket, depth, inputs["cursors"], self.scored)
+        place = _Depth(ticket, depth, self.shape.depths, inputs["cursors"], self.scored)
         return self.drafter.draw(place, self.buffers, logits, *drawing)
 
     def found(self, picked: list[Tensor]) -> None:

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import gc
 import sys
+import time
 
 import pytest
 import torch
+from triton import knobs
 from triton.runtime.jit import JITFunction
 
 from benchmarks.mixed_traffic import counted
+from guided_spec.engine import setup as warming
+from guided_spec.engine.outputs import Chunk
+from guided_spec.engine.request import Job, Request
+from guided_spec.engine.setup import Options, Setup, bundled_asset
+from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.grammar.tables import tabled
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs
 from guided_spec.ops.launch_triton import compiling_ahead
 from guided_spec.ops.sampling.noise import NoiseKeys
@@ -90,3 +98,43 @@ def test_garbage_of_an_engine_before_is_not_collected_in_a_capture() -> None:
         gc.set_threshold(*before)
     assert found.tolist() == [1000, 1000]
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("proposer", "asset"), [("eagle3:mask", "eagle3"), ("draft_model:mask", "draft")]
+)
+def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
+    proposer: str, asset: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table comes when the engine has long been warm."""
+    forget_kernels()
+    monkeypatch.setattr(warming, "_WARM_SAMPLINGS", warming._WARM_SAMPLINGS[:1])
+    options = {
+        "device": "cuda",
+        "max_batch_size": 2,
+        "max_model_len": 128,
+        "grammar_tables": "auto",
+    }
+    setup = Setup.build(None, proposer, bundled_asset(asset), Options.from_dict(options))
+    warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
+    monkeypatch.setattr(tabled, "_TEXTS", 1)
+    grammar = setup.grammars.queue.submit(GrammarSpec.regex("[ab]{30}"))
+    compiled = grammar.result()
+    compiled.new_matcher()
+    while compiled.table is None:
+        assert compiled.reason is None
+        time.sleep(0.05)
+    names, chunks = list[str](), list[Chunk]()
+    monkeypatch.setattr(
+        knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name)
+    )
+    for seed in range(2):
+        job = Job([1, 2, 3], SamplingParams(max_tokens=40, temperature=0.0), 128, seed, grammar)
+        setup.engine.add(Request(job, setup.vocabulary, chunks.append))
+    while setup.engine.has_work:
+        setup.engine.step()
+    setup.grammars.queue.close()
+    texts = [chunk.completion for chunk in chunks if chunk.completion is not None]
+    assert [text.error for text in texts] == [None, None]
+    assert all(text.stats.device_steps for text in texts)
+    assert {"_await", "_copy", "_answer", "_advance"}.isdisjoint(names)

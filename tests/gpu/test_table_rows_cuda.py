@@ -7,8 +7,8 @@ import torch
 
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops import table_rows
-from guided_spec.ops.mailbox import UNTICKETED, Mailbox, fetch_rows
-from guided_spec.ops.table_rows import SOURCE, advance
+from guided_spec.ops.mailbox import UNTICKETED, Mailbox, Told, answer, fetch_rows
+from guided_spec.ops.table_rows import SOURCE
 from tests.ops.table_walks import STEPS, cases, compare, host_walk, start
 from tests.toys import row_writer
 
@@ -33,12 +33,14 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
     token_ids = torch.zeros(STEPS, texts, dtype=torch.int64, device=CUDA)
     masks = torch.zeros(STEPS, texts, words, dtype=torch.int32, device=CUDA)
     sources = torch.zeros(STEPS + 1, texts, dtype=torch.int64, device=CUDA)
+    ids = torch.zeros(texts, dtype=torch.int64, device=CUDA)
 
     def body() -> None:
         sources[0].copy_(cursors[:, SOURCE])
         for step in range(STEPS):
             fetch_rows(box.orders[step], ticket, masks[step], sources[step])
-            advance(token_ids[step], cursors, sources[step + 1])
+            told = Told(ticket, box.answers[step], ids)
+            answer(token_ids[step], None, told, cursors, sources[step + 1])
 
     body()
     torch.cuda.synchronize()
@@ -57,6 +59,8 @@ def test_a_graph_that_knows_no_table_walks_along_any() -> None:
         expected = host_walk(tables, drawn, words).masks[:STEPS]
         expected[expected == 7] = 5  # no row of a table: what the host fills
         assert torch.equal(masks.cpu(), expected)
+        told = [box.wait(step, texts, torch.cuda.synchronize).token_ids for step in range(STEPS)]
+        assert told == drawn.tolist()
         del kept
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.masks.rows import DeviceTables, TabledTexts
 from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
-from tests.ops.table_walks import random_table
+from tests.ops.table_walks import random_table, starts_of
 
 VOCAB_SIZE = 100
 TABLES = [random_table(seed, VOCAB_SIZE) for seed in range(4)]
@@ -16,8 +15,8 @@ SIZE = TABLES[0].memory_size_bytes  # of each
 
 def find(device: DeviceTables, *numbers: int, others: bool = False) -> TabledTexts | None:
     """Texts in state 2 of some tables, the first one in row 1 of the batch."""
-    states = {at: TablePlace(TABLES[number], 2) for at, number in enumerate(numbers, 1)}
-    return device.find(states, len(numbers) + 1, others=others)
+    tables = {at: TABLES[number] for at, number in enumerate(numbers, 1)}
+    return device.find(starts_of(tables, 2), len(numbers) + 1, others=others)
 
 
 def rows_of(found: TabledTexts) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """``python -m tests.ops.ahead``: kernels compiled for a GPU that is not there.
 
 Prints as JSON how many of each there are: those of decisions, for batches, drafts, filters and
-masks of all kinds, products with fp8 weights, steps of experts, and attention of chains and trees.
+masks of all kinds, products with fp8 weights, steps of experts and along tables, and attention of
+chains and trees.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from guided_spec.ops import launch_triton
+from guided_spec.ops import launch_triton, mailbox_triton, table_rows, table_rows_triton
 from guided_spec.ops.delta_rule import DeltaColumns, DeltaLayer, DeltaShape, DeltaStates
 from guided_spec.ops.delta_rule_triton import gated_delta
 from guided_spec.ops.linear import experts_triton, fp8_linear_triton
 from guided_spec.ops.linear.experts import Gating, Projection
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight
+from guided_spec.ops.mailbox import Mailbox, Told
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.pointwise_triton import rotate_and_store
 from guided_spec.ops.sampling.noise import NoiseKeys
@@ -130,6 +132,20 @@ def turn(shape: HeadShape, part: int) -> None:
     rotate_and_store(packed, rotation, shape, HeadNorms(norm, norm, 1e-6), buffers, places)
 
 
+def follow_tables(count: int) -> None:
+    """Likewise, of so many texts, at odd addresses as well as at even ones."""
+    words, (ids, *sources) = num_mask_words(VOCAB_SIZE), torch.zeros(4, count, dtype=torch.int64)
+    box, ticket = Mailbox(2, count, words, CPU), torch.zeros(1, dtype=torch.int64)
+    cursors = torch.zeros(count, table_rows.CURSOR, dtype=torch.int64)
+    out = torch.empty(count, 2, words, dtype=torch.int32)
+    for at, starved in enumerate((None, ids > 0)):
+        mailbox_triton.fetch_rows(box.orders[at], ticket, out[:, 0].contiguous(), 2, sources[at])
+        told = Told(ticket, box.answers[at], sources[at])
+        mailbox_triton.answer(ids.clone(), starved, told, cursors, sources[at + 1])
+        table_rows_triton.advance(sources[at], cursors, sources[at + 1])
+    table_rows_triton.copy_rows(torch.stack(sources[:2]).T, out, is_blank=True)
+
+
 def ask_experts(count: int, experts: int, sizes: tuple[int, int, int], gating: Gating) -> None:
     """Likewise, of so many tokens. sizes: chosen experts, hidden and inner size."""
     chosen, hidden, inner = sizes
@@ -192,6 +208,8 @@ def main() -> None:
             fold(count, DeltaShape(16, 32, 128, 128, 4))
         turn(HeadShape(32, 8, 128), 1)
         turn(HeadShape(16, 4, 256, has_gates=True), 4)
+        for count in (1, 3, 64, 256):
+            follow_tables(count)
         for is_tree in (False, True):
             attend(is_tree=is_tree)
     sys.stdout.write(json.dumps(made) + "\n")

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TablePlace, TokenTable
-from guided_spec.masks.rows import DeviceTables
+from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TokenTable
+from guided_spec.masks.rows import DeviceTables, TableStarts
 from guided_spec.ops import table_rows
 
-__all__ = ["Walked", "host_walk", "random_table", "start", "walk"]
+__all__ = ["Walked", "host_walk", "random_table", "start", "starts_of", "walk"]
 
 STEPS = 5
 
@@ -41,12 +42,22 @@ class Walked(NamedTuple):
     cursors: Tensor
 
 
+def starts_of(tables: Mapping[int, TokenTable | None], state: int) -> dict[TokenTable, TableStarts]:
+    """Texts in one state each of their tables, by request."""
+    found = dict[TokenTable, TableStarts]()
+    for request, table in tables.items():
+        if table is not None:
+            requests, states = found.setdefault(table, TableStarts([], []))
+            requests.append(request)
+            states.append(state)
+    return found
+
+
 def start(tables: list[TokenTable | None], device: torch.device) -> tuple[DeviceTables, Tensor]:
     """The tables on the device, and the cursors of texts in the first state of each."""
     words = next(table.rows.shape[1] for table in tables if table is not None)
     placed = DeviceTables(device, words, 2**24)
-    states = {at: TablePlace(table, 0) for at, table in enumerate(tables) if table is not None}
-    found = placed.find(states, len(tables), others=False)
+    found = placed.find(starts_of(dict(enumerate(tables)), 0), len(tables), others=False)
     assert found is not None
     return placed, found.cursors.to(device)
 
@@ -99,11 +110,26 @@ def compare(ops: object, device: torch.device) -> None:
         tables, token_ids = cases(seed, vocab_size, texts)
         words = -(-vocab_size // 32)
         kept, cursors = start(tables, device)
+        for is_blank in (False, True):
+            check_rows_of_a_step(ops, cursors, words, is_blank=is_blank)
         found = walk(ops, cursors, token_ids.to(device), words)
         expected = host_walk(tables, token_ids, words)
         assert torch.equal(found.masks.cpu(), expected.masks), (vocab_size, texts)
         assert torch.equal(found.cursors.cpu(), expected.cursors), (vocab_size, texts)
         del kept
+
+
+def check_rows_of_a_step(ops: object, cursors: Tensor, words: int, *, is_blank: bool) -> None:
+    """Two rows of a text have addresses, that of its first state or none; a third has not."""
+    sources = torch.stack([cursors[:, table_rows.SOURCE], cursors[:, table_rows.SOURCE].flip(0)])
+    out = torch.full((len(cursors), 3, words), 7, dtype=torch.int32, device=cursors.device)
+    expected = torch.full_like(out, -1 if is_blank else 7)
+    for depth, column in enumerate(sources):
+        rows = expected[:, depth].contiguous()
+        ops.copy_rows(column, rows)  # type: ignore[attr-defined]
+        expected[:, depth] = rows
+    ops.copy_rows(sources.T, out, is_blank=is_blank)  # type: ignore[attr-defined]
+    assert torch.equal(out, expected)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from guided_spec.ops.mailbox import (
     LAST_TICKET,
     UNTICKETED,
     Mailbox,
+    Told,
     answer,
     can_share,
     fetch_rows,
@@ -91,7 +92,7 @@ def test_answers_arrive_whole(rows: list[tuple[int, bool]], ticket: int) -> None
     ids = torch.tensor([token for token, _ in rows])
     flags = torch.tensor([flag for _, flag in rows])
     out = torch.zeros(len(rows), 2, dtype=torch.int64)[:, 1]
-    with beside(lambda: answer(ids, flags, ticket_of(box), box.answers[0], out)):
+    with beside(lambda: answer(ids, flags, Told(ticket_of(box), box.answers[0], out))):
         found = box.wait(0, len(rows), fail)
     assert found.token_ids == ids.tolist()
     assert found.starved == flags.long().tolist()
@@ -102,7 +103,7 @@ def test_an_answer_to_another_draft_does_not_count(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mailbox, "IMPATIENCE", 0.01)
     box, out = Mailbox(1, 2, WORDS, CPU), torch.zeros(2, dtype=torch.int64)
     box.begin()
-    answer(torch.tensor([1, 2]), None, ticket_of(box), box.answers[0], out)
+    answer(torch.tensor([1, 2]), None, Told(ticket_of(box), box.answers[0], out))
     assert box.wait(0, 2, fail).token_ids == [1, 2]
     box.begin()
     with pytest.raises(AssertionError, match="late"):

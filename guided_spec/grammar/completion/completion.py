@@ -347,10 +347,11 @@ class CompletingMatcher(WrappedMatcher):
         if found is None or known.state is None:
             return found
         if self._endings.is_exact:
-            return found._replace(spare=self.remaining)
+            found.spare = self.remaining
+            return found
         # Where costs are searched for, a table's ends say little: as far as nobody has to look.
-        is_free = self._is_free()
-        return found._replace(spare=known.until - len(self._token_ids)) if is_free else None
+        found.spare = known.until - len(self._token_ids)
+        return found if self._is_free() else None
 
     def read(self, token_ids: Sequence[int]) -> int:
         """Tokens behind which nobody has to look for an end are the inner matcher's alone."""

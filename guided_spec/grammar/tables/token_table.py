@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,7 @@ __all__ = [
     "OUTSIDE",
     "REFUSED",
     "UNBOUND",
+    "Steps",
     "TablePlace",
     "TokenTable",
 ]
@@ -35,6 +36,15 @@ MOST_AHEAD = 131
 ANY_NUMBER = 255
 UNBOUND = 2**40
 """More tokens than any text has."""
+
+
+class Steps(NamedTuple):
+    """``TokenTable.classes`` and ``then``, C numbers a state: Python reads its own integers there,
+    in half of numpy's time."""
+
+    classes: memoryview[int]
+    then: memoryview[int]
+    width: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,9 +97,12 @@ class TokenTable:
     def states(self, state: int, token_ids: Sequence[int]) -> list[int]:
         """Behind each of the tokens, as far as they keep to the table and do not end the text."""
         found = list[int]()
-        classes, then, size = self.classes.item, self.then.item, len(self.classes)
+        classes, then, width = self.steps
+        size = len(classes)
         for token_id in token_ids:
-            state = then(state, classes(token_id)) if 0 <= token_id < size else REFUSED
+            if not 0 <= token_id < size:
+                break
+            state = then[state * width + classes[token_id]]
             if state < 0:
                 break
             found.append(state)
@@ -106,27 +119,52 @@ class TokenTable:
         row: NDArray[np.int32] = self.rows[self.row_of[state]]
         return row
 
+    @cached_property
+    def steps(self) -> Steps:
+        """What Python looks up token by token."""
+        classes: Any = self.classes
+        then: Any = self.then.reshape(-1)
+        return Steps(memoryview(classes), memoryview(then), self.then.shape[1])
 
-class TablePlace(NamedTuple):
-    """Where a text stands: in a state of a table.
+    def __getstate__(self) -> dict[str, Any]:
+        """The arrays: another process makes the rest anew."""
+        return {field.name: self.__dict__[field.name] for field in fields(self)}
+
+
+@dataclass(slots=True)
+class TablePlace:
+    """Where a text stands: in a state of a table. Whoever asked for it may move it on.
 
     spare: tokens that a budget leaves to the text, or fewer. Rows behind which enough of them are
     left for ``ends`` and a stop token are the table's own.
+    room: tokens behind which the rows are known to be the table's own, or fewer.
     """
 
     table: TokenTable
     state: int
     spare: int = UNBOUND
+    room: int = -1
 
     def reaches(self, ahead: int) -> bool:
         """Whether the rows behind up to ``ahead`` more tokens are the table's own."""
-        table, state = self.table, self.state
-        # A budget looks at what is behind the last row, too.
-        is_inside = table.margins.item(state) > ahead
-        return is_inside and self.spare - ahead > table.ends.item(state) + 1
+        if self.room < ahead:  # of an earlier state, and less than this one's
+            table, state = self.table, self.state
+            # A budget looks at what is behind the last row, too.
+            within = self.spare - table.ends.item(state) - 2
+            self.room = min(min(table.margins.item(state), MOST_AHEAD) - 1, within)
+        return self.room >= ahead
 
-    def after(self, token_ids: Sequence[int]) -> TablePlace | None:
-        """The place behind some tokens; None where they leave the table, or end the text."""
-        table, count = self.table, len(token_ids)
-        states = table.states(self.state, token_ids)
-        return TablePlace(table, states[-1], self.spare - count) if len(states) == count else None
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Go on by some tokens; False where they leave the table, or end the text."""
+        classes, then, width = self.table.steps
+        state, size = self.state, len(classes)
+        for token_id in token_ids:
+            if not 0 <= token_id < size:
+                return False
+            state = then[state * width + classes[token_id]]
+            if state < 0:
+                return False
+        self.state = state
+        self.spare -= len(token_ids)
+        self.room -= len(token_ids)
+        return True

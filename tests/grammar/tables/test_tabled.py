@@ -280,18 +280,19 @@ def test_the_rows_behind_a_place_are_the_tables(name: str, max_tokens: int | Non
         while not constraint.is_terminated and len(constraint.committed) < (max_tokens or 30):
             at, fork = constraint.table_place(3), constraint.fork()
             answers[at is not None] += 1
+            state = None if at is None else at.state
             drafted = list[int]()
             for _ in range(4):
                 found = row_of(fork.matcher)
-                if at is not None:
-                    assert found == table.row(at.state).tolist()
+                if state is not None:
+                    assert found == table.row(state).tolist()
                 token_id = dice.choice(legal(fork.matcher))
                 assert fork.accept(token_id)
                 drafted.append(token_id)
                 if fork.matcher.is_terminated():
                     break
-                if at is not None:
-                    at = at._replace(state=table.after(at.state, token_id))
+                if state is not None:
+                    state = table.after(state, token_id)
             assert fork.matcher.steered == frozenset() or at is None
             constraint.commit_ahead(drafted[: dice.randint(1, 4)])
     assert answers[True] >= 5
