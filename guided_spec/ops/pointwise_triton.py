@@ -170,7 +170,7 @@ def rotate_and_store(
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-@triton.jit(do_not_specialize=["count", "max_length", "positions", "block", "table_row"])  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count", "max_length", "positions", "table_row"])  # type: ignore[untyped-decorator]
 def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     packed,
     cos,
@@ -187,7 +187,7 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     tables,
     table_row,
     max_length,
-    block,
+    block: tl.constexpr,
     width,
     queries: tl.constexpr,
     keys_count: tl.constexpr,

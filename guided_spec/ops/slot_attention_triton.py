@@ -58,6 +58,11 @@ class Tiling(NamedTuple):
     num_warps: int
     num_stages: int
 
+    @property
+    def halvings(self) -> int:
+        """How often a text is cut in two."""
+        return self.splits.bit_length() - 1
+
 
 def choose_tiling(query: Tensor, num_kv_heads: int, width: int, view: int) -> Tiling:
     """The tiling for query [N, Hq, D] in rows of about ``width`` tokens.
@@ -149,7 +154,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
         launch(_attend, (tiles, num_kv_heads, how.splits), query)(
             *(query, keys, values, *(tiled or (None, None)), of, *shared, grown[0], output),
             *(*(parts or (output, output)), sunk[0], scale * LOG2_E.value, of.shape[1], *memory),
-            *(*query.stride()[:2], how.splits, *fixed, _lines(of), lines, how.rows, how.block),
+            *(*query.stride()[:2], how.halvings, *fixed, _lines(of), lines, how.rows, how.block),
             *(window, sunk[1], grown[1] and stage != SHARED, tiled is not None, stage, is_whole),
             num_warps=how.num_warps,
             num_stages=how.num_stages,
@@ -176,7 +181,7 @@ def slot_attention(  # noqa: PLR0913 - what attends, to what, and how
             of_shared = (whole.rows, whole.splits, whole.block) if lines else (0, 0, 0)
             launch(_combine, (count, heads), query)(
                 *(*own, *(alike or own), rows, *shared, output, sunk[0], num_rows, max_length),
-                *(tile.splits, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
+                *(tile.halvings, *fixed, _lines(rows), lines, tile.rows, parts, tile.block),
                 *(*of_shared, window, sunk[1], grown[1]),
                 num_warps=1 if parts * padded <= FEW_SPLITS * 128 else 4,
             )
@@ -210,7 +215,7 @@ def _with_rows(states: Tensor) -> Tensor:
 
 # Triton reads annotations as its own, so the arguments have none. A number that changes from call
 # to call must not become part of the kernel: a new one would be compiled for it.
-VARYING = ["count", "num_rows", "num_groups", "max_length", "block", "table_row", "splits"]
+VARYING = ["count", "num_rows", "num_groups", "max_length", "table_row", "halvings"]
 
 
 @triton.jit(do_not_specialize=VARYING)  # type: ignore[untyped-decorator]
@@ -224,7 +229,7 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tables,
     table_row,
     max_length,
-    block,
+    POSITIONS: tl.constexpr,
     key_token,
     key_head,
     value_token,
@@ -241,10 +246,10 @@ def _store(  # type: ignore[no-untyped-def] # noqa: PLR0913
     slot = tl.load(tokens + token, mask=token < count, other=-1)
     place = tl.load(tokens + count + token, mask=slot >= 0, other=0)
     place = tl.minimum(place, max_length)
-    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
+    found = tl.load(tables + slot * table_row + place // POSITIONS, mask=slot >= 0, other=0)
     column = tl.arange(0, PADDED)
     mask = (slot >= 0)[:, None] & (column < WIDTH)[None, :]
-    target = (found.to(tl.int64) * tl.num_programs(1) + head) * block + place % block
+    target = (found.to(tl.int64) * tl.num_programs(1) + head) * POSITIONS + place % POSITIONS
     target = target[:, None] * WIDTH + column[None, :]
     source = token * key_token + head * key_head
     states = tl.load(key + source[:, None] + column[None, :], mask=mask)
@@ -295,21 +300,24 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
     limit,
     tile,
     num_tokens,
-    splits,
+    halvings,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     WINDOW: tl.constexpr,
     TREE: tl.constexpr,
 ):
-    """The positions [low, end) that a tile sees below the limit, and a split's share of them."""
+    """The positions [low, end) that a tile sees below the limit, and a split's share of them.
+
+    halvings: 2 ** halvings splits. A shift instead of a division, which takes longer.
+    """
     last = tl.minimum((tile * ROWS + ROWS - 1) // GROUP, num_tokens - 1)
     end = tl.minimum(start + last + 1, limit)
     if WINDOW > 0:
         first = start if TREE else start + tile * ROWS // GROUP
         low = tl.maximum(first - WINDOW + 1, 0) // BLOCK * BLOCK
     blocks = tl.cdiv(tl.maximum(end - low, 0), BLOCK)
-    return low, end, tl.cdiv(blocks, splits) * BLOCK
+    return low, end, (blocks + (1 << halvings) - 1 >> halvings) * BLOCK
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -370,10 +378,10 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     tables,
     table_row,
     max_length,
-    block,
+    POSITIONS: tl.constexpr,
     query_token,
     query_head,
-    splits,
+    halvings,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -401,7 +409,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             _, _, low = _group_of(first_token, order, groups, count, num_groups, GROUPS)
         limit = start if STAGE == 2 else max_length  # a group's tokens are behind what it shares
         low, end, share = _span(
-            low, start, limit, within_row, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW, TREE
+            low, start, limit, within_row, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW, TREE
         )
         low += split * share
         end = tl.minimum(low + share, end)
@@ -421,8 +429,8 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             whole = tl.minimum(start + 1 + (0 if TREE else within_row * ROWS // GROUP), end)
             whole = low + tl.maximum(whole - low, 0) // BLOCK * BLOCK
             for first in range(low, whole, BLOCK):
-                found = tl.load(table + first // block) * HEADS + tl.program_id(1)
-                place = found * block + first % block
+                found = tl.load(table + first // POSITIONS) * HEADS + tl.program_id(1)
+                place = found * POSITIONS + first % POSITIONS
                 tiled = key_tiles.load([place, 0])
                 scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
                 higher = tl.maximum(top, tl.max(scores, 1))
@@ -438,8 +446,13 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             there = is_there[:, None]
             if WIDTH != PADDED:
                 there = there & within[None, :]
-            found = tl.load(table + stored // block, mask=is_there, other=0).to(tl.int64)
-            place = (((found * HEADS + head) * block + stored % block) * WIDTH)[:, None] + column
+            if POSITIONS % BLOCK == 0:  # they lie in one block
+                found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
+                place = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
+            else:
+                found = tl.load(table + stored // POSITIONS, mask=is_there, other=0).to(tl.int64)
+                place = (found * HEADS + head) * POSITIONS + stored % POSITIONS
+            place = (place * WIDTH)[:, None] + column
             tiled = tl.load(keys + place, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
             visible = _visible(
@@ -463,7 +476,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             target = output + ((line_of * (HEADS * GROUP) + query_heads) * WIDTH)[:, None]
             tl.store(target + column[None, :], gathered.to(output.dtype.element_ty), mask=mask)
         else:
-            program = (tile.to(tl.int64) * HEADS + head) * splits + split
+            program = (tile.to(tl.int64) * HEADS + head << halvings) + split
             target = program * ROWS + tl.arange(0, ROWS)
             logs = tl.where(total > 0, top + tl.log2(tl.where(total > 0, total, 1.0)), -1e30)
             written = token < tl.where(low < end, num_tokens, 0)
@@ -473,9 +486,12 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _logs(lse, program, member, worked, splits, PARTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: PLR0913
-    """Where one query's parts are, [PARTS], and the logarithms of their sums."""
-    source = (program * splits + tl.arange(0, PARTS)) * ROWS + member % ROWS
+def _logs(lse, program, member, worked, PARTS: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: PLR0913
+    """Where one query's parts are, [PARTS], and the logarithms of their sums.
+
+    program: the first of those that had the parts.
+    """
+    source = (program + tl.arange(0, PARTS)) * ROWS + member % ROWS
     return source, tl.load(lse + source, mask=worked, other=-1e30)
 
 
@@ -502,7 +518,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     sinks,
     num_rows,
     max_length,
-    splits,
+    halvings,
     HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -538,13 +554,13 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     member = (line_of - first_token) * GROUP + head % GROUP
     tile = member // ROWS
     low, end, share = _span(
-        low, start, max_length, tile, num_tokens, splits, GROUP, ROWS, BLOCK, WINDOW, TREE
+        low, start, max_length, tile, num_tokens, halvings, GROUP, ROWS, BLOCK, WINDOW, TREE
     )
     column = tl.arange(0, PADDED)
     part = tl.arange(0, PARTS)
-    worked = (part < splits) & (low + part * share < tl.where(num_tokens > 0, end, 0))
+    worked = (part < (1 << halvings)) & (low + part * share < tl.where(num_tokens > 0, end, 0))
     program = (first_token * GROUP // ROWS + row + tile).to(tl.int64) * HEADS + head // GROUP
-    source, logs = _logs(lse, program, member, worked, splits, PARTS, ROWS)
+    source, logs = _logs(lse, program << halvings, member, worked, PARTS, ROWS)
     highest = tl.max(logs, 0)
     if GROUPS > 0:
         first = tl.load(groups + 2 * num_groups + index - 1, mask=index > 0, other=0).to(tl.int32)
@@ -554,7 +570,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         seen = tl.arange(0, SHARED_SPLITS) * share < length
         program = (first * GROUP // SHARED_ROWS + index + tile).to(tl.int64) * HEADS + head // GROUP
         known, sums = _logs(
-            shared_lse, program, member, seen, SHARED_SPLITS, SHARED_SPLITS, SHARED_ROWS
+            shared_lse, program * SHARED_SPLITS, member, seen, SHARED_SPLITS, SHARED_ROWS
         )
         highest = tl.maximum(highest, tl.max(sums, 0))
     weight = tl.where(logs > -1e29, tl.exp2(logs - highest), 0.0)

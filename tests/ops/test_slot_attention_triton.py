@@ -44,15 +44,20 @@ TREE = (0, 1, 0, 3, 1, 5)
 TREES = (TREE, (), (0, 0), TREE, (0,))
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, database=None)
-@example(WHOLE_TILES, torch.float16, False)
-@example(SHARED, torch.float16, False)
-@example(SHARED._replace(has_sinks=True), torch.float32, True)
-@example(WHOLE_TILES._replace(parents=TREES[:2] + TREES[3:4]), torch.float16, False)
-@example(SHARED._replace(parents=TREES), torch.float16, False)
-@example(SHARED._replace(parents=TREES, alike=(), window=3), torch.float32, False)
-@given(cases(70, [8, 16, 24, 48, 64]), st.sampled_from(list(TOLERANCE)), st.booleans())
-def compare(case, dtype, is_stored):
+@settings(max_examples=10, deadline=None, derandomize=True, database=None)
+@example(WHOLE_TILES, torch.float16, False, TILINGS)
+@example(SHARED, torch.float16, False, TILINGS)
+@example(SHARED._replace(has_sinks=True), torch.float32, True, TILINGS[:3])
+@example(WHOLE_TILES._replace(parents=TREES[:2] + TREES[3:4]), torch.float16, False, TILINGS[-3:])
+@example(SHARED._replace(parents=TREES), torch.float16, False, TILINGS[-3:])
+@example(SHARED._replace(parents=TREES, alike=(), window=3), torch.float32, False, TILINGS[:3])
+@given(
+    cases(70, [8, 16, 24, 48, 64]),
+    st.sampled_from(list(TOLERANCE)),
+    st.booleans(),
+    st.lists(st.sampled_from(TILINGS), min_size=2, max_size=2),
+)
+def compare(case, dtype, is_stored, tilings):
     drawn = make(case).to(dtype)
     places = replace(drawn.places, width=3)
     options = dict(scale=0.3, window=case.window, sinks=case.sinks())
@@ -61,7 +66,7 @@ def compare(case, dtype, is_stored):
     expected = reference(theirs.query, theirs.new, theirs.buffers, places, **options)
     given_ = None if is_stored else drawn.new
     before = theirs if is_stored else drawn
-    for tiling in TILINGS:
+    for tiling in tilings:
         ours = before.clone()
         found = slot_attention(ours.query, given_, ours.buffers, places, **options, tiling=tiling)
         atol, rtol = TOLERANCE[dtype]
