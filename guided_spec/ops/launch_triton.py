@@ -1,9 +1,10 @@
 """How kernels are launched: behind the one before them, or compiled ahead, many at a time.
 
-A kernel launched behind another is set up while its predecessor runs; it says that its own
-successor may be set up, and waits until all before it is done and seen. Every kernel that is
-launched so must wait: then whoever waits for one has waited for all before it. (CUDA C++
-programming guide, "Programmatic dependent launch and synchronization".)
+A kernel launched behind another is set up while its predecessor runs; it waits until all before it
+is done and seen, and then lets its own successor be set up. Every kernel that is launched so must
+wait: then whoever waits for one has waited for all before it. Meanwhile it may look up what was
+written at least two launches before, since its predecessor has waited for that: where its rows are,
+or weights. (CUDA C++ programming guide, "Programmatic dependent launch and synchronization".)
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _is_served(device: int) -> bool:
 
 @triton.jit  # type: ignore[untyped-decorator]
 def await_previous(IS_DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Let the next kernel be set up, and wait for those before this one."""
+    """Wait for the kernels before this one, and let the next one be set up."""
     if IS_DEPENDENT:
-        gdc_launch_dependents()
         gdc_wait()
+        gdc_launch_dependents()

@@ -93,10 +93,11 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    await_previous(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     mask = column < width
+    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    await_previous(IS_DEPENDENT)
     states = tl.load(x + row * x_row + column, mask=mask, other=0.0)
     if ADDS:
         added = tl.load(residual + row * residual_row + column, mask=mask, other=0.0)
@@ -105,7 +106,6 @@ def _rms_norm(  # type: ignore[no-untyped-def] # noqa: PLR0913
     wide = states.to(tl.float32)
     # The root rounded to nearest and a division: rsqrt alone is an approximation.
     root = tl.sqrt_rn(tl.sum(wide * wide, 0) / width + eps)
-    scale = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     result = wide * tl.div_rn(1.0, root)
     if SHIFTS:
         scale += shift
@@ -202,7 +202,6 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     IS_DEPENDENT: tl.constexpr,
 ):
     """Some heads of one token: queries turned in place, keys turned and kept, values kept."""
-    await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     half: tl.constexpr = turned // 2
     head = tl.program_id(1) * heads + tl.arange(0, heads)
@@ -213,13 +212,17 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     column = head * size + tl.minimum(head, queries) * (stride - 1) * size  # behind the gates
     line = (packed + token * width + column)[:, None]
     source = line + at[None, :]
-    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     place = tl.load(tokens + count + token)
     position = tl.load(tree + token) if is_tree else place
     turn = tl.minimum(position, positions - 1) * turned + at
     c = tl.load(cos + turn, mask=at < half, other=1.0).to(tl.float32)[None, :]
     s = tl.load(sin + turn, mask=at < half, other=0.0).to(tl.float32)[None, :]
+    slot = tl.load(tokens + token)
+    place = tl.minimum(place, max_length)
+    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
+    await_previous(IS_DEPENDENT)
+    low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + half, mask=inside, other=0.0).to(tl.float32)
     turned_low, turned_high = low, high
     if turned < size:
         behind = turned + tl.arange(0, rest_block)
@@ -252,9 +255,6 @@ def _rotate(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0915
     written = inside & is_turned[:, None]
     tl.store(source, low_out.to(out), mask=written)
     tl.store(source + half, high_out.to(out), mask=written)
-    slot = tl.load(tokens + token)
-    place = tl.minimum(place, max_length)
-    found = tl.load(tables + slot * table_row + place // block, mask=slot >= 0, other=0)
     first = tl.where(slot >= 0, queries, queries + 2 * keys_count)  # an unused row keeps nothing
     kept = inside & (head >= first)[:, None]
     number = tl.where(is_value, head - keys_count, head) - queries

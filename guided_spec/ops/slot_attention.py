@@ -93,8 +93,9 @@ class SlotPlaces:
 
     Tensors on the device of the buffers, which may change their values between two replays of a
     CUDA graph, but not while a forward is computed in torch: it works out once, not in each layer,
-    what they say. Rows of one slot must not overlap; they see each other, since all is written
-    before anything is read.
+    what they say. Kernels look them up before their predecessor is done, so that another launch
+    must lie between what writes them and the attention, as a layer's product does. Rows of one slot
+    must not overlap; they see each other, since all is written before anything is read.
     """
 
     tokens: Tensor

@@ -399,10 +399,10 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
     IS_DEPENDENT: tl.constexpr,
 ):
     """ROWS queries of one row, or group, and key head over one split (IS_ONLY: all) they see."""
-    await_previous(IS_DEPENDENT)
     tile, split, head = tl.program_id(0), tl.program_id(2), tl.program_id(1).to(tl.int64)
     row, within_row = _row_of(tile, rows, num_rows, GROUP, LINES, ROWS)
     slot, start, first_token, num_tokens = _row(row, rows, num_rows)
+    await_previous(IS_DEPENDENT)
     if within_row * ROWS < num_tokens * GROUP:
         low = start * 0
         if STAGE == 1:
@@ -540,7 +540,6 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
 
     PARTS: a power of two, at least ``splits``.
     """
-    await_previous(IS_DEPENDENT)
     line_of, head = tl.program_id(0), tl.program_id(1)
     line = tl.arange(0, LINES)
     ends = tl.load(rows + 2 * num_rows + line, mask=line < num_rows, other=0)
@@ -560,6 +559,7 @@ def _combine(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
     part = tl.arange(0, PARTS)
     worked = (part < (1 << halvings)) & (low + part * share < tl.where(num_tokens > 0, end, 0))
     program = (first_token * GROUP // ROWS + row + tile).to(tl.int64) * HEADS + head // GROUP
+    await_previous(IS_DEPENDENT)
     source, logs = _logs(lse, program << halvings, member, worked, PARTS, ROWS)
     highest = tl.max(logs, 0)
     if GROUPS > 0:
