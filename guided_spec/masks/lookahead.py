@@ -46,7 +46,7 @@ class Turn(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """Tokens, -1 for none, and their logits: int32 [C] and float32 [C]."""
+    """Tokens, the likeliest first, -1 for none, and their logits: int32 [C] and float32 [C]."""
 
     token_ids: NDArray[np.int32]
     scores: NDArray[np.float32]

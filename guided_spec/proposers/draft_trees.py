@@ -167,8 +167,6 @@ class _Known:
             ids[row, : len(known.token_ids)] = known.token_ids
             scores[row, : len(known.scores)] = known.scores
         scores[ids < 0] = -np.inf
-        order = (-scores).argsort(1, kind="stable")
-        ids, scores = np.take_along_axis(ids, order, 1), np.take_along_axis(scores, order, 1)
         # The first is the highest.
         logs = scores - np.maximum(scores[:, :1], np.finfo(np.float64).min)
         self.tokens: list[list[int]] = ids.tolist()

@@ -91,10 +91,9 @@ class Known(EarlyDrafter):
         self, batch: DecodeBatch, lookahead: Lookahead, carry: object | None = None
     ) -> DraftInFlight:
         del carry
-        token_ids = np.arange(VOCAB_SIZE, dtype=np.int32)
-        lookahead.options[0] |= {
-            depth: Scored(token_ids, scores) for depth, scores in enumerate(self._scores)
-        }
+        for depth, scores in enumerate(self._scores):
+            order = (-scores).argsort(kind="stable").astype(np.int32)
+            lookahead.options[0][depth] = Scored(order, scores[order])
         draft = host_draft(batch, lookahead.extend([self._drafted]))
         return FinishedDraft(draft, tuple(lookahead.lengths))
 

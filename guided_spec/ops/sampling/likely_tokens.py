@@ -1,8 +1,4 @@
-"""The likeliest tokens of a place, for whoever grows a tree around the one that is drafted there.
-
-Those that are legal where the draft stands come first. Behind them come the likeliest whatever the
-mask says: a branch beside the draft may be in another state of the grammar, where others are legal.
-"""
+"""The likeliest legal tokens of a place, for whoever grows a tree around the one drafted there."""
 
 from __future__ import annotations
 
@@ -16,8 +12,7 @@ from guided_spec.ops.bitmask import apply_token_bitmask, translate_bitmask
 
 __all__ = ["LISTED", "Likeliest", "likeliest", "list_likely_tokens"]
 
-LEGAL, OTHERS = 8, 24
-LISTED = LEGAL + OTHERS
+LISTED = 8
 GROUP = 32  # tokens, of which the likeliest is looked at first
 
 
@@ -50,23 +45,18 @@ def likeliest(logits: Tensor, count: int) -> Likeliest:
 
 
 def list_likely_tokens(logits: Tensor, bitmask: Tensor | None, target_ids: Tensor | None) -> Tensor:
-    """int32 [B, 2, LISTED]: target ids, each once, and the bits of their logits in float32.
+    """int32 [B, 2, LISTED]: target ids, the best first, and the bits of their logits in float32.
 
     -1: no token. logits: [B, D]. bitmask: int32 [B, W] over the target's tokens; None forbids
     nothing. target_ids: int64 [D], which target token each draft token is; None: the target's own.
     All on one device; nothing waits for the host, so a CUDA graph may hold it.
     """
-    size = logits.shape[-1]
-    values, found = likeliest(logits, min(OTHERS, size))
-    found = found.masked_fill(values.isneginf(), -1)
-    if bitmask is not None:
-        legal = bitmask if target_ids is None else translate_bitmask(bitmask, target_ids)
-        best, own = likeliest(apply_token_bitmask(logits, legal), min(LEGAL, size))
-        own = own.masked_fill(best.isneginf(), -1)
-        is_twice = (found.unsqueeze(-1) == own.unsqueeze(-2)).any(-1)
-        found = torch.cat([own, found.masked_fill(is_twice, -1)], -1)
-        values = torch.cat([best, values], -1)
+    if bitmask is not None and target_ids is not None:
+        bitmask = translate_bitmask(bitmask, target_ids)
+    count = min(LISTED, logits.shape[-1])
+    values, found = likeliest(apply_token_bitmask(logits, bitmask), count)
     if target_ids is not None:
-        found = torch.where(found < 0, -1, target_ids[found.clamp_min(0)])
+        found = target_ids[found]
+    found = found.masked_fill(values.isneginf(), -1)
     listed = torch.stack([found.int(), values.float().view(torch.int32)], 1)
-    return functional.pad(listed, (0, LISTED - listed.shape[-1]), value=-1)
+    return functional.pad(listed, (0, LISTED - count), value=-1)
