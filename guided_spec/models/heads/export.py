@@ -6,16 +6,15 @@ kind of head       layouts, and whose loader was run on what is written here
 ``EagleHead``      "safeailab": vLLM
 ``Eagle3Head``     "speculators": speculators 0.9, vLLM; "safeailab": vLLM, SGLang; with masks
                    (P-EAGLE) the same but SGLang
-``BlockHead``      "zlab": vLLM; "speculators": vLLM, speculators 0.9 (DSpark); "deepseek":
-                   vLLM
+``BlockHead``      "zlab": vLLM, SGLang; "speculators": vLLM, speculators 0.9 (DSpark);
+                   "deepseek": vLLM
 ``MtpHead``        "deepseek": transformers, once it is added to its target
-``QwenMtpHead``    "qwen": none
+``QwenMtpHead``    "qwen": vLLM, once it is added to its target
 =================  =================================================================
 
-vLLM: 0.25.1, 0.31, 0.32 and 0.33, by ``tests/integrations/vllm/test_heads.py``; SGLang: 0.5.23,
-weights alone. vLLM and LMDeploy
-also ran the widened head of ``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written
-by other code.
+vLLM: 0.25.1 (no MTP), 0.31, 0.32 and 0.33; SGLang: 0.5.23, of EAGLE-3 the weights alone; by
+``tests/integrations/*/test_heads.py``. vLLM and LMDeploy also ran the widened head of
+``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
 
 Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
 speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash, and

@@ -13,6 +13,7 @@ from torch import Tensor
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from guided_spec.models.checkpoint import stitch  # noqa: E402
 from guided_spec.models.heads.block.layout import BlockLayout  # noqa: E402
 from guided_spec.models.heads.block.model import BlockHead  # noqa: E402
 from guided_spec.models.heads.block.transitions import MarkovShape  # noqa: E402
@@ -88,6 +89,19 @@ def test_eagle(tmp_path: Path) -> None:
     check_unroll(tmp_path, head, "eagle", "safeailab")
 
 
+@pytest.mark.skipif(RELEASE < (0, 31), reason="it has Qwen3.5 as a part of models for images alone")
+def test_mtp(tmp_path: Path) -> None:
+    """Put into the target's checkpoint, where vLLM looks for modules."""
+    target: Any = build("qwen3_5", layer_types=["full_attention"] * 4)
+    head = fresh_head("qwen_mtp", target)
+    save(tmp_path, head, target, "qwen")
+    stitch(tmp_path / "target", tmp_path / "head", tmp_path / "both")
+    for part in ("target", "head"):
+        (tmp_path / part).rename(tmp_path / f"{part}-before")
+        (tmp_path / part).symlink_to(tmp_path / "both")
+    check_unroll(tmp_path, head, "mtp", "qwen")
+
+
 def check_unroll(folder: Path, head: Any, method: str, layout: str) -> None:
     """A text, and drafts that read what the draft left behind, not the target's states."""
     (text,) = draw_texts([LENGTH], 32 * len(head.aux_hidden_layers), 64, drafts=DRAFTS)
@@ -102,7 +116,8 @@ def check_unroll(folder: Path, head: Any, method: str, layout: str) -> None:
         found: list[Tensor] = []
         for count in range(LENGTH, LENGTH + DRAFTS + 1):
             places = torch.arange(count)
-            hidden, left = loaded.draft(text.tokens[:count], places, states)
+            output = loaded.draft(text.tokens[:count], places, states)
+            hidden, left = (output, output) if method == "mtp" else output
             found.append(scored(loaded, head, hidden if not found else hidden[-1:]))
             states = torch.cat([states, left[-1:]])
     torch.testing.assert_close(torch.cat(found), wanted, **CLOSE)
