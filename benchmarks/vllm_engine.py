@@ -14,7 +14,9 @@ import sys
 import sysconfig
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -28,7 +30,7 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.vllm.plugin import VARIABLE
+from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
 
 __all__ = ["Row", "Soak", "app", "judge_soak", "make_requests", "rows"]
 
@@ -180,21 +182,37 @@ def _same_free(
     return round(sum(same) / len(same), 4) if same else 0.0
 
 
-def _run(
-    plan: Mapping[str, Any], way: Way, where: VllmEnvironment, front: Sequence[str], logs: Path
-) -> dict[str, Any]:
-    """One child; its result, with the ``problem`` where it failed.
+class Child(NamedTuple):
+    """Where a way is run. front: folders before ``where``'s site. devices: empty are all."""
 
-    front: folders before ``where``'s site.
-    """
+    where: VllmEnvironment
+    front: Sequence[str]
+    logs: Path
+    devices: str = ""
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """With the plugin's own variable, vLLM would compile its graphs a second time."""
+        own = {RAY_VARIABLE: VARIABLE}
+        if not self.devices:
+            return own
+        # Two that start together must not write one cache.
+        cache = Path(tempfile.gettempdir()) / f"vllm_cache_{self.devices}"
+        return own | {"CUDA_VISIBLE_DEVICES": self.devices, "VLLM_CACHE_ROOT": str(cache)}
+
+
+def _run(plan: Mapping[str, Any], way: Way, child: Child) -> dict[str, Any]:
+    """One child; its result, with the ``problem`` where it failed."""
+    where = child.where
     label = "".join(letter if letter.isalnum() else "-" for letter in way.name)
     with tempfile.TemporaryDirectory() as folder:
         install_beside(Path(folder))
         asked, answer = Path(folder) / "plan.json", Path(folder) / "result.json"
         asked.write_text(json.dumps({**plan, "way": way.way}), encoding="utf-8")
-        environment = vllm_environment(where, [folder, *front]) | {VARIABLE: way.features}
+        environment = vllm_environment(where, [folder, *child.front]) | child.variables
+        environment[VARIABLE] = way.features
         command = [where.python or sys.executable, "-P", "-m", "benchmarks.vllm_engine_child"]
-        log = logs / f"vllm_engine_{label}.log"
+        log = child.logs / f"vllm_engine_{label}.log"
         with log.open("w") as output:
             process = subprocess.Popen(
                 [*command, str(asked), str(answer)],
@@ -230,6 +248,7 @@ def main(  # noqa: PLR0913 - the options of a command
     batches: Annotated[str, typer.Option(help="Requests at a time.")] = "1,8,64",
     temperatures: Annotated[str, typer.Option(help="Each batch is run at all of them.")] = "0",
     tensor_parallel: Annotated[int, typer.Option(help="Devices that the model is split over.")] = 1,
+    devices: Annotated[str, typer.Option(help="'0 1' runs two ways at a time, '0,1' one.")] = "",
     repeats: Annotated[int, typer.Option(help="Runs of each batch; the best one counts.")] = 2,
     soak: Annotated[int, typer.Option(help="Requests of the soak.")] = 1000,
     max_tokens: Annotated[int, typer.Option(help="Tokens per document at most.")] = 160,
@@ -240,16 +259,15 @@ def main(  # noqa: PLR0913 - the options of a command
 ) -> None:
     """Tokens per second of vLLM, with its drafts kept to grammars, and of LLM(engine="vllm")."""
     chosen = [_way(name) for name in ways.split(",")]
-    where = VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit)
-    if not where.is_there:
-        raise ConfigError("vllm_site", None, "vllm cannot be imported: pass it, or --vllm-python")
+    where = _require_vllm(VllmEnvironment(vllm_python, vllm_site, memory_share, limit=limit))
     # This interpreter's own packages come before the site's: xgrammar among them.
     own = sysconfig.get_path("purelib") if vllm_python is None else ""
-    front = (packages or own).split(os.pathsep) if packages or own else []
+    front = [one for one in (packages or own).split(os.pathsep) if one]
+    children = [Child(where, front, logs, one) for one in devices.split() or [""]]
     sizes = [int(batch) for batch in batches.split(",")]
     heats = [float(temperature) for temperature in temperatures.split(",")]
-    own_plan: dict[str, Any] = {"repeats": repeats, "temperatures": heats, "soak": soak}
-    own_plan["engine"] = {"tensor_parallel_size": tensor_parallel}
+    engine = {"tensor_parallel_size": tensor_parallel}
+    own_plan = {"repeats": repeats, "temperatures": heats, "soak": soak, "engine": engine}
     with (
         failures_as_messages(),
         folders(GpuPlan(model=model, eagle3=eagle3, work=work), stdout().print) as paths,
@@ -257,23 +275,39 @@ def main(  # noqa: PLR0913 - the options of a command
         subject = load_outline(*paths)
         requests = make_requests(_encoder(subject), max(12, 3 * max(sizes)), max_tokens)
         plan = _plan(subject, sizes, memory_share) | own_plan | {"requests": requests}
-        _run_all(plan, chosen, lambda asked, way: _run(asked, way, where, front, logs), output)
+        _run_all(plan, chosen, children, output)
 
 
 def _run_all(
-    plan: Mapping[str, Any],
-    ways: Sequence[Way],
-    run: Callable[[Mapping[str, Any], Way], dict[str, Any]],
-    output: Path | None,
+    plan: Mapping[str, Any], ways: Sequence[Way], children: Sequence[Child], output: Path | None
 ) -> None:
-    """One way after another; the table is printed and written behind each."""
+    """A way at a time in each child's place; the table is printed and written behind each."""
     results: dict[str, dict[str, Any]] = {}
-    for way in ways:
-        stdout().print(way.name)
-        results[way.name] = run({**plan, "soak": plan["soak"] if way.way == "llm" else 0}, way)
-        if problem := results[way.name].get("problem"):
-            stdout().print(problem, markup=False)
-        _report(results, plan["requests"], output)
+    free = SimpleQueue[Child]()
+
+    def run(way: Way) -> dict[str, Any]:
+        child = free.get()
+        try:
+            return _run({**plan, "soak": plan["soak"] if way.way == "llm" else 0}, way, child)
+        finally:
+            free.put(child)
+
+    for child in children:
+        free.put(child)
+    with ThreadPoolExecutor(len(children)) as pool:
+        running = {pool.submit(run, way): way.name for way in ways}
+        for done in as_completed(running):
+            results[running[done]] = done.result()
+            if problem := done.result().get("problem"):
+                stdout().print(problem, markup=False)
+            ended = {way.name: results[way.name] for way in ways if way.name in results}
+            _report(ended, plan["requests"], output)
+
+
+def _require_vllm(where: VllmEnvironment) -> VllmEnvironment:
+    if not where.is_there:
+        raise ConfigError("vllm_site", None, "vllm cannot be imported: pass it, or --vllm-python")
+    return where
 
 
 def _way(name: str) -> Way:

@@ -151,8 +151,9 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Every way runs once, the last one with the soak; what fails is shown."""
     asked: list[Any] = []
 
-    def run(plan: Any, way: Any, *_: Any) -> dict[str, Any]:
+    def run(plan: Any, way: Any, child: Any) -> dict[str, Any]:
         asked.append((way.name, plan["soak"]))
+        assert child.variables["CUDA_VISIBLE_DEVICES"] == "4,5"
         assert (plan["temperatures"], plan["engine"]) == ([0.0, 0.7], {"tensor_parallel_size": 2})
         if way is ON:
             return {"problem": "out of memory"}
@@ -164,7 +165,7 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     given = ["--model", bundled_asset("target"), "--eagle3", bundled_asset("eagle3")]
     given += ["--vllm-site", "/x", "--batches", "1", "--soak", "9", "--output", str(output)]
-    given += ["--temperatures", "0,0.7", "--tensor-parallel", "2"]
+    given += ["--temperatures", "0,0.7", "--tensor-parallel", "2", "--devices", "4,5"]
     result = CliRunner().invoke(app, given)
     assert result.exit_code == 0, result.output
     assert asked == [(way.name, 9 if way is OWN else 0) for way in (OFF, ON, OWN)]
