@@ -20,8 +20,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from guided_spec.integrations.patches import OneOf, Patch
+from guided_spec.integrations.vllm.plugin import count
 
-__all__ = ["PARTS", "PATCHES", "keep_refused_draft", "keep_refused_in_step", "mark_refused"]
+__all__ = [
+    "PARTS",
+    "PATCHES",
+    "acceptable_drafts",
+    "keep_refused_draft",
+    "keep_refused_in_step",
+    "mark_refused",
+]
 
 _PADDING = -1  # vLLM's placeholder for a draft token that is not there
 
@@ -58,8 +66,7 @@ def keep_refused_in_step(original: Callable[..., Any]) -> Callable[..., Any]:
         pairs = zip(draft_token_ids.req_ids, draft_token_ids.draft_token_ids, strict=False)
         drafts = {req_id: list(token_ids) for req_id, token_ids in pairs}
         result = original(self, draft_token_ids)
-        config = self.vllm_config.speculative_config  # None for diffusion models
-        if config is not None and config.draft_sample_method == "probabilistic":
+        if _samples(self):
             known = _refused.get(self, {})
             refused = {req_id: count for req_id, count in known.items() if req_id in self.requests}
             for req_id, token_ids in drafts.items():
@@ -75,7 +82,10 @@ def keep_refused_in_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def mark_refused(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Around ``Scheduler.get_grammar_bitmask``: the grammar is not led past such a token."""
+    """Around ``Scheduler.get_grammar_bitmask``: the grammar is not led past such a token.
+
+    Drafts that hold one are counted.
+    """
 
     @functools.wraps(original)
     def get_grammar_bitmask(self: Any, scheduler_output: Any) -> Any:
@@ -88,9 +98,31 @@ def mark_refused(original: Callable[..., Any]) -> Callable[..., Any]:
         if hidden:
             scheduler_output = copy.copy(scheduler_output)
             scheduler_output.scheduled_spec_decode_tokens = {**scheduled, **hidden}
-        return original(self, scheduler_output)
+        result = original(self, scheduler_output)
+        if _samples(self):
+            kept = {*hidden}
+            counts = acceptable_drafts(result)
+            if counts is not None:
+                pairs = zip(result.structured_output_request_ids, counts, strict=True)
+                kept |= {name for name, most in pairs if most < len(scheduled.get(name, ()))}
+            count("exact", len(kept))
+        return result
 
     return get_grammar_bitmask
+
+
+def acceptable_drafts(output: Any) -> list[int] | None:
+    """How many of each request's draft tokens a worker verifies; None before 0.32: all of them.
+
+    output: vLLM's GrammarOutput.
+    """
+    found: list[int] | None = getattr(output, "num_acceptable_drafts", None)
+    return found
+
+
+def _samples(scheduler: Any) -> bool:
+    config = scheduler.vllm_config.speculative_config  # None for diffusion models
+    return config is not None and config.draft_sample_method == "probabilistic"
 
 
 def _is_cut(request: Any, token_ids: Sequence[int]) -> bool:

@@ -26,7 +26,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.integrations.patches import Patch
-from guided_spec.integrations.vllm.plugin import in_workers, log, warn
+from guided_spec.integrations.vllm.exact import acceptable_drafts
+from guided_spec.integrations.vllm.plugin import counter, in_workers, log, warn
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import (
     NOTES_V1,
@@ -146,7 +147,7 @@ class Guard:
         if start is None:
             return True
         checked = step.num_drafts(name) + 1
-        acceptable = _acceptable(output)
+        acceptable = acceptable_drafts(output)
         if acceptable is not None:  # the worker verifies no draft token behind these
             at = output.structured_output_request_ids.index(name)
             checked = min(checked, acceptable[at] + 1)
@@ -172,7 +173,7 @@ class Guard:
         """A copy of ``output`` with these rows."""
         output = _empty_output(self._words) if output is None else copy.copy(output)
         names, blocks = [*output.structured_output_request_ids], [output.grammar_bitmask.copy()]
-        acceptable = _acceptable(output)
+        acceptable = acceptable_drafts(output)
         acceptable = None if acceptable is None else [*acceptable]
         for name, (at, rows) in anew.items():
             start = places.get(name)
@@ -236,10 +237,9 @@ def _wrong(given: Rows, rows: Rows) -> list[str]:
     ]
 
 
-def _acceptable(output: Any) -> list[int] | None:
-    """How many of each request's draft tokens a worker verifies; None before 0.32: all of them."""
-    found: list[int] | None = getattr(output, "num_acceptable_drafts", None)
-    return found
+def _counter() -> Any:
+    text = "Mask rows of the target that guided_spec filled anew."
+    return counter(COUNTER, text, "reason", "rank")
 
 
 def _empty_output(words: int) -> Any:
@@ -248,14 +248,6 @@ def _empty_output(words: int) -> Any:
     if hasattr(made, "num_acceptable_drafts"):
         made.num_acceptable_drafts = []
     return made
-
-
-@functools.cache
-def _counter() -> Any:
-    """Prometheus gathers the counters of all processes where PROMETHEUS_MULTIPROC_DIR is set."""
-    client: Any = importlib.import_module("prometheus_client")
-    text = "Mask rows of the target that guided_spec filled anew."
-    return client.Counter(COUNTER, text, ["reason", "rank"])
 
 
 def guard_runner(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -28,11 +28,13 @@ __all__ = [
     "COUNTER",
     "ENTRY_POINT",
     "FEATURES",
+    "FORCED",
     "PROMISES",
     "RAY_VARIABLE",
     "VARIABLE",
     "around_drafting",
     "count",
+    "counter",
     "in_workers",
     "install",
     "installed_root",
@@ -49,11 +51,12 @@ VARIABLE = "GUIDED_SPEC_VLLM"
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy
 COUNTER = "guided_spec_vllm_repairs"
+FORCED = "forced"
 FEATURES = {
     "counts": "guided_spec.integrations.vllm.counts",
     "drafts": "guided_spec.integrations.vllm.drafts.heads",
     "exact": "guided_spec.integrations.vllm.exact",
-    "forced": "guided_spec.integrations.vllm.drafts.heads",
+    FORCED: "guided_spec.integrations.vllm.drafts.heads",
     "guard": "guided_spec.integrations.vllm.guard",
     "schemas": "guided_spec.integrations.vllm.schemas",
 }
@@ -197,16 +200,15 @@ def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
             replace(target)
 
 
-def count(feature: str) -> None:
-    """A request that a feature has repaired or refused, for vLLM's ``/metrics``."""
-    _counter().labels(feature).inc()
+def count(feature: str, times: int = 1) -> None:
+    """What a feature has repaired or refused, for vLLM's ``/metrics``."""
+    counter(COUNTER, "What features of guided_spec did.", "feature").labels(feature).inc(times)
 
 
 @functools.cache
-def _counter() -> Any:
+def counter(name: str, text: str, *labels: str) -> Any:
     """Prometheus gathers the counters of all processes where PROMETHEUS_MULTIPROC_DIR is set."""
-    client: Any = importlib.import_module("prometheus_client")
-    return client.Counter(COUNTER, "What features of guided_spec did.", ["feature"])
+    return importlib.import_module("prometheus_client").Counter(name, text, labels)
 
 
 def log(text: str) -> None:

@@ -174,8 +174,16 @@ def test_the_law_of_a_step_with_asynchronous_scheduling(monkeypatch: pytest.Monk
     assert share_of_b() == legal_share  # each refused draft gave the other token
 
 
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """What each step adds to the counter of ``/metrics``."""
+    found: list[int] = []
+    monkeypatch.setattr(vllm_exact, "count", lambda _, times: found.append(times))
+    return found
+
+
 @pytest.mark.usefixtures("original")
-def test_what_the_grammar_and_the_worker_see() -> None:
+def test_what_the_grammar_and_the_worker_see(counted: list[int]) -> None:
     b, illegal, d = ids("b", "z", "d")
     drafts = {"cut": [b, illegal, d], "whole": [b, d], "none": [illegal]}
     before = step_after(drafts).scheduled.scheduled_spec_decode_tokens
@@ -185,6 +193,7 @@ def test_what_the_grammar_and_the_worker_see() -> None:
     step = step_after(drafts)
     after = step.scheduled.scheduled_spec_decode_tokens
     assert after == {"cut": [b, illegal], "whole": [b, d], "none": [illegal]}
+    assert counted == [2]
     first, second, behind = legal_rows(step, "cut")
     assert first is not None
     assert second is not None
@@ -202,7 +211,7 @@ def test_what_the_grammar_and_the_worker_see() -> None:
 
 
 @pytest.mark.usefixtures("original")
-def test_greedy_drafts_are_cut_as_before() -> None:
+def test_greedy_drafts_are_cut_as_before(counted: list[int]) -> None:
     b, illegal = ids("b", "z")
     install("exact", vllm_exact.PATCHES)
     scheduler = make_scheduler(make_config())
@@ -210,3 +219,4 @@ def test_greedy_drafts_are_cut_as_before() -> None:
     step = first_step(scheduler, 1)
     found = next_step(scheduler, step, {"request": ids("a")}, {"request": [b, illegal]})
     assert found.scheduled.scheduled_spec_decode_tokens == {"request": [b]}
+    assert not counted
