@@ -129,11 +129,14 @@ class HostDrafter:
 
     def draft(self, requests: Sequence[HostRequest]) -> list[list[int]]:
         """One draft for each request, in their order; empty where there is nothing to draft."""
-        order = sorted(range(len(requests)), key=lambda at: requests[at].slot)
+        drafts: list[list[int]] = [[] for _ in requests]
+        asking = (at for at, request in enumerate(requests) if request.limit > 0)
+        order = sorted(asking, key=lambda at: requests[at].slot)
+        if not order:
+            return drafts
         batch = self.batch([requests[at] for at in order])
         lookahead = Lookahead.fork(batch.constraints, batch.mask_rows, batch.limits)
         self._proposer.begin(batch, lookahead).finish()
-        drafts: list[list[int]] = [[] for _ in requests]
         for at, drafted in zip(order, lookahead.drafted, strict=True):
             drafts[at] = [*drafted]
         return drafts

@@ -15,6 +15,7 @@ import importlib
 import inspect
 import itertools
 from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,14 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.host_drafter import HostRequest
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, Reasoning, ReasoningSpan
-from guided_spec.integrations.vllm.shadows import ShadowConstraints
+from guided_spec.integrations.vllm.shadows import ShadowConstraint
 from guided_spec.masks.constraint import Constraint
 
 __all__ = [
     "GRAMMARS",
     "NOTES_V1",
     "NOTES_V2",
+    "STATES_V1",
     "Beginning",
     "GrammarRequests",
     "VllmGrammars",
@@ -148,9 +150,8 @@ class GrammarRequests:
 
     def __init__(self, config: Any) -> None:
         self._grammars = VllmGrammars(config)
-        queue = GrammarCompileQueue(self._grammars, max_workers=1)
-        is_split = config.parallel_config.tensor_parallel_size > 1
-        self._shadows = ShadowConstraints(queue, waits=is_split)
+        self._queue = GrammarCompileQueue(self._grammars, max_workers=1)
+        self._waits = config.parallel_config.tensor_parallel_size > 1
         self._asked: dict[str, _Asked] = {}
         self._noted: list[_Noted] = []
         self._new_slots = itertools.count()
@@ -178,16 +179,13 @@ class GrammarRequests:
         prompt: its tokens; empty where it was passed as embeddings.
         """
         self._forget(name)
-        spec = self._grammars.spec_of(sampling_params)
         text, slot = [*prompt, *output], next(self._new_slots)
-        asked = _Asked(sampling_params, spec, frozenset(), output, text, len(prompt), slot, None)
+        asked = self._asked[name] = _Asked(sampling_params, output, text, len(prompt), slot)
+        spec = self._grammars.spec_of(sampling_params)
         if spec is not None:
             stops = self._grammars.stops_of(sampling_params)
-            asked = asked._replace(
-                stops=stops, span=self._grammars.span_of(sampling_params, prompt)
-            )
-            self._shadows.prepare(name, spec, stops)
-        self._asked[name] = asked
+            asked.shadow = ShadowConstraint(self._queue.submit(spec), stops)
+            asked.span = self._grammars.span_of(sampling_params, prompt)
 
     def restate(self, name: str, output: Sequence[int]) -> None:
         """The output of a request that was added, as vLLM knows it; what was missed is made up for.
@@ -195,14 +193,14 @@ class GrammarRequests:
         Only what is new is read, where the output still ends as it did.
         """
         self._drop_noted(name)
-        asked = self._asked[name] = self._asked[name]._replace(stated=output)
+        asked = self._asked[name]
+        asked.stated = output
         text, start = asked.text, asked.prompt_length
         known = len(text) - start
         if known > len(output) or (known and text[-1] != output[known - 1]):
-            self._shadows.forget(name)
             del text[start:]
-            span = None if asked.span is None else asked.span.again()
-            self._asked[name] = asked._replace(span=span)
+            asked.shadow = asked.shadow and asked.shadow.again()
+            asked.span = asked.span and asked.span.again()
         text.extend(output[len(text) - start :])
 
     def knows(self, name: str, sampling_params: Any) -> bool:
@@ -217,7 +215,7 @@ class GrammarRequests:
     def any_grammar(self, names: Iterable[str]) -> bool:
         """Whether one of the requests asked for a grammar."""
         asked = map(self._asked.get, names)
-        return any(one is not None and one.spec is not None for one in asked)
+        return any(one is not None and one.shadow is not None for one in asked)
 
     def note(self, names: Sequence[str], token_ids: Tensor, num_tokens: Tensor) -> None:
         """Take note of what a step sampled: tokens [B, <= K + 1] on the device, and how many each.
@@ -240,7 +238,9 @@ class GrammarRequests:
         complete, or does not fit its tokens.
         """
         written = self._record()
-        return [self._follow(name) if name in written else None for name in names]
+        return [
+            self._follow(name, waits=self._waits) if name in written else None for name in names
+        ]
 
     def stand(self, names: Iterable[str]) -> list[Constraint | None]:
         """[B] where each request's grammar stands behind all that was noted; waits for both.
@@ -257,36 +257,36 @@ class GrammarRequests:
         None where the draft does not end its reasoning, and for a request that does not reason.
         """
         asked = self._asked[name]
-        if asked.spec is None or asked.span is None or asked.is_over or asked.start is not None:
+        if asked.shadow is None or asked.span is None or asked.is_over or asked.start is not None:
             return None
         bounds = asked.span.bounds(list(asked.text), list(draft))
         if bounds.masks > len(draft):
             return None
-        end = len(asked.text)
-        constraint = self._shadows.follow(
-            name, asked.spec, asked.text, end, stops=asked.stops, waits=True
-        )
+        constraint = asked.shadow.follow(asked.text, len(asked.text), waits=True)
         return None if constraint is None else Beginning(constraint, bounds)
 
     def at_hand(self, name: str) -> Constraint | None:
         """As ``stand``; None also where that would wait for the device, or for a grammar."""
-        return None if self._noted else self._follow(name)
+        return None if self._noted else self._follow(name, waits=self._waits)
 
     def on_host(
-        self, names: Sequence[str], constraints: Sequence[Constraint | None], limit: int
+        self,
+        names: Sequence[str],
+        constraints: Sequence[Constraint | None],
+        limits: Sequence[int],
     ) -> list[HostRequest]:
-        """[B] as a drafter on the host sees them, behind what ``commit`` recorded.
+        """[B] as a drafter on the host sees them, behind what was recorded.
 
-        constraints: [B] what ``commit`` returned; a request without one is not drafted for, and its
-        text is empty. limit: draft tokens of each other, at most.
+        constraints: [B] where they stand. limits: [B] draft tokens at most; 0 for one that is not
+        drafted for, whose text is empty.
         """
         found = []
-        for name, constraint in zip(names, constraints, strict=True):
-            one = self._asked.get(name)
-            if one is None or constraint is None:
+        for name, constraint, limit in zip(names, constraints, limits, strict=True):
+            if not limit:
                 found.append(HostRequest(-1, (), 0, 0, None))
-            else:
-                found.append(HostRequest(one.slot, one.text, one.prompt_length, limit, constraint))
+                continue
+            one = self._asked[name]
+            found.append(HostRequest(one.slot, one.text, one.prompt_length, limit, constraint))
         return found
 
     def at_end(self, release: Callable[[Sequence[int]], None]) -> None:
@@ -313,19 +313,16 @@ class GrammarRequests:
                     written.add(name)
         return written
 
-    def _follow(self, name: str, *, waits: bool = False) -> Constraint | None:
+    def _follow(self, name: str, *, waits: bool) -> Constraint | None:
         asked = self._asked[name]
-        if asked.spec is None or asked.is_over or (start := asked.start) is None:
+        if asked.shadow is None or asked.is_over or (start := asked.start) is None:
             return None
-        return self._shadows.follow(
-            name, asked.spec, asked.text, start, stops=asked.stops, waits=waits
-        )
+        return asked.shadow.follow(asked.text, start, waits=waits)
 
     def _forget(self, name: str) -> None:
         asked = self._asked.pop(name, None)
         if asked is not None and self._release is not None:
             self._release([asked.slot])
-        self._shadows.forget(name)
         self._drop_noted(name)
 
     def _drop_noted(self, name: str) -> None:
@@ -351,22 +348,23 @@ class _Noted(NamedTuple):
     packed: Tensor
 
 
-class _Asked(NamedTuple):
+@dataclass(slots=True)
+class _Asked:
     """sampling_params, stated: vLLM's own. The identity of the first tells a request from a later
     one of its name, that of the second a text that goes on from one that was set anew.
 
     text: prompt and output, the first ``prompt_length`` tokens the prompt. slot: unlike any other.
-    span: the reasoning in front of the grammar's part of the output; None where there is none.
+    shadow: None for free text. span: the reasoning in front of the grammar's part of the output;
+    None where there is none.
     """
 
     sampling_params: Any
-    spec: GrammarSpec | None
-    stops: frozenset[int]
     stated: Iterable[int]
     text: list[int]
     prompt_length: int
     slot: int
-    span: ReasoningSpan | None
+    shadow: ShadowConstraint | None = None
+    span: ReasoningSpan | None = None
 
     @property
     def start(self) -> int | None:
@@ -489,14 +487,17 @@ _V1 = "vllm.v1.worker.gpu_model_runner"
 _V2 = "vllm.v1.worker.gpu"
 
 # What the requests of each runner are followed by.
+STATES_V1 = (
+    Patch(_V1, "GPUModelRunner", attributes="input_batch requests use_async_scheduling"),
+    Patch("vllm.v1.worker.gpu_input_batch", "CachedRequestState", attributes="prompt_token_ids"),
+)
 NOTES_V1 = (
     *GRAMMARS,
     *REASONING,
+    *STATES_V1,
     Patch(_V1, "GPUModelRunner._sample", "self logits spec_decode_metadata", note_sampled_v1),
-    Patch(_V1, "GPUModelRunner",
-          attributes="input_batch requests discard_request_mask use_async_scheduling"),
-    Patch("vllm.v1.worker.gpu_input_batch", "CachedRequestState", attributes="prompt_token_ids"),
-)  # fmt: skip
+    Patch(_V1, "GPUModelRunner", attributes="discard_request_mask"),
+)
 NOTES_V2 = (
     *GRAMMARS,
     *REASONING,

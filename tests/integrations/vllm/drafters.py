@@ -25,7 +25,14 @@ from guided_spec.integrations.vllm import requests as vllm_requests
 from guided_spec.integrations.vllm.drafts import heads as vllm_drafts
 from guided_spec.integrations.vllm.drafts.heads import Drafting, drafting_of
 from tests.integrations.vllm.graphs import SLOTS, SWITCHES, make_graphs
-from tests.integrations.vllm.parts import MODEL, NUM_DRAFT, make_config, tokenizer, use_cpu
+from tests.integrations.vllm.parts import (
+    MODEL,
+    NUM_DRAFT,
+    make_config,
+    tokenizer,
+    use_cpu,
+    wait_for_grammar,
+)
 
 __all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
 
@@ -148,7 +155,7 @@ class Drafter:
     def wait(self, *names: str) -> None:
         """Until the grammars of these requests are compiled."""
         for name in names:
-            self.drafting.requests._shadows._shadows[name]._future.result(60)
+            wait_for_grammar(self.drafting.requests, name)
 
 
 class V1(Drafter):

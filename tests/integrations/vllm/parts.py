@@ -38,6 +38,7 @@ __all__ = [
     "tokenizer",
     "use_cpu",
     "verify",
+    "wait_for_grammar",
 ]
 
 NUM_DRAFT = 4
@@ -121,6 +122,11 @@ def make_scheduler(config: Any) -> Any:
         structured_output_manager=manager,
         block_size=BLOCK,
     )
+
+
+def wait_for_grammar(requests: Any, name: str) -> None:
+    """Until a worker's request has its grammar, which is compiled beside its first steps."""
+    requests._asked[name].shadow._future.result(60)
 
 
 def sampling_params(config: Any, **grammar: Any) -> Any:

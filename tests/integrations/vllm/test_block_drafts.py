@@ -31,6 +31,7 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     interpreted,
     make_config,
     sampling_params,
+    wait_for_grammar,
 )
 
 pytestmark = [
@@ -61,7 +62,7 @@ def start(drafter: Any) -> Drafting:
             name, sampling_params(make_config(), **({"regex": regex} if regex else {})), []
         )
     for name in ("digits", "letters"):
-        requests._shadows._shadows[name]._future.result(60)
+        wait_for_grammar(requests, name)
     sampled = torch.tensor([encode("1"), encode("x"), encode("y")])
     requests.note([*REGEXES], sampled, torch.ones(len(REGEXES)))
     return drafting

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from guided_spec.integrations.vllm.shadows import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")
@@ -144,7 +145,7 @@ def test_a_free_batch_asks_for_nothing(make: Make, monkeypatch: pytest.MonkeyPat
     def refuse(*args: Any) -> Any:
         raise AssertionError(args)
 
-    monkeypatch.setattr(type(drafter.drafting.requests._shadows), "follow", refuse)
+    monkeypatch.setattr(ShadowConstraint, "follow", refuse)
     monkeypatch.setattr(Lookahead, "fork", refuse)
     monkeypatch.setattr(type(drafter.drafting.requests), "_record", refuse)
     plain = V2(config, table, guided=False)

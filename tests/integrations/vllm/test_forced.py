@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("vllm", reason="vLLM is not installed")
 
+from guided_spec.integrations.vllm.drafts import heads as vllm_heads  # noqa: E402
 from tests.integrations.vllm.drafters import (  # noqa: E402
     V1,
     V2,
@@ -82,9 +83,18 @@ def test_forced_text_is_spelled_as_the_tokenizer_spells_it(
     assert forced != spelled(WORDS)[:NUM_DRAFT]
     drafter = started(make(config, letters_table()), request=params)
     assert drafter.step({"request": encode("x")})["request"] == forced
+    alone = spelled(WORDS)[:NUM_DRAFT]
+    monkeypatch.setattr(vllm_heads, "MOST_SEARCHED", 1)  # many requests are left to the drafter
+    others = {"other": params, "free": sampling_params(config)}
+    many = started(make(config, letters_table()), request=params, **others)
+    assert many.step({"request": encode("x"), "free": [11]})["request"] == forced
+    many.remove("request")
+    many.add("request", params)
+    many.wait("request")
+    assert many.step({"request": encode("x"), "other": encode("x")})["request"] == alone
     monkeypatch.setenv("GUIDED_SPEC_VLLM", "drafts")
     plain = started(make(config, letters_table()), request=params)
-    assert plain.step({"request": encode("x")})["request"] == spelled(WORDS)[:NUM_DRAFT]
+    assert plain.step({"request": encode("x")})["request"] == alone
 
 
 def test_the_drafter_goes_on_behind_forced_text_and_text_behind_its_own(make: Make) -> None:
@@ -197,7 +207,7 @@ def test_what_is_kept_of_a_request_ends_with_it(make: Make) -> None:
     config = config_of()
     drafter = started(make(config, letters_table()), request=sampling_params(config, regex=LONG))
     drafter.step({"request": encode("x")})
-    known = drafter.drafting._lead._drafter._proposer._known
+    known = drafter.drafting._forced._proposer._known
     assert known
     drafter.remove("request")
     drafter.add("other", sampling_params(config))

@@ -23,6 +23,7 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     interpreted,
     make_config,
     sampling_params,
+    wait_for_grammar,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own, and the Triton interpreter's
@@ -77,7 +78,7 @@ class World:
         requests = vllm_requests.requests_of(self.speculator)
         assert requests is not None
         for name in ("forced", "seen"):
-            requests._shadows._shadows[name]._future.result(60)
+            wait_for_grammar(requests, name)
 
     def step(self) -> dict[str, list[int]]:
         """The drafts behind the token that each request has just got."""

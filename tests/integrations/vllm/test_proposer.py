@@ -23,6 +23,7 @@ from tests.integrations.vllm.parts import (  # noqa: E402
     make_scheduler,
     sampling_params,
     tokenizer,
+    wait_for_grammar,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # vLLM's own
@@ -47,6 +48,7 @@ class Runner:
         self.drafter = module.create_custom_proposer(config)
         self.speculative_config = config.speculative_config
         self.requests: dict[str, Any] = {}
+        self.use_async_scheduling = False
         self.input_batch = SimpleNamespace(
             req_ids=[],
             num_tokens_no_spec=np.zeros(8, dtype=np.int32),
@@ -73,7 +75,9 @@ class Runner:
         """Drafts for the requests of a batch, each behind its whole text."""
         batch = self.input_batch
         batch.req_ids = list(texts)
-        for at, text in enumerate(texts.values()):
+        for at, (name, text) in enumerate(texts.items()):
+            state = self.requests[name]
+            state.output_token_ids = list(text[state.num_prompt_tokens :])
             batch.num_tokens_no_spec[at] = len(text)
             batch.token_ids_cpu[at, : len(text)] = text
         sampled = [[text[-1]] for text in texts.values()]
@@ -84,8 +88,7 @@ class Runner:
     def propose_compiled(self, name: str, text: Sequence[int]) -> list[int]:
         """The draft once the request's grammar is there: it is compiled beside the first steps."""
         self.propose({name: text[: self.requests[name].num_prompt_tokens]})
-        slot = self.drafter._texts._texts[name].slot
-        self.drafter._shadows._shadows[slot]._future.result(60)
+        wait_for_grammar(self.drafter._requests, name)
         return self.propose({name: text})[name]
 
 
@@ -171,7 +174,7 @@ def test_requests_come_and_go(runner: Runner) -> None:
     del runner.requests["forced"]
     assert runner.propose({"free": looped}) == {"free": [13, 14, 11, 12]}
     # The same name again is another request.
-    runner.add("forced", [5, 6, 7], free)
+    runner.add("forced", looped[:1], sampling_params(make_config()))
     assert runner.propose({"forced": looped[:2]}) == {"forced": []}
 
 
@@ -181,7 +184,6 @@ def test_no_draft_past_the_longest_text_and_behind_unfinished_prompts(runner: Ru
     full = ([11, 12, 13] * 200)[:512]
     assert runner.propose({"free": full}) == {"free": []}
     assert len(runner.propose({"free": full[:510]})["free"]) == 2
-    runner.drafter.see(["free"], runner.requests)
     batch = runner.input_batch
     assert runner.drafter.propose([[]], batch.num_tokens_no_spec, batch.token_ids_cpu) == [[]]
 
@@ -191,7 +193,7 @@ def test_other_backends_are_left_to_lookup(runner: Runner) -> None:
     params = sampling_params(make_config(), choice=["Monday", "Tuesday"])
     params.structured_outputs._backend = "guidance"
     runner.add("request", [5, 6, 7], params)
-    assert runner.drafter._grammars.spec_of(params) is None
+    assert runner.drafter._requests.grammars.spec_of(params) is None
     assert runner.propose({"request": [5, 6, 7, *encode("M")]}) == {"request": []}
 
 

@@ -29,12 +29,19 @@ import torch
 from torch import Tensor
 
 from guided_spec.errors import ConfigError
+from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.drafts.blocks import draws_blocks, guide_blocks
-from guided_spec.integrations.vllm.drafts.forced import FORCED, ForcedLead
 from guided_spec.integrations.vllm.drafts.lookup import LOOKUP_PATCHES
-from guided_spec.integrations.vllm.drafts.masks import DraftMasks
-from guided_spec.integrations.vllm.plugin import around_drafting, in_workers, log, requested, warn
+from guided_spec.integrations.vllm.drafts.masks import DraftMasks, Lead
+from guided_spec.integrations.vllm.plugin import (
+    FORCED,
+    around_drafting,
+    in_workers,
+    log,
+    requested,
+    warn,
+)
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import NOTES_V1, NOTES_V2, follow_requests
 from guided_spec.masks.constraint import Constraint
@@ -57,6 +64,9 @@ __all__ = [
 ]
 
 _PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
+
+# Requests under a grammar; the host searches for the text of more of them longer than that saves.
+MOST_SEARCHED = 16
 
 _LOOPS = ("SpecDecodeBaseProposer", "AutoRegressiveSpeculator", "TargetDependentARSpeculator")
 _FUSES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")
@@ -98,16 +108,16 @@ class Drafting:
             rows = MaskRows(size, num_draft + 1, vocab_size, drafter.device)
             self._masks = DraftMasks(rows, vocab_size, drafted, _target_ids_of(drafter.model))
         self._draft = draft
-        self._lead: ForcedLead | None = None
-        if FORCED in requested():
-            if width < vocab_size:
-                warn(
-                    f"forced is off: {type(drafter).__name__} knows {width} of {vocab_size} tokens"
-                )
-            else:
-                self._lead = ForcedLead(self.requests, num_draft, size)
+        self._forced: HostDrafter | None = None
+        if FORCED in requested() and width < vocab_size:
+            warn(f"forced is off: {type(drafter).__name__} knows {width} of {vocab_size} tokens")
+        elif FORCED in requested():
+            of = self.requests.grammars
+            self._forced = HostDrafter(
+                of.vocabulary, of.tokenizer, num_draft, size, "grammar_forced"
+            )
+            self.requests.at_end(self._forced.release)
         self._is_running = False
-        self._was_running = False
         self._draws_blocks = draws_blocks(drafter)
         self._block: Tensor | None = None  # logits [B, K, V], while they are drawn from
         self._watch(drafter.model)
@@ -134,15 +144,27 @@ class Drafting:
             self._masks.clear()
             yield
             return
-        lead = None if self._lead is None else self._lead.of(names, constraints, num_draft)
-        self._masks.start(constraints, num_draft, lead)
-        self._report(constraints, num_draft)
+        self._masks.start(constraints, num_draft, self._lead(names, constraints, num_draft))
         self._is_running = True
         try:
             yield
         finally:
             self._is_running = False
             self._masks.finish()
+
+    def _lead(
+        self, names: Sequence[str], constraints: Sequence[Constraint | None], num_draft: int
+    ) -> Lead | None:
+        """Text that the grammar forces, spelled as the tokenizer spells it.
+
+        A drafter under a mask alone may begin it with another token. None where nothing is searched
+        for.
+        """
+        limits = [0 if constraint is None else num_draft for constraint in constraints]
+        if self._forced is None or sum(limit > 0 for limit in limits) > MOST_SEARCHED:
+            return None
+        batch = self._forced.batch(self.requests.on_host(names, constraints, limits))
+        return functools.partial(self._forced.extend, batch)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -210,13 +232,6 @@ class Drafting:
         seen = self._masks.see(logits)
         self._masks.drawn()
         return seen
-
-    def _report(self, constraints: Sequence[Constraint | None], num_draft: int) -> None:
-        if not self._was_running:
-            self._was_running = True
-            count = sum(constraint is not None for constraint in constraints)
-            text = f"{count} of {len(constraints)} requests, {num_draft} draft tokens"
-            log(f"first drafts under a grammar: {text}")
 
 
 def drafting_of(drafter: Any) -> Drafting | None:

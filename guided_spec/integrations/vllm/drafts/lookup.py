@@ -23,8 +23,7 @@ from torch import Tensor
 
 from guided_spec.integrations.host_drafter import HostDrafter
 from guided_spec.integrations.patches import Patch, probe
-from guided_spec.integrations.vllm.drafts.forced import FORCED
-from guided_spec.integrations.vllm.plugin import log, requested, warn
+from guided_spec.integrations.vllm.plugin import FORCED, log, requested, warn
 from guided_spec.integrations.vllm.requests import follow_requests
 from guided_spec.ops.host import to_device
 
@@ -58,15 +57,12 @@ class Lookup:
         if not self._requests.any_grammar(names):
             return
         constraints = self._requests.commit(names)
-        on_host = self._requests.on_host(names, constraints, self._num_draft)
-        bound = [at for at, constraint in enumerate(constraints) if constraint is not None]
-        if not bound:
+        limits = [0 if constraint is None else self._num_draft for constraint in constraints]
+        if not any(limits):
             return
-        rows = [[-1] * draft.shape[1] for _ in range(len(draft))]
-        found = self._drafter.draft([on_host[at] for at in bound])
-        for at, tokens in zip(bound, found, strict=True):
-            rows[at][: len(tokens)] = tokens
-        given = to_device(rows, draft.device)
+        found = self._drafter.draft(self._requests.on_host(names, constraints, limits))
+        width = draft.shape[1]
+        given = to_device([[*row, *[-1] * (width - len(row))] for row in found], draft.device)
         draft.copy_(torch.where(given < 0, draft, given))
 
 
