@@ -103,7 +103,7 @@ class Told(Proposer):
         return FinishedDraft(host_draft(batch, lookahead.drafted), tuple(lookahead.lengths))
 
     def _launch(self, turn: MaskedTurn, buffers: DraftBuffers) -> MaskedDraft:
-        draft = MaskedDraft(self._mailbox, turn, buffers, buffers.ids.shape[1])
+        draft = MaskedDraft(self._mailbox, turn, buffers, *buffers.ids.shape)
         draft.begin()
         return draft
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from typing import Any
 
 import pytest
 import torch
@@ -119,7 +120,7 @@ def test_the_first_step_along_a_table_compiles_none_of_its_kernels(
     warming.warm_up(setup.engine, setup.vocabulary, setup.grammars)
     monkeypatch.setattr(tabled, "_TEXTS", 1)
     grammar = setup.grammars.queue.submit(GrammarSpec.regex("[ab]{30}"))
-    compiled = grammar.result()
+    compiled: Any = grammar.result()
     compiled.new_matcher()
     while compiled.table is None:
         assert compiled.reason is None
