@@ -68,6 +68,7 @@ def route(logits: Tensor, count: int, *, is_normalized: bool, has_shared: bool =
             launch(_route, (rows,), logits)(
                 *(logits.contiguous(), experts, shares, num_experts),
                 *(count, is_normalized, has_shared, triton.next_power_of_2(num_experts)),
+                triton.next_power_of_2(count + has_shared),
                 num_warps=1,
             )
     return Routes(experts, shares)
@@ -121,36 +122,35 @@ def _route(  # type: ignore[no-untyped-def] # noqa: PLR0913
     IS_NORMALIZED: tl.constexpr,
     HAS_SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
+    CHOSEN: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     """One token's: the largest, then the largest of the others."""
     await_previous(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
+    at, number = tl.arange(0, BLOCK), tl.arange(0, CHOSEN)
     logits += token * (num_experts + HAS_SHARED)
-    scores = tl.load(logits + at, mask=at < num_experts, other=float("-inf"))
-    scores = scores.to(tl.float32)
-    largest = tl.max(scores, 0)
-    total = tl.sum(tl.exp(scores - largest), 0)
-    if IS_NORMALIZED:
-        total = 0.0
-        left = scores
-        for _ in tl.static_range(COUNT):
-            best = tl.argmax(left, 0)
-            total += tl.exp(tl.max(left, 0) - largest)
-            left = tl.where(at == best, float("-inf"), left)
-    for number in tl.static_range(COUNT):
-        best = tl.argmax(scores, 0)
-        share = tl.div_rn(tl.exp(tl.max(scores, 0) - largest), total)
-        place = token * (COUNT + HAS_SHARED) + number
-        tl.store(experts + place, best.to(tl.int64))
-        tl.store(shares + place, share)
-        scores = tl.where(at == best, float("-inf"), scores)
+    scores = tl.load(logits + at, mask=at < num_experts, other=float("-inf")).to(tl.float32)
+    chosen = tl.zeros([CHOSEN], tl.int32)
+    found = tl.full([CHOSEN], float("-inf"), tl.float32)
+    left = scores
+    for rank in tl.static_range(COUNT):
+        best, expert = tl.max(left, 0, return_indices=True)
+        found = tl.where(number == rank, best, found)
+        chosen = tl.where(number == rank, expert, chosen)
+        left = tl.where(at == expert, float("-inf"), left)
+    largest = tl.max(found, 0)
+    weights = tl.exp(found - largest)
+    total = tl.sum(weights, 0) if IS_NORMALIZED else tl.sum(tl.exp(scores - largest), 0)
+    weights = tl.div_rn(weights, total)
     if HAS_SHARED:
         logit = tl.load(logits + num_experts).to(tl.float32)
-        place = token * (COUNT + HAS_SHARED) + COUNT
-        tl.store(experts + place, num_experts)
-        tl.store(shares + place, tl.div_rn(1.0, 1.0 + tl.exp(-logit)))
+        chosen = tl.where(number == COUNT, num_experts, chosen)
+        weights = tl.where(number == COUNT, tl.div_rn(1.0, 1.0 + tl.exp(-logit)), weights)
+    place = token * (COUNT + HAS_SHARED) + number
+    is_there = number < COUNT + HAS_SHARED
+    tl.store(experts + place, chosen.to(tl.int64), mask=is_there)
+    tl.store(shares + place, weights, mask=is_there)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
