@@ -354,7 +354,7 @@ class Engine:
         if num_decoding:
             budget = tokens_along([request.num_unread for request in unread], num_decoding, budget)
         pieces = self._next_pieces(unread, budget)
-        if num_decoding or self._decode_along(pieces):
+        if self._decode_along(pieces) or num_decoding:
             return pieces
         if pieces:
             self._target.read([piece.tokens for piece in pieces])
@@ -362,14 +362,10 @@ class Engine:
         return []
 
     def _decode_along(self, pieces: Sequence[Piece]) -> bool:
-        """Where nobody decodes yet: whether texts do whose prompts end with these pieces.
+        """Whether texts decode in this step whose prompts end with these pieces.
 
-        One forward then reads a prompt and gives the first token, which no head drafts for. Beside
-        others each waits for the next step: for what a head has not read, nothing is read ahead,
-        and that would hold up all of them. A linear state takes one row of a slot at a time.
+        One forward then reads a prompt and gives the first token, which no head drafts for.
         """
-        if self.model.has_linear_state:
-            return False
         whole = [
             request
             for request, tokens in pieces
@@ -433,14 +429,14 @@ class Engine:
     def _is_coming(self, request: Request, length: int, reads: Mapping[int, int]) -> bool:
         """Whether a text that has only begun holds, or reads now, so much of the request's prompt.
 
-        A head reads what the target has read once its text decodes, or in the step behind the
-        first token, so until then a block may be there that is not given to others yet.
+        A head reads what the target has read once its text decodes, or a step later, so until then
+        a block may be there that is not given to others yet.
         """
         return length < len(request.text.tokens) and any(
             max(other.num_cached, reads.get(other.number, 0)) >= length
             and (
                 other.state is State.PREFILL
-                or (other.state is State.DECODE and other.num_written <= 1)
+                or (other.state is State.DECODE and other.stats.steps <= 1)
             )
             and begin_alike(request.text, other.text, length)
             for other in self._scheduler.running()

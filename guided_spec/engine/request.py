@@ -227,14 +227,9 @@ class Request:
         return len(self.text.tokens) - 1 - self.num_cached
 
     @property
-    def num_written(self) -> int:
-        """Tokens behind its prompt."""
-        return len(self.text.tokens) - self.text.prompt_length
-
-    @property
     def is_new(self) -> bool:
         """Whether there is nothing behind its prompt."""
-        return self.num_written == 0
+        return len(self.text.tokens) == self.text.prompt_length
 
     def has_prompt_of(self, other: Request) -> bool:
         """Whether the two prompts are the same, and others may share theirs with this one."""

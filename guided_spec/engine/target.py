@@ -6,11 +6,13 @@ Also the hidden states that no proposer has taken yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
+from itertools import zip_longest
 from typing import NamedTuple, overload
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
@@ -23,6 +25,7 @@ from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.packed_lm import LineOutput
 from guided_spec.ops.host import host_integers, pad_ids
+from guided_spec.ops.slot_attention import CHAIN
 from guided_spec.step import Branch
 
 __all__ = [
@@ -92,6 +95,59 @@ class KeptStates:
         return TakenStates([[] if at in later else self._pieces.pop(at, []) for at in slots])
 
 
+class _Line(NamedTuple):
+    """What one forward reads: of each text what is left of its prompt, and then what is verified.
+
+    rows: of the forward; first those that verify, then those of other prompts. prompts: in the
+    order of their rows. own: int64 [M], where the tokens are that are verified; None: before all.
+    """
+
+    rows: Rows
+    prompts: Sequence[PromptPiece] = ()
+    own: NDArray[np.int64] | None = None
+
+    @classmethod
+    def of(cls, rows: Rows, prompts: Sequence[PromptPiece]) -> _Line:
+        """rows: what is verified. prompts: each in a slot of its own, or before what is verified of
+        it, which then is no tree."""
+        if not prompts:
+            return cls(rows)
+        others = {prompt.slot: prompt for prompt in prompts}
+        before = [
+            others.pop(slot, PromptPiece(slot, start, []))
+            for slot, start, *_ in zip(*rows[:3], strict=True)
+        ]
+        pieces = [*before, *others.values()]
+        read = [len(piece.token_ids) for piece in pieces]
+        counts = [count + one for count, one in zip_longest(rows.counts, read, fillvalue=0)]
+        joined = Rows(
+            [piece.slot for piece in pieces], [piece.start for piece in pieces], counts, rows.tree
+        )
+        prompts = [piece for piece in pieces if piece.token_ids]
+        if not any(read[: len(before)]):
+            return cls(joined, prompts)
+        own = np.flatnonzero(joined.steps() >= joined.spread(np.array(read)))
+        if rows.tree is not None:
+            tree = np.stack([joined.steps(), np.full(sum(counts), CHAIN)])
+            is_tree = rows.spread(np.array(read[: len(before)])) == 0
+            tree[:, own[is_tree]] = rows.tree[:, is_tree]
+            joined = joined._replace(tree=tree)
+        return cls(joined, prompts, own)
+
+    def order(self) -> NDArray[np.int64]:
+        """int64 [N]: which each token is, of those that are verified and, behind, of prompts."""
+        assert self.own is not None
+        is_read = np.ones(sum(self.rows.counts), dtype=np.bool_)
+        is_read[self.own] = False
+        return np.argsort(np.argsort(is_read, kind="stable"))
+
+    def pieces(self) -> Iterator[tuple[PromptPiece, int]]:
+        """Each prompt, and where it begins in the line."""
+        begins = np.cumsum(self.rows.counts) - np.array(self.rows.counts)
+        places = dict(zip(self.rows.slots, begins.tolist(), strict=True))
+        return ((prompt, places[prompt.slot]) for prompt in self.prompts)
+
+
 class SlotTarget:
     """Verifies drafts and reads prompts; keeps the hidden states a proposer asked for.
 
@@ -102,6 +158,7 @@ class SlotTarget:
         self._model = model
         self._layers = layers
         self._states = KeptStates()
+        self._before: Sequence[int] = ()  # tokens of prompts in each row that was verified last
 
     @property
     def launches_at_once(self) -> bool:
@@ -143,9 +200,13 @@ class SlotTarget:
         tree = flight.draft.tree
         rows = Rows(batch.slots, starts, counts, None if tree is None else tree.line(counts))
         if self._model.is_packed:
-            return self._verify_line(token_ids, rows, batch.prompts, flight.answer)
+            line = _Line.of(rows, self._read_apart(rows, batch.prompts))
+            pairs = zip(line.rows.counts, rows.counts, strict=False)
+            self._before = [both - count for both, count in pairs]
+            return self._verify_line(token_ids, rows, line, flight.answer)
         assert not batch.prompts, "a stock model takes one row a slot"
         assert tree is None, "a stock model reads chains"
+        self._before = [0] * len(counts)
         inputs = SlotInputs(token_ids, rows.slots, rows.starts, rows.counts)
         found = self._model.forward(inputs, logits="all", hidden_layers=self._layers)
         assert found.logits is not None
@@ -153,60 +214,70 @@ class SlotTarget:
 
     def read(self, prompts: Sequence[PromptPiece]) -> None:
         """Read prompts by a forward of their own; of a packed model."""
-        self._read_line(torch.empty(0, dtype=torch.int64), Rows((), (), ()), prompts)
+        line = _Line.of(Rows((), (), ()), prompts)
+        self._read_line(torch.empty(0, dtype=torch.int64, device=self._model.device), line)
+
+    def _read_apart(self, rows: Rows, prompts: Sequence[PromptPiece]) -> Sequence[PromptPiece]:
+        """Read now what cannot be in one row with a draft; returns the other prompts.
+
+        A tree has a row for itself, and no linear state goes back into a row as long as a prompt.
+        """
+        if rows.tree is None and not self._model.has_linear_state:
+            return prompts
+        drafted = {slot for slot, count in zip(rows.slots, rows.counts, strict=True) if count > 1}
+        apart = [prompt for prompt in prompts if prompt.slot in drafted]
+        if apart:
+            self.read(apart)
+        return [prompt for prompt in prompts if prompt.slot not in drafted]
 
     def _verify_line(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        prompts: Sequence[PromptPiece],
-        answer: Callable[[], None] | None,
+        self, token_ids: Tensor, rows: Rows, line: _Line, answer: Callable[[], None] | None
     ) -> TargetOutput:
-        """int64 [B, T], of which ``rows`` says how many count, and the prompts, in one line.
+        """int64 [B, T], of which ``rows`` says how many count, as tokens of ``line``.
 
         answer: as of ``DraftInFlight``.
         """
         batch, width = token_ids.shape
-        total = sum(rows.counts)
-        wanted = np.concatenate([rows.places_in(width), rows.padded(width).flatten()])
-        index = torch.from_numpy(wanted).to(self._model.device, non_blocking=True)
-        line, places = index.split([total, batch * width])
-        output = self._read_line(token_ids.flatten()[line], rows, prompts, answer)
-        logits, hidden = self._model.logits(output.states[:total]), output.hidden_states
+        total, own = sum(rows.counts), line.own
+        wanted = [
+            rows.places_in(width),
+            rows.padded(width).flatten(),
+            *([] if own is None else [own]),
+        ]
+        index = torch.from_numpy(np.concatenate(wanted)).to(self._model.device, non_blocking=True)
+        fed, places, mixed = index.tensor_split([total, total + batch * width])
+        output = self._read_line(token_ids.flatten()[fed], line, answer)
+        states, hidden = output.states[:total], output.hidden_states
+        if own is not None:
+            states, hidden = output.states[mixed], None if hidden is None else hidden[mixed]
+        logits = self._model.logits(states)
         if total < batch * width:
             logits = logits[places]
-        states = None if hidden is None else hidden[places].view(batch, width, -1)
-        return TargetOutput(logits.view(batch, width, -1), states, rows.counts)
+        if hidden is not None:
+            hidden = hidden[places].view(batch, width, -1)
+        return TargetOutput(logits.view(batch, width, -1), hidden, rows.counts)
 
     def _read_line(
-        self,
-        token_ids: Tensor,
-        rows: Rows,
-        prompts: Sequence[PromptPiece],
-        answer: Callable[[], None] | None = None,
+        self, token_ids: Tensor, line: _Line, answer: Callable[[], None] | None = None
     ) -> LineOutput:
-        """The rows' own tokens int64 [N] and the prompts behind them; their states are kept."""
+        """Tokens int64 [M] on the device that are verified, and prompts, whose states are kept."""
+        device, prompts = self._model.device, line.prompts
         if prompts:
             if answer is not None:  # so many tokens may have to wait for their copy
                 answer()
                 answer = None
             read = host_integers([one for prompt in prompts for one in prompt.token_ids])
-            fed = read.to(self._model.device, non_blocking=True)
-            token_ids = torch.cat([token_ids.to(self._model.device), fed])
-        together = Rows(
-            [*rows.slots, *(prompt.slot for prompt in prompts)],
-            [*rows.starts, *(prompt.start for prompt in prompts)],
-            [*rows.counts, *(len(prompt.token_ids) for prompt in prompts)],
-            rows.tree,
-        )
-        output = self._model.forward_line(token_ids, together, self._layers, answer)
+            token_ids = torch.cat([token_ids, read.to(device, non_blocking=True)])
+        if line.own is not None:
+            order = torch.from_numpy(line.order()).to(device, non_blocking=True)
+            token_ids = token_ids[order]
+        output = self._model.forward_line(token_ids, line.rows, self._layers, answer)
         if output.hidden_states is not None and prompts:
-            first = sum(rows.counts)
             # A copy: the next forward overwrites these, and a proposer reads them behind it.
-            hidden = output.hidden_states[first:].clone()
-            parts = hidden.split([len(prompt.token_ids) for prompt in prompts])
-            for prompt, states in zip(prompts, parts, strict=True):
-                self._states.add([prompt.slot], [len(states)], states.unsqueeze(0))
+            hidden = output.hidden_states.clone()
+            for (slot, _, read_ids), first in line.pieces():
+                states = hidden[first : first + len(read_ids)]
+                self._states.add([slot], [len(states)], states.unsqueeze(0))
         return output
 
     def commit(
@@ -224,7 +295,7 @@ class SlotTarget:
             starts = [len(context) - 1 for context in batch.contexts]
             self._model.keep_branch(batch.slots, starts, branch.kept)
         keep = [accepted + 1 for accepted in num_accepted]
-        self._model.commit(keep)
+        self._model.commit([one + read for one, read in zip(keep, self._before, strict=True)])
         if hidden_states is not None:
             self._states.add(batch.slots, keep, hidden_states)
 

@@ -145,15 +145,22 @@ class LearnedHead(Proposer):
     ) -> object | None:
         """The head reads the accepted tokens while the host commits them; for ``begin``."""
         head, lengths = self._ahead, [len(context) for context in batch.contexts]
-        if head is None or output.hidden_states is None or min(lengths) < 2:
+        if head is None or output.hidden_states is None:
             return None
-        known = [head.length(slot) + 1 for slot in batch.slots]
+        pairs = enumerate(zip(batch.slots, lengths, strict=True))
+        rows = [row for row, (slot, length) in pairs if 1 < length == head.length(slot) + 1]
         counts = output.counts or [accepted.token_ids.shape[1]] * len(batch)
-        if known != lengths or not head.can_read_ahead(batch.slots, counts):
+        slots, counts = [batch.slots[row] for row in rows], [counts[row] for row in rows]
+        if not rows or not head.can_read_ahead(slots, counts):
             return None
         given = (accepted.token_ids, output.hidden_states, accepted.num_accepted)
-        head.read_ahead(batch.slots, *given, counts)
-        return _ReadAhead(dict(zip(batch.slots, enumerate(lengths), strict=True)), packed)
+        if len(rows) < len(batch):  # the others' prompts have only been read by the target
+            index = to_device(rows, batch.device)
+            token_ids, states, num_accepted = given
+            given = token_ids[index], states[index], num_accepted[index]
+        head.read_ahead(slots, *given, counts)
+        known = {slot: (row, lengths[row]) for slot, row in zip(slots, rows, strict=True)}
+        return _ReadAhead(known, packed)
 
     def capture(self) -> Iterator[None]:
         """Those of the head, and of whole drafts."""
@@ -263,8 +270,9 @@ class LearnedHead(Proposer):
         longest = max(batch.num_draft_tokens, self._longest)
         if self._whole is not None and drafted >= batch.num_draft_tokens:
             return False
-        fits = len(batch.contexts[row]) + drafted + longest <= self._head.max_length
-        return fits and batch.num_draft_tokens > 0 and self._head.length(slot) > 0
+        length, known = len(batch.contexts[row]), self._head.length(slot)
+        fits = length + drafted + longest <= self._head.max_length
+        return fits and batch.num_draft_tokens > 0 and 0 < known == length - 1
 
     def _commit_read_ahead(self, batch: DecodeBatch, carry: object | None) -> None:
         """What was read ahead counts where it is what became of the text."""
@@ -287,9 +295,9 @@ class LearnedHead(Proposer):
         head, pieces = self._head, dict[int, _Piece]()
         coming = {prompt.slot for prompt in batch.prompts}
         for row, (slot, context) in enumerate(zip(batch.slots, batch.contexts, strict=True)):
+            head.adopt(slot)
             if slot in coming:  # its prompt is read by this step's own forward
                 continue
-            head.adopt(slot)
             missing = len(context) - 1 - head.length(slot)
             if missing != 0:  # else it was read ahead, or earlier in this step
                 pieces[row] = self._take(batch, row, missing)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
+from guided_spec.core import DecodeBatch, PromptPiece
 from guided_spec.engine import engine
 from guided_spec.engine.outputs import Completion
+from guided_spec.engine.request import State
 from guided_spec.engine.target import SlotTarget, tokens_along
-from guided_spec.types import SamplingParams
+from guided_spec.models.causal_lm import CausalLM
+from guided_spec.ops.trees.token_tree import TokenTree
+from guided_spec.proposers.learned_head import LearnedHead
+from guided_spec.types import Draft, SamplingParams
 from tests.engine.test_equality import PARAMS, PROMPTS
 from tests.learned_heads import HeadedTarget, write_head
-from tests.tiny_llm import VOCAB_SIZE, make_llm
+from tests.models.speculation import prompts_of
+from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model
 
 PROPOSERS = ["none", "ngram", "eagle3", "eagle3:validate", "chain:grammar_forced+eagle3"]
 
@@ -30,13 +38,13 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     calls = Counter[str]()
     forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
-        kind = "along" if rows.slots else "alone"
-        calls[kind] += bool(prompts)
+    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+        kind = "along" if len(tokens) else "alone"
+        calls[kind] += bool(line.prompts)
         calls["forwards"] += 1
-        count = sum(len(prompt.token_ids) for prompt in prompts)
+        count = sum(len(prompt.token_ids) for prompt in line.prompts)
         calls[f"most {kind}"] = max(calls[f"most {kind}"], count)
-        return forward(target, tokens, rows, prompts, *answer)
+        return forward(target, tokens, line, *answer)
 
     monkeypatch.setattr(SlotTarget, "_read_line", reading)
     return calls
@@ -127,7 +135,7 @@ def test_a_prompt_and_its_first_token_take_one_forward(
     verifier: str,
     temperature: float,
 ) -> None:
-    """Where nobody else decodes, and the text does not depend on what is drafted."""
+    """Unless the text depends on what is drafted."""
     params = replace(PARAMS[0], temperature=temperature, seed=1)
     found, counts = list[list[int]](), list[Counter[str]]()
     for _ in range(2):
@@ -143,3 +151,95 @@ def test_a_prompt_and_its_first_token_take_one_forward(
     assert [count["alone"] for count in counts] == [int(is_drafted), 1]
     if proposer == "none":
         assert counts[0]["forwards"] == counts[1]["forwards"] - 1
+
+
+def test_so_they_do_beside_others(
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
+) -> None:
+    found = write(headed, "none", PARAMS, kernels="packed")
+    assert reads["alone"] == 0
+    forwards, decode_along = reads["forwards"], engine.Engine._decode_along
+
+    def while_nobody_decodes(self: Any, pieces: Any) -> bool:
+        is_alone = not self._scheduler.running(State.DECODE)
+        return is_alone and decode_along(self, pieces)
+
+    monkeypatch.setattr(engine.Engine, "_decode_along", while_nobody_decodes)
+    reads.clear()
+    assert tokens(write(headed, "none", PARAMS, kernels="packed")) == tokens(found)
+    assert forwards < reads["forwards"]
+
+
+def test_who_joins_keeps_no_head_from_reading_ahead(
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget
+) -> None:
+    """For the others: what the target reads in this step alone it reads later."""
+    read_ahead, sizes = LearnedHead.read_ahead, list[tuple[int, int]]()
+
+    def reading(head: LearnedHead, batch: DecodeBatch, *rest: Any) -> Any:
+        carry: Any = read_ahead(head, batch, *rest)
+        sizes.append((len(carry.rows) if carry else 0, len(batch)))
+        return carry
+
+    monkeypatch.setattr(LearnedHead, "read_ahead", reading)
+    write(headed, "eagle3", PARAMS, kernels="packed")
+    assert any(0 < read < batch for read, batch in sizes)
+
+
+CASES = [("llama", False), ("llama", True), ("qwen3_next", False)]
+
+
+class Known(NamedTuple):
+    """A draft of these tokens, as ``SlotTarget`` reads it."""
+
+    draft: Draft
+    most: tuple[int, ...]
+    answer: None = None
+
+
+@pytest.mark.parametrize(("name", "drafts_trees"), CASES)
+@torch.inference_mode()
+def test_a_row_is_what_two_forwards_give(name: str, *, drafts_trees: bool) -> None:
+    """Slots 2 and 0 begin behind what is left of their prompts, slot 1 goes on, 3 only reads."""
+    model, slots = tiny_model(name), (0, 1, 2)
+    texts = prompts_of([9, 6, 30], 300, 0)
+    drafts, most = torch.tensor([[0, 0], [7, 8], [9, 0]]), (0, 2, 1)
+    tree = TokenTree.of([[], [0, 0], [0]], 2) if drafts_trees else None
+    known: Any = Known(Draft(drafts, torch.tensor(most), tree=tree), most)
+    begun = [PromptPiece(1, 0, texts[1][:-1]), PromptPiece(2, 0, texts[2][:10])]
+    rest = [PromptPiece(2, 10, texts[2][10:-1]), PromptPiece(3, 0, [5, 6, 7])]
+    rest.append(PromptPiece(0, 0, texts[0][:-1]))
+    outputs, states = list[Any](), list[Any]()
+    for is_apart in (True, False):
+        lm = CausalLM(model, num_slots=4, max_length=60, kernels="packed", longest_draft=3)
+        target = SlotTarget(lm, (1, -1))
+        target.read(begun)
+        if is_apart:
+            target.read(rest)
+        batch: Any = SimpleNamespace(
+            slots=slots, contexts=texts, device=lm.device, prompts=[] if is_apart else rest
+        )
+        outputs.append(target.verify(batch, known))
+        target.commit(batch, [0, 1, 0], outputs[-1].hidden_states)
+        states.append([*target.take_features([0, 1, 2, 3])])
+    assert outputs[0].counts == outputs[1].counts == [1, 3, 2]
+    for row, count in enumerate([1, 3, 2]):
+        for part in range(2):
+            found, wanted = (output[part][row, :count] for output in reversed(outputs))
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+    for found, wanted in zip(*reversed(states), strict=True):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("proposer", ["none", "ngram"])
+def test_a_linear_state_takes_a_prompt_and_its_first_token(
+    reads: Counter[str], proposer: str
+) -> None:
+    """In one row; but a prompt that something is drafted behind is read before."""
+    found = []
+    for kernels in ("packed", "stock"):
+        with make_llm("qwen3_next", proposer, max_batch_size=3, kernels=kernels) as llm:
+            found.append(llm.generate(PROMPTS, PARAMS))
+    assert [one.token_ids for one in found[0]] == [one.token_ids for one in found[1]]
+    assert reads["along"] > 1
+    assert (reads["alone"] > 0) == (proposer == "ngram")

@@ -64,15 +64,20 @@ class Rows(NamedTuple):
     counts: Sequence[int]
     tree: NDArray[np.int64] | None = None
 
+    def spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[N]: of [B], each row's value for each of its tokens."""
+        spread: NDArray[np.int64] = np.repeat(values, self.counts)
+        return spread
+
     def places_in(self, width: int) -> NDArray[np.int64]:
         """Where the tokens stand in rows of ``width``, [N]."""
-        found: NDArray[np.int64] = self._spread(np.arange(len(self.counts)) * width) + self.steps()
+        found: NDArray[np.int64] = self.spread(np.arange(len(self.counts)) * width) + self.steps()
         return found
 
     def steps(self) -> NDArray[np.int64]:
         """Which of its row each token is, [N]."""
         ends = np.cumsum(self.counts, dtype=np.int64)
-        return np.arange(sum(self.counts)) - self._spread(ends - self.counts)
+        return np.arange(sum(self.counts)) - self.spread(ends - self.counts)
 
     def padded(self, width: int) -> NDArray[np.int64]:
         """[B, width]: where each token of such rows is in the line, any behind a row's end."""
@@ -92,8 +97,8 @@ class Rows(NamedTuple):
         total, batch = int(counts.sum()), len(counts)
         places = np.zeros(2 * size + 3 * num_rows, dtype=np.int64)
         places[:size] = -1
-        places[:total] = self._spread(np.array(self.slots))
-        places[size : size + total] = self._spread(np.array(self.starts)) + self.steps()
+        places[:total] = self.spread(np.array(self.slots))
+        places[size : size + total] = self.spread(np.array(self.starts)) + self.steps()
         rows = places[2 * size :].reshape(3, num_rows)
         rows[0], rows[2] = -1, total
         rows[0, :batch], rows[1, :batch] = self.slots, self.starts
@@ -105,7 +110,7 @@ class Rows(NamedTuple):
         assert self.tree is not None
         total, known = sum(self.counts), self.tree.shape[1]
         found = np.zeros((2, size), dtype=np.int64)
-        starts, steps = self._spread(np.array(self.starts)), self.steps()
+        starts, steps = self.spread(np.array(self.starts)), self.steps()
         steps[:known] = self.tree[0]
         found[0, :total], found[1, :total] = starts + steps, CHAIN
         found[1, :known] = self.tree[1]
@@ -130,7 +135,7 @@ class Rows(NamedTuple):
         of_slot = {slot: at for at, group in enumerate(groups) for slot in group.slots}
         of_token = np.full(size, len(groups))
         of_row = np.array([of_slot.get(slot, len(groups)) for slot in self.slots], dtype=np.int64)
-        of_token[: sum(self.counts)] = self._spread(of_row)
+        of_token[: sum(self.counts)] = self.spread(of_row)
         order = np.argsort(of_token, kind="stable")
         described = np.zeros((3, MOST_GROUPS), dtype=np.int64)
         described[2] = np.searchsorted(of_token[order], np.arange(MOST_GROUPS), side="right")
@@ -148,10 +153,6 @@ class Rows(NamedTuple):
             if count > 0 and not tables.grow(slot, start + count):
                 raise ModelError(f"slot {slot}: no blocks are free for {start + count} positions")
         tables.upload()
-
-    def _spread(self, values: NDArray[np.int64]) -> NDArray[np.int64]:
-        spread: NDArray[np.int64] = np.repeat(values, self.counts)
-        return spread
 
 
 def split_places(places: Tensor, size: int) -> tuple[Tensor, Tensor]:
