@@ -39,7 +39,8 @@ from guided_spec.models.heads.loading import load_head
 from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
@@ -381,9 +382,11 @@ def _over_slots(head: Any, limits: SlotLimits, context: ProposerContext) -> _Run
     return _Runner(SlotHead(head, limits, device=context.device, dtype=context.dtype))
 
 
-def _packed(head: Eagle3Head, limits: SlotLimits, context: ProposerContext) -> _Runner:
+def _packed(head: DraftHead, limits: SlotLimits, context: ProposerContext) -> _Runner:
     """As graphs where there are kernels, and the head is of a kind that they serve."""
-    served = PackedEagle3.of(head, limits.max_length) if _are_packed(context) else None
+    form: type[PackedEagle3 | PackedMtp]
+    form = PackedEagle3 if isinstance(head, Eagle3Head) else PackedMtp
+    served = form.of(head, limits.max_length) if _are_packed(context) else None
     if served is None:
         return _over_slots(head, limits, context)
     packed = PackedSlotHead(served, limits, **_for_graphs(context))
@@ -412,12 +415,12 @@ def glm4_moe_mtp(context: ProposerContext) -> LearnedHead:
 
 def qwen3_5_mtp(context: ProposerContext) -> LearnedHead:
     """The MTP layers in a Qwen3-Next or Qwen3.5 checkpoint."""
-    return _build("qwen3_5_mtp", context)
+    return _build("qwen3_5_mtp", context, _packed)
 
 
 def mtp(context: ProposerContext) -> LearnedHead:
     """MTP layers of the target's own kind in a folder of their own, for any target."""
-    return _build("mtp", context)
+    return _build("mtp", context, _packed)
 
 
 def dflash(context: ProposerContext) -> LearnedHead:

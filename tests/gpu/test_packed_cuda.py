@@ -19,8 +19,9 @@ from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.loading import load_model, load_tokenizer
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.graph_pool import SIZES
+from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.fp8_checkpoints import FORMS, write_fp8
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate

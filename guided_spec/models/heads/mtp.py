@@ -112,18 +112,26 @@ class _TargetModules(nn.Module):
         """The decoder layers of the target's kind, one in each module."""
         return iter(self.layers)
 
+    def rotate(self, like: Tensor, position_ids: Tensor, module: int) -> tuple[Tensor, Tensor]:
+        """(cos, sin) of positions int64 [B, T] for a module, in the dtype of ``like``."""
+        return self._kind.rotate(like, position_ids, self._layer_types[module])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Token ids int64 [...] to the target's embeddings [..., H]."""
+        return self._ends.embed(token_ids)
+
     def forward(
         self, token_ids: Tensor, hidden: Tensor, **arguments: Unpack[HeadArguments]
     ) -> Tensor:
         """See ``DraftHead``: [B, T, H] behind the last norm."""
         module, places = arguments["module"], arguments["position_ids"]
         given = {
-            "position_embeddings": self._kind.rotate(hidden, places, self._layer_types[module]),
+            "position_embeddings": self.rotate(hidden, places, module),
             "attention_mask": arguments["attention_mask"],
             "position_ids": places,
             **cache_keyword(self.layers[module], arguments["cache"]),
         }
-        return self._run(module, self._ends.embed(token_ids).to(hidden.dtype), hidden, given)
+        return self._run(module, self.embed(token_ids).to(hidden.dtype), hidden, given)
 
     def _run(
         self, module: int, embedded: Tensor, hidden: Tensor, arguments: dict[str, Any]

@@ -46,6 +46,7 @@ from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
 __all__ = [
+    "FAMILY",
     "LayerStates",
     "PackedDecoder",
     "PackedOutput",

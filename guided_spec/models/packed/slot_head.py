@@ -1,24 +1,22 @@
-"""Packed heads over KV slots: what they keep of texts, and EAGLE-3's steps as CUDA graphs.
+"""Packed heads over KV slots: what they keep of texts, and the steps of one layer or more as CUDA
+graphs.
 
-What is kept are keys and values of verified positions. The forward of an EAGLE-3 head is in few
-kernels; see ``packed.decoder``.
+What is kept are keys and values of verified positions.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.draft_head import DraftVocabulary
-from guided_spec.models.heads.eagle import Eagle3Head
+from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import Blocks
-from guided_spec.models.packed.decoder import has_static_rope, has_whole_rope
 from guided_spec.models.packed.graph_pool import (
     ROW_SIZES,
     SIZES,
@@ -31,7 +29,6 @@ from guided_spec.models.packed.graph_pool import (
     pad_to,
     upload,
 )
-from guided_spec.models.packed.layer import PackedLayer, rotation_table
 from guided_spec.models.packed.packed_lm import (
     LARGEST_GRAPH,
     UNCAPTURED,
@@ -41,10 +38,9 @@ from guided_spec.models.packed.packed_lm import (
 )
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
-from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["HeadLine", "HeadSlots", "PackedEagle3", "PackedSlotHead"]
+__all__ = ["HeadLine", "HeadSlots", "PackedHead", "PackedSlotHead"]
 
 
 class HeadLine(NamedTuple):
@@ -143,27 +139,17 @@ class HeadSlots:
                 self.commit(slot, size)
 
 
-class PackedEagle3:
-    """What ``Eagle3Head`` computes, up to rounding; made by ``of``.
+class PackedHead(Protocol):
+    """What a head computes, up to rounding, in few kernels; see ``packed.heads``.
 
-    head: on one device, with plain weights, which become views of packed ones.
-    max_length: tokens of a text.
+    head: on one device, with plain weights, which become views of packed ones. width: of the states
+    that it reads.
     """
 
-    def __init__(self, head: Eagle3Head, max_length: int) -> None:
-        self.head = head
-        stock: list[Any] = list(head.layers)
-        self._layers = [PackedLayer(layer.self_attn, layer.mlp) for layer in stock]
-        self._stock = stock
-        self._eps: float = head.norm.variance_epsilon
-        weight: Tensor = head.norm.weight
-        self._rotation = rotation_table(head.rotary_emb, weight.view(1, 1, -1), max_length)
-
-    @classmethod
-    def of(cls, head: Eagle3Head, max_length: int) -> PackedEagle3 | None:
-        """The packed form of ``head``; None where its layers are not of a kind that this serves."""
-        return cls(head, max_length) if _is_served(head) else None
-
+    @property
+    def head(self) -> DraftHead: ...
+    @property
+    def width(self) -> int: ...
     def forward(
         self, token_ids: Tensor, hidden: Tensor, places: SlotPlaces, memory: Sequence[KeyValues]
     ) -> Tensor:
@@ -171,37 +157,11 @@ class PackedEagle3:
 
         memory: the layers' blocks.
         """
-        first, layers = self._stock[0], zip(self._layers, self._stock, memory, strict=True)
-        embedded = self.head.embed(token_ids).to(hidden.dtype)
-        embedded = rms_norm(embedded, first.input_layernorm.weight, self._eps)
-        normed = rms_norm(hidden, first.hidden_norm.weight, self._eps)
-        residual = normed if first.norm_before_residual else hidden
-        normed = torch.cat([embedded, normed], -1)
-        for index, (layer, stock, kept) in enumerate(layers):
-            if index > 0:
-                normed = rms_norm(residual, stock.input_layernorm.weight, self._eps)
-            change = layer.attend(normed, self._rotation, kept, places)
-            inner = stock.post_attention_layernorm.weight
-            residual, normed = add_rms_norm(change, residual, inner, self._eps)
-            residual = residual + layer.feed(normed)
-        if self.head.norm_output:
-            return rms_norm(residual, self.head.norm.weight, self._eps)
-        return residual
+        ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., H] to [..., D]."""
-        head = self.head
-        normed = hidden if head.norm_output else rms_norm(hidden, head.norm.weight, self._eps)
-        return head.score(normed)
-
-
-def _is_served(head: Eagle3Head) -> bool:
-    if not (has_static_rope(head.config) and has_whole_rope(head.config)):
-        return False
-    layers: list[Any] = list(head.layers)
-    if any(getattr(layer.self_attn, "sliding_window", None) for layer in layers):
-        return False
-    return all(PackedLayer.fits(layer.self_attn) for layer in layers)
+        ...
 
 
 class Scored(NamedTuple):
@@ -212,7 +172,7 @@ class Scored(NamedTuple):
 
 
 class PackedSlotHead:
-    """What ``SlotHead`` is, for the heads that ``PackedEagle3`` serves.
+    """What ``SlotHead`` is, for heads in packed form.
 
     limits: how much it can hold. blocks: see ``HeadSlots``. window: in which CUDA graphs are
     captured; None never closes.
@@ -223,7 +183,7 @@ class PackedSlotHead:
     @torch.inference_mode()
     def __init__(
         self,
-        packed: PackedEagle3,
+        packed: PackedHead,
         limits: SlotLimits,
         *,
         device: torch.device,
@@ -434,13 +394,11 @@ class PackedSlotHead:
     @torch.inference_mode()
     def capture_reads(self) -> Iterator[None]:
         """Capture the graphs of reading."""
-        fc, head = self._packed.head.fc, self._packed.head
-        width = head.hidden_size if fc is None else fc.in_features
         for size in (*UNCAPTURED, *reversed(SIZES)):
             shape = LineShape.of(size, 0, self._slots_and_width)
             inputs = {
                 "token_ids": torch.zeros(size, dtype=torch.int64),
-                "states": self._hidden.new_zeros(size, width),
+                "states": self._hidden.new_zeros(size, self._packed.width),
                 "places": torch.from_numpy(Rows((), (), ()).places(size, shape.num_rows)),
                 "last": torch.zeros(shape.num_rows, dtype=torch.int64),
             }

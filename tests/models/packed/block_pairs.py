@@ -16,7 +16,8 @@ from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
 from guided_spec.models.packed.blocks import BLOCK, Blocks
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.heads import PackedEagle3
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
 
 __all__ = ["FORMS", "LENGTH", "WIDTH", "BlockPair"]

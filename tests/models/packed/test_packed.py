@@ -19,7 +19,8 @@ from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.heads import PackedEagle3
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build

@@ -12,7 +12,8 @@ from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import slot_head
-from guided_spec.models.packed.slot_head import PackedEagle3, PackedSlotHead
+from guided_spec.models.packed.heads import PackedEagle3
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
 
