@@ -404,6 +404,11 @@ class Proposer(Protocol):
         del texts
 
     @property
+    def runs_as(self) -> str:
+        """What computes its drafts, in words, where a model does; "" where none does."""
+        return ""
+
+    @property
     def has_options(self) -> bool:
         """Whether it sets ``Lookahead.options`` where trees are asked for."""
         return False

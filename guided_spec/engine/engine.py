@@ -136,7 +136,7 @@ class Engine:
     model: the target, with one slot for each request that may run at once.
     proposer: see ``guided_spec.proposers``. window: in which both capture CUDA graphs.
 
-    Attributes: model, config, as they were passed.
+    Attributes: model, config, as they were passed; takes_prefixes: from others, by a prefix cache.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Engine:
         # A head reads the hidden states of every token, but for what it keeps beside the target.
         blocks = model.blocks if model.shares_prefixes else None
         may_take = blocks is not None and (not self._layers or blocks.lag > 0)
-        self._takes_prefixes = config.prefix_cache and may_take
+        self.takes_prefixes = config.prefix_cache and may_take
         # Drafts then follow what others drew, an equal request with the same noise among them.
         # Coupled texts do not depend on drafts.
         self._keys_vary = proposer.learns and config.verifier == "rejection"
@@ -417,7 +417,7 @@ class Engine:
         step, or prompts that begin alike and come together would be read once each.
         """
         text = request.text
-        if request.num_cached == 0 and self._takes_prefixes:
+        if request.num_cached == 0 and self.takes_prefixes:
             found = self.model.start(text.slot, text.tokens[:-1], text.params.cache_salt)
             if self._is_coming(request, found.known + BLOCK, reads):
                 return False
@@ -448,7 +448,7 @@ class Engine:
             self._remember(request, request.num_cached)
 
     def _remember(self, request: Request, length: int) -> None:
-        if self._takes_prefixes:
+        if self.takes_prefixes:
             self.model.remember(request.text.slot, request.text.tokens, length)
 
     def _grow(self, request: Request, length: int) -> bool:

@@ -320,10 +320,12 @@ class Setup:
         vocabulary = context.vocabulary
         name = _drafter(proposer, context)
         grammars = RequestGrammars.build(config, vocabulary, tokenizer)
-        engine = Engine(target, _build_proposer(name, context, target), config, window)
+        drafter = _build_proposer(name, context, target)
+        engine = Engine(target, drafter, config, window)
         if config.capture and target.device.type == "cuda":
             warm_up(engine, vocabulary, grammars)
-        logger.info("%s; drafts: %s", _describe(target, config), name)
+        drafts = f"{name} ({drafter.runs_as})" if drafter.runs_as else name
+        logger.info("%s; drafts: %s", _describe(engine), drafts)
         return cls(
             model=loaded,
             tokenizer=tokenizer,
@@ -374,16 +376,31 @@ def _build_proposer(name: str, context: ProposerContext, target: CausalLM) -> Pr
     return DraftTrees(name, proposer, context)
 
 
-def _describe(target: CausalLM, config: EngineConfig) -> str:
+def _describe(engine: Engine) -> str:
     """How the target runs, and why, in one line."""
+    target, config = engine.model, engine.config
     if target.blocks is None:
-        reason = "kernels='stock'" if config.kernels == "stock" else "no other form fits it"
-        return f"{target.num_slots} slots of {target.max_length} tokens, stock modules ({reason})"
-    cache = "on" if config.prefix_cache and target.shares_prefixes else "off"
-    cache += " (a linear state has no beginning)" if target.has_linear_state else ""
-    graphs = "CUDA graphs" if target.device.type == "cuda" else "without graphs"
+        reason = "no other form fits it"
+        if not is_packed_on(target.device, config.kernels):
+            reason = f"kernels={config.kernels!r} on {target.device.type}"
+        return (
+            f"{target.runs_as} ({reason}), {target.num_slots} slots of {target.max_length} tokens"
+        )
+    graphs = "without graphs"
+    if target.device.type == "cuda":
+        graphs = "CUDA graphs" if config.capture else "CUDA graphs as steps need them"
     memory = f"{target.blocks.num_blocks} blocks of {BLOCK} tokens for {target.num_slots} texts"
-    return f"packed forwards ({graphs}), {memory}, prefix cache {cache}"
+    return f"{target.runs_as} ({graphs}), {memory}, prefix cache {_prefix_cache(engine)}"
+
+
+def _prefix_cache(engine: Engine) -> str:
+    if engine.takes_prefixes:
+        return "on"
+    if not engine.config.prefix_cache:
+        return "off (prefix_cache=False)"
+    if engine.model.has_linear_state:
+        return "off (a linear state has no beginning)"
+    return "off (the draft head's stock modules keep whole texts)"
 
 
 def _loaded(model: Any, load: dict[str, Any]) -> Any:

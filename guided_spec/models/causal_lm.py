@@ -211,6 +211,11 @@ class CausalLM:
         return self._packed is not None
 
     @property
+    def runs_as(self) -> str:
+        """What computes, in words."""
+        return "stock modules" if self._packed is None else self._packed.runs_as
+
+    @property
     def has_linear_state(self) -> bool:
         """Whether ``commit`` does work, and going back needs ``save_states``."""
         if self._packed is not None:

@@ -217,6 +217,11 @@ class Chain(Proposer):
             yield from member.capture()
 
     @property
+    def runs_as(self) -> str:
+        """Those of the members."""
+        return ", ".join(filter(None, (member.runs_as for member in self._members)))
+
+    @property
     def has_options(self) -> bool:
         """Whether any member has."""
         return any(member.has_options for member in self._members)

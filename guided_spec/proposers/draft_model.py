@@ -139,6 +139,11 @@ class DraftModel(Proposer):
         yield from self._model.capture(())
 
     @property
+    def runs_as(self) -> str:
+        """As the model."""
+        return self._model.runs_as
+
+    @property
     def has_options(self) -> bool:
         """It knows its scores."""
         return True

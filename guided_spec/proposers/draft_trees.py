@@ -142,6 +142,11 @@ class DraftTrees(Proposer):
         self._proposer.learn(texts)
 
     @property
+    def runs_as(self) -> str:
+        """As the proposer."""
+        return self._proposer.runs_as
+
+    @property
     def has_options(self) -> bool:
         """It has used them."""
         return False

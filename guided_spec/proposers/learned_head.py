@@ -173,6 +173,11 @@ class LearnedHead(Proposer):
             yield from self._masked.capture()
 
     @property
+    def runs_as(self) -> str:
+        """Who reads ahead is packed."""
+        return "stock modules" if self._ahead is None else "packed forwards"
+
+    @property
     def has_options(self) -> bool:
         """It knows its scores."""
         return True

@@ -59,6 +59,11 @@ class Pard(Proposer):
         return self._draft(batch, lookahead).in_flight()
 
     @property
+    def runs_as(self) -> str:
+        """As the draft model."""
+        return self._cache.model.runs_as
+
+    @property
     def has_options(self) -> bool:
         """It knows its scores."""
         return True

@@ -19,7 +19,8 @@ from guided_spec.errors import ConfigError
 from guided_spec.models.causal_lm import kv_bytes_per_token, state_bytes_per_slot
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.host import zeros_on_demand
-from tests.tiny_llm import make_llm, tiny_model
+from tests.learned_heads import write_head
+from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model
 
 LENGTH = 64
 
@@ -89,8 +90,31 @@ def test_hybrids_share_no_blocks(caplog: pytest.LogCaptureFixture) -> None:
         for _ in range(2):
             (output,) = llm.generate(["ab " * 60], SamplingParams(max_tokens=2))
             assert output.completions[0].stats.cached_tokens == 0
-    assert "packed forwards" in caplog.text
-    assert "prefix cache off (a linear state has no beginning)" in caplog.text
+    assert "prefix cache off (a linear state has no beginning); drafts: none" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "said"),
+    [
+        ("eagle3", {}, ["packed forwards (without graphs)", "cache on; drafts: eagle3 (packed f"]),
+        ("qwen3_5_mtp", {}, ["drafts: qwen3_5_mtp (packed forwards)"]),
+        ("glm4_moe_mtp", {}, ["stock modules over blocks", "modules keep whole texts); drafts"]),
+        ("eagle3", {"kernels": "stock"}, ["stock modules (kernels='stock' on cpu), ", " slots of"]),
+        ("deepseek_mtp", {}, ["stock modules (no other form fits it)", "mtp (stock modules)"]),
+        ("eagle3", {"prefix_cache": False}, ["prefix cache off (prefix_cache=False)"]),
+    ],
+)
+def test_the_log_says_what_runs_and_why(
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    method: str,
+    options: dict[str, Any],
+    said: list[str],
+) -> None:
+    caplog.set_level(logging.INFO, "guided_spec.engine.setup")
+    headed = write_head(tmp_path, method, VOCAB_SIZE)
+    make_llm(headed.target, method, headed.draft, **options).close()
+    assert all(part in caplog.text for part in said), caplog.text
 
 
 def test_the_default_is_a_quarter_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:

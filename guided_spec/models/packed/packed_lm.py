@@ -233,6 +233,13 @@ class PackedLM:
         self._sizes = (len(tables.tables), width)
         self._device = tables.tables.device
 
+    @property
+    def runs_as(self) -> str:
+        """What computes, in words."""
+        if isinstance(self._decoder, PackedDecoder):
+            return "packed forwards"
+        return "stock modules over blocks"
+
     def forward_line(
         self,
         token_ids: Tensor,
