@@ -15,11 +15,12 @@ from guided_spec.errors import ModelError
 from guided_spec.models.causal_lm import CausalLM, Rows, SlotInputs, SlotOutput
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.heads.eagle import Eagle3Head
+from guided_spec.models.heads.mtp import QwenMtpHead
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import packed_lm
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs, bucket
-from guided_spec.models.packed.heads import PackedEagle3
+from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.heads import write_eagle3
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
@@ -241,10 +242,11 @@ def test_an_unknown_hidden_layer_is_refused() -> None:
         lm.forward(inputs, hidden_layers=(5,))
 
 
-def stock_and_packed(head: Eagle3Head) -> tuple[SlotHead, PackedSlotHead]:
+def stock_and_packed(head: Any) -> tuple[SlotHead, PackedSlotHead]:
     room = SlotLimits(4, 100)
     stock = SlotHead(head, room, device=CPU, dtype=torch.float32)
-    packed = PackedEagle3.of(head, room.max_length)
+    form: Any = PackedEagle3 if isinstance(head, Eagle3Head) else PackedMtp
+    packed = form.of(head, room.max_length)
     assert packed is not None
     return stock, PackedSlotHead(packed, room, device=CPU, dtype=torch.float32)
 
@@ -264,11 +266,29 @@ def test_an_eagle3_head_walks_as_the_stock_one(
 ) -> None:
     target = build("llama")
     write_eagle3(tmp_path, target, layout="speculators", num_layers=num_layers, **form)
-    heads = stock_and_packed(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target))
+    check_walks(Eagle3Head.from_checkpoint(Checkpoint.open(tmp_path), target), 3)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "qwen3_next", "qwen3_5"])
+@torch.inference_mode()
+def test_an_mtp_module_walks_as_the_stock_one(name: str) -> None:
+    check_walks(QwenMtpHead.fresh(build(name), initialize="random").eval(), 1)
+
+
+def test_other_modules_keep_their_stock_form() -> None:
+    """Those of several modules, and of layers that are made otherwise."""
+    for name, count in (("llama", 2), ("gemma3", 1), ("gpt_oss", 1), ("glm4_moe", 1)):
+        head = QwenMtpHead.fresh(build(name), count, initialize="random")
+        assert PackedMtp.of(head, 10) is None
+
+
+def check_walks(head: Any, width: int) -> None:
+    """width: hidden states that it is fed with."""
+    heads = stock_and_packed(head)
     random_ = torch.Generator().manual_seed(0)
     for counts in ([3, 70, 1], [2, 1, 4]):
         tokens = [torch.randint(VOCAB, (n,), generator=random_).tolist() for n in counts]
-        states = [torch.randn(n, 3 * 32, generator=random_) for n in counts]
+        states = [torch.randn(n, width * 32, generator=random_) for n in counts]
         drafted = [torch.randint(VOCAB, (3,), generator=random_) for _ in range(3)]
         logits = []
         for head in heads:
