@@ -63,9 +63,9 @@ def count_prompts(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
-        found.append(len(prompts))
-        return forward(target, tokens, rows, prompts, *answer)
+    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+        found.append(len(line.prompts))
+        return forward(target, tokens, line, *answer)
 
     monkeypatch.setattr(SlotTarget, "_read_line", reading)
     return found
@@ -100,9 +100,9 @@ def test_what_is_cached_is_not_read_again(
     read: list[int] = []
     forward = SlotTarget._read_line
 
-    def reading(target: SlotTarget, tokens: Any, rows: Any, prompts: Any, *answer: Any) -> Any:
-        read.extend(prompt.start for prompt in prompts for _ in prompt.token_ids)
-        return forward(target, tokens, rows, prompts, *answer)
+    def reading(target: SlotTarget, tokens: Any, line: Any, *answer: Any) -> Any:
+        read.extend(prompt.start for prompt in line.prompts for _ in prompt.token_ids)
+        return forward(target, tokens, line, *answer)
 
     monkeypatch.setattr(SlotTarget, "_read_line", reading)
     with make(headed) as llm:
