@@ -420,8 +420,9 @@ def group_prompts(lengths: Sequence[int], budget: int) -> list[PromptGroup]:
 # Prompt tokens that a verify forward may always read besides: so few cost a GPU little, and
 # less than a forward of their own, which reads the weights again. No text waits long for them.
 ALONG = 512
-# Steps that what waits to be read is spread over, where that is more and few texts wait for it.
-STEPS_TO_READ = 16
+# Steps that what waits to be read is spread over, where that is more and few texts wait for it. A
+# few prompts of thousands of tokens must not make steps longer, whole books that wait must.
+STEPS_TO_READ = 48
 
 
 def tokens_along(unread: Sequence[int], num_decoding: int, most: int) -> int:

@@ -116,10 +116,10 @@ def test_long_prompts_are_read_in_pieces(
 
 def test_the_more_prompts_there_are_the_longer_do_texts_wait() -> None:
     assert tokens_along([1], 1, 4096) == 512
-    assert tokens_along([16 * 513], 10_000, 4096) == 513
-    assert tokens_along([8 * 513, 8 * 513], 10_000, 4096) == 513
-    assert tokens_along([16 * 513], 1, 4096) == 2 * 513
-    assert tokens_along([513] * 16, 8, 4096) == 3 * 513
+    assert tokens_along([48 * 513], 10_000, 4096) == 513
+    assert tokens_along([24 * 513, 24 * 513], 10_000, 4096) == 513
+    assert tokens_along([48 * 513], 1, 4096) == 2 * 513
+    assert tokens_along([3 * 513] * 16, 8, 4096) == 3 * 513
     assert tokens_along([200_000], 4, 4096) == 4096
     assert tokens_along([200_000], 4, 100) == 100
 
