@@ -26,6 +26,7 @@ from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParam
 
 __all__ = [
     "Batches",
+    "BegunPrompt",
     "DecodeBatch",
     "DraftInFlight",
     "FinishedDraft",
@@ -48,6 +49,19 @@ class PromptPiece(NamedTuple):
     slot: int
     start: int
     token_ids: list[int]
+
+
+class BegunPrompt(NamedTuple):
+    """What is known of a text whose prompt is not read to its end.
+
+    tokens: of all of it. length: how many of them are read. states: the target's hidden states of
+    the last of these, [n, len(aux_hidden_layers) * H].
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    length: int
+    states: Tensor
 
 
 class TargetOutput(NamedTuple):
@@ -92,6 +106,7 @@ class DecodeBatch:
     prompts: which the forward that verifies reads besides, of other slots, and of those of the
         batch that have only begun: of these nothing is known before; () where the engine hands
         none.
+    begun: of other slots, for who ``reads_prompts``: what became known since the last step.
     """
 
     slots: tuple[int, ...]
@@ -113,6 +128,7 @@ class DecodeBatch:
     sources: tuple[Hashable, ...] = ()
     traced: Sequence[int] = ()
     prompts: Sequence[PromptPiece] = ()
+    begun: Sequence[BegunPrompt] = ()
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -221,6 +237,7 @@ class Batches:
         features: Sequence[Tensor | None] = (),
         traced: Sequence[int] = (),
         prompts: Sequence[PromptPiece] = (),
+        begun: Sequence[BegunPrompt] = (),
     ) -> DecodeBatch:
         """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
         stacked = self._stack(tuple(requests))
@@ -246,6 +263,7 @@ class Batches:
             sources=stacked.sources,
             traced=traced,
             prompts=prompts,
+            begun=begun,
         )
 
     def forget(self) -> None:
@@ -402,6 +420,11 @@ class Proposer(Protocol):
     def learn(self, texts: Sequence[FinishedText]) -> None:
         """Texts that have ended well, before their slots are released; only where it ``learns``."""
         del texts
+
+    @property
+    def reads_prompts(self) -> bool:
+        """Whether it reads ``DecodeBatch.begun``; a text's features then lack what it was told."""
+        return False
 
     @property
     def runs_as(self) -> str:

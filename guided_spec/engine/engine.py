@@ -1,13 +1,11 @@
 """The loop: admit, read prompts, speculate, commit. One call of ``step`` is one round of it.
 
-An engine is used by one thread; ``guided_spec.engine.llm`` runs it in a thread of its own. The
-scheduler says which requests hold a slot.
+An engine is used by one thread; ``guided_spec.engine.llm`` runs it in a thread of its own.
 """
 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -18,6 +16,7 @@ import torch
 from guided_spec.config import EngineConfig
 from guided_spec.core import (
     Batches,
+    BegunPrompt,
     FinishedText,
     PromptPiece,
     Proposer,
@@ -25,6 +24,7 @@ from guided_spec.core import (
 )
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
+from guided_spec.engine.scheduler import Scheduler
 from guided_spec.engine.target import (
     SlotTarget,
     begin_alike,
@@ -44,83 +44,7 @@ from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.trace.record import see_step
 from guided_spec.types import TokenLogprobs
 
-__all__ = [
-    "Engine",
-    "Scheduler",
-]
-
-
-class Scheduler:
-    """First come, first served, as soon as a slot is free and the grammar is compiled.
-
-    num_slots: requests that can run at once; the others wait.
-    """
-
-    def __init__(self, num_slots: int) -> None:
-        self._waiting: deque[Request] = deque()
-        self._running: dict[int, Request] = {}  # by slot, ascending
-        self._free = list(range(num_slots))
-
-    @property
-    def num_free(self) -> int:
-        """Slots that nobody holds."""
-        return len(self._free)
-
-    @property
-    def num_waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiting)
-
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._waiting.append(request)
-
-    def __iter__(self) -> Iterator[Request]:
-        """Every request that has not ended: first the running ones by slot, then the queue."""
-        return iter([*self._running.values(), *self._waiting])
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting or self._running)
-
-    def running(self, state: State | None = None) -> list[Request]:
-        """The requests that hold a slot, by slot; only those in ``state`` if one is given."""
-        requests = list(self._running.values())
-        return requests if state is None else [r for r in requests if r.state is state]
-
-    def ready(self) -> list[Request]:
-        """Waiting requests whose grammar is done, at most as many as there are free slots.
-
-        A request whose grammar is still being compiled is overtaken by those behind it.
-        """
-        if not self._free:
-            return []
-        done = [r for r in self._waiting if r.job.grammar is None or r.job.grammar.done()]
-        return done[: len(self._free)]
-
-    def admit(self, request: Request) -> None:
-        """Give a waiting request the lowest free slot."""
-        self._waiting.remove(request)
-        self._free.sort()
-        request.text.slot = self._free.pop(0)
-        request.state = State.PREFILL
-        self._running = dict(sorted([*self._running.items(), (request.text.slot, request)]))
-
-    def requeue(self, request: Request) -> None:
-        """Take a running request's slot; it is the next one to be admitted."""
-        self._free.append(request.text.slot)
-        del self._running[request.text.slot]
-        request.text.slot, request.state = -1, State.WAITING
-        self._waiting.appendleft(request)
-
-    def remove_finished(self) -> list[int]:
-        """Take out the requests that have ended; returns the slots that became free."""
-        if any(r.state is State.FINISHED for r in self._waiting):
-            self._waiting = deque(r for r in self._waiting if r.state is not State.FINISHED)
-        slots = [slot for slot, r in self._running.items() if r.state is State.FINISHED]
-        for slot in slots:
-            del self._running[slot]
-        self._free.extend(slots)
-        return slots
+__all__ = ["Engine"]
 
 
 class Piece(NamedTuple):
@@ -306,7 +230,7 @@ class Engine:
                 request.fail(GrammarError(f"the grammar could not be compiled: {error}"))
                 continue
             self._scheduler.admit(request)
-            request.num_cached = 0
+            request.num_cached, request.is_begun = 0, False
             request.stats.start()
 
     def _wait_for_a_grammar(self) -> None:
@@ -385,7 +309,7 @@ class Engine:
 
     def _is_awaited(self, request: Request) -> bool:
         """Whether another one takes its prompt once that is read."""
-        return request.is_new and any(
+        return request.can_be_taken and any(
             other.num_cached == 0 and other.has_prompt_of(request)
             for other in self._scheduler.running(State.PREFILL)
             if other is not request
@@ -442,6 +366,24 @@ class Engine:
             for other in self._scheduler.running()
         )
 
+    def _begun(self) -> list[BegunPrompt]:
+        """What the proposer reads now of prompts that are not at their end.
+
+        Not of those that others take, together with the hidden states.
+        """
+        if not (self._layers and self._proposer.reads_prompts):
+            return []
+        prefill = self._scheduler.running(State.PREFILL)
+        begun = [r for r in prefill if r.after_prompt is State.DECODE and not self._is_awaited(r)]
+        told = list[BegunPrompt]()
+        found = self._target.take_features([request.text.slot for request in begun])
+        for request, states in zip(begun, found, strict=True):
+            if states is not None:
+                request.is_begun = True
+                text = request.text
+                told.append(BegunPrompt(text.slot, text.tokens, request.num_cached, states))
+        return told
+
     def _have_read(self, pieces: Sequence[Piece]) -> None:
         for request, tokens in pieces:
             request.num_cached += len(tokens.token_ids)
@@ -488,7 +430,7 @@ class Engine:
         # that a proposer takes do not.
         moves_on = self.model.has_linear_state or bool(self._layers)
         for other in self._scheduler.running():
-            if other is request or not request.has_prompt_of(other):
+            if other is request or other.is_begun or not request.has_prompt_of(other):
                 continue
             if (
                 other.state is State.PREFILL
@@ -513,7 +455,7 @@ class Engine:
 
     def _hand_on(self, source: Request) -> None:
         """Give a prompt that was just read to the requests that wait for it."""
-        for request in self._scheduler.running(State.PREFILL) if source.is_new else ():
+        for request in self._scheduler.running(State.PREFILL) if source.can_be_taken else ():
             if request.num_cached == 0 and request.has_prompt_of(source):
                 self._share(source, request)
 
@@ -550,7 +492,8 @@ class Engine:
         traced = [at for at, request in enumerate(requests) if request.trace is not None]
         started = time.perf_counter() if traced else 0.0
         pieces = [piece.tokens for piece in along]
-        batch = self._batches.make(texts, self.config.num_draft_tokens, features, traced, pieces)
+        shared = (features, traced, pieces, self._begun())
+        batch = self._batches.make(texts, self.config.num_draft_tokens, *shared)
         carry, self._carry = self._carry, None
         step = speculative_step(
             self._target,

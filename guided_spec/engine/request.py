@@ -199,6 +199,7 @@ class Request:
         self.state = State.WAITING
         self.number = 0  # in the order of coming
         self.num_cached = 0
+        self.is_begun = False  # whether a proposer has read a part of its prompt
         self._prompt_hash = hash(tuple(job.prompt_ids))
         self.is_cancelled = False
         self.on_cancel: Callable[[], None] | None = None
@@ -230,6 +231,11 @@ class Request:
     def is_new(self) -> bool:
         """Whether there is nothing behind its prompt."""
         return len(self.text.tokens) == self.text.prompt_length
+
+    @property
+    def can_be_taken(self) -> bool:
+        """Whether others may take its prompt, with all that is known of it."""
+        return self.is_new and not self.is_begun
 
     def has_prompt_of(self, other: Request) -> bool:
         """Whether the two prompts are the same, and others may share theirs with this one."""

@@ -217,6 +217,11 @@ class Chain(Proposer):
             yield from member.capture()
 
     @property
+    def reads_prompts(self) -> bool:
+        """Whether all members do that want states: these are told once."""
+        return all(one.reads_prompts for one in self._members if one.aux_hidden_layers)
+
+    @property
     def runs_as(self) -> str:
         """Those of the members."""
         return ", ".join(filter(None, (member.runs_as for member in self._members)))

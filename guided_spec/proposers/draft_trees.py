@@ -142,6 +142,11 @@ class DraftTrees(Proposer):
         self._proposer.learn(texts)
 
     @property
+    def reads_prompts(self) -> bool:
+        """As the proposer."""
+        return self._proposer.reads_prompts
+
+    @property
     def runs_as(self) -> str:
         """As the proposer."""
         return self._proposer.runs_as

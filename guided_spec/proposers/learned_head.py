@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import (
+    BegunPrompt,
     DecodeBatch,
     DraftInFlight,
     FinishedDraft,
@@ -173,6 +174,11 @@ class LearnedHead(Proposer):
             yield from self._masked.capture()
 
     @property
+    def reads_prompts(self) -> bool:
+        """So that no step waits for thousands of tokens at once."""
+        return True
+
+    @property
     def runs_as(self) -> str:
         """Who reads ahead is packed."""
         return "stock modules" if self._ahead is None else "packed forwards"
@@ -316,9 +322,21 @@ class LearnedHead(Proposer):
             rests |= {row: pieces.pop(row).split(length)[1] for row in rows}
             pieces[rows[0]] = prompt
         self._read_pieces(batch, pieces)
+        self._read_begun(batch.begun)
         for first, *others in shared:
             head.copy_slot(batch.slots[first], [batch.slots[row] for row in others])
         self._read_pieces(batch, {row: rest for row, rest in rests.items() if rest.token_ids})
+
+    def _read_begun(self, begun: Sequence[BegunPrompt]) -> None:
+        for one in begun:
+            self._head.adopt(one.slot)
+        known = [self._head.length(one.slot) for one in begun]
+        # Else an earlier draft of this step has read it.
+        new = [pair for pair in zip(begun, known, strict=True) if pair[1] < pair[0].length]
+        if new:
+            tokens = [one.tokens[have + 1 : one.length + 1] for one, have in new]
+            states = [one.states[have - one.length :] for one, have in new]
+            self._head.read([one.slot for one, _ in new], tokens, states)
 
     def _take(self, batch: DecodeBatch, row: int, count: int) -> _Piece:
         """The last ``count`` of the tokens whose states are known; what was read ahead is not."""

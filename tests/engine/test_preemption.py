@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from guided_spec.engine.engine import Scheduler
 from guided_spec.engine.llm import LLM
 from guided_spec.engine.outputs import RequestOutput
 from guided_spec.engine.request import Request
+from guided_spec.engine.scheduler import Scheduler
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.models.causal_lm import PackedForm, kv_bytes_per_token
 from guided_spec.models.packed.blocks import BLOCK

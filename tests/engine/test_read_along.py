@@ -16,6 +16,7 @@ from guided_spec.engine.outputs import Completion
 from guided_spec.engine.request import State
 from guided_spec.engine.target import SlotTarget, tokens_along
 from guided_spec.models.causal_lm import CausalLM
+from guided_spec.models.packed.slot_head import PackedSlotHead
 from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.proposers.learned_head import LearnedHead
 from guided_spec.types import Draft, SamplingParams
@@ -87,6 +88,35 @@ def test_the_texts_are_the_same(
     assert tokens(found) == tokens(write(headed, proposer, params, kernels="packed"))
     assert reads["along"] == 0
     assert reads["alone"] > separate
+
+
+@pytest.mark.parametrize("proposer", ["eagle3", "chain:ngram+eagle3"])
+def test_a_head_reads_a_prompt_as_the_target_does(
+    monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, proposer: str
+) -> None:
+    """In pieces, so that nobody waits for all of it; and drafts the same, also behind a prefix."""
+    params = [replace(p, temperature=1.0, seed=row, max_tokens=30) for row, p in enumerate(PARAMS)]
+    prompts: list[Any] = [
+        PROMPTS[0],
+        *([5 + at % 60 for at in range(length)] for length in (120, 150, 90)),
+    ]
+    monkeypatch.setattr(engine, "tokens_along", lambda *_: 8)
+    longest, found, read = list[int](), list[Any](), PackedSlotHead.read
+
+    def reading(head: Any, slots: Any, tokens: Any, states: Any) -> None:
+        longest[-1] = max(longest[-1], *map(len, tokens))
+        read(head, slots, tokens, states)
+
+    monkeypatch.setattr(PackedSlotHead, "read", reading)
+    for _ in range(2):
+        longest.append(0)
+        options: Any = {"kernels": "packed", "max_batch_size": 2}
+        with make_llm(headed.target, proposer, headed.draft, **options) as llm:
+            outputs = llm.generate(prompts, params[:4])
+        found.append(tokens([list(output.completions) for output in outputs]))
+        monkeypatch.setattr(engine.Engine, "_begun", lambda _: [])
+    assert found[0] == found[1]
+    assert longest[0] < longest[1]
 
 
 def test_samples_wait_for_the_prompt_they_share(headed: HeadedTarget, reads: Counter[str]) -> None:

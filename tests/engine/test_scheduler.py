@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from guided_spec.engine.engine import Scheduler
 from guided_spec.engine.outputs import Chunk
 from guided_spec.engine.request import Job, Request, State
+from guided_spec.engine.scheduler import Scheduler
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.types import SamplingParams
 from tests.toys import VOCABULARY
