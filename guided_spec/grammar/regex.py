@@ -3,8 +3,6 @@
 The backend's own reading differs without a word: ``.`` takes a newline, ``\x41b`` is one
 character, anchors inside a pattern are dropped. So the pattern is parsed by ``re``, and only
 literals, explicit ranges, groups, alternatives and greedy repeats are written back.
-
-Sets of characters as sorted ranges of code points.
 """
 
 from __future__ import annotations

@@ -2,8 +2,6 @@
 
 They are the same at every depth of an unroll, so that they are made once a batch: one row a token
 of an answer.
-
-From the target's last hidden states to its logits: final norm, output head, and behind it.
 """
 
 from __future__ import annotations

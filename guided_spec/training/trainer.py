@@ -1,11 +1,4 @@
-"""The training loop, on one device or many.
-
-The optimizer and its learning rate.
-
-Signals that ask a run to stop, agreed on by all of its processes.
-
-Checkpoints of a run that is still going on, so that it can be resumed where it was killed.
-"""
+"""The training loop, on one device or many, with checkpoints from which it can be resumed."""
 
 from __future__ import annotations
 

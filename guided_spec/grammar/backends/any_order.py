@@ -4,10 +4,6 @@ llguidance generates the keys of an object in the order of its schema. Its gramm
 64 bits as a parameter, though: here one bit for each key, set when it has been written. So the
 grammar is as long as the schema, and no key comes twice. What holds no object with listed keys
 stays JSON schema inside the grammar.
-
-One object's rules in a Lark grammar of llguidance, its keys in any order.
-
-A prepared schema taken apart: into schemas that combine nothing, of which any admits a value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""xgrammar's own grammar of a prepared JSON schema, as text.
-
-A prepared JSON schema as an EBNF grammar of xgrammar whose objects take their keys in any order.
+"""xgrammar's own grammar of a prepared JSON schema, as text; its keys may come in any order.
 
 A grammar of this kind has no memory but its rules: an object of n keys gets a rule for every set of
 keys that may have been written, 2**n in all. So only objects of few keys are written out like that.

@@ -3,9 +3,7 @@ r"""A second backend: grammars compiled by llguidance.
 It compiles most grammars far faster than xgrammar and enforces some JSON schemas that xgrammar does
 not. Filling one of its masks takes longer, most of all under a regex.
 
-A JSON schema as llguidance enforces it, or the reasons why it cannot.
-
-The schema is lowered first (see ``schema.lower``). llguidance refuses by itself most of what it
+A schema is lowered first (see ``schema.lower``). llguidance refuses by itself most of what it
 does not enforce. What it reads differently from the specification is rewritten here into something
 narrower, or refused:
 

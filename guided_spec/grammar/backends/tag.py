@@ -1,7 +1,5 @@
 """Structural tags with the schemas and regexes in them prepared as those of their own kinds are.
 
-Structural tags over a tokenizer's added tokens: strings such as ``<tool_call>`` as tokens.
-
 A model writes ``<tool_call>`` as the one token it was trained on. The backend knows no bytes of
 such tokens, so as a string it would have to be spelled out, and xgrammar's own token formats admit
 none of them. Here they become token formats, and the backend learns of those that a tag names.

@@ -13,8 +13,6 @@ allows it and ``cost`` behind it is less than ``remaining``. Two things follow:
 Far from the end every token fits, and the mask is the grammar's own (``Endings.is_free``). Where
 costs are searched for, a text may lose its way to the end: the budget then steps aside, and refuses
 nothing that the grammar allows.
-
-The ends of texts whose grammar binds behind a marker: through the marker first.
 """
 
 from __future__ import annotations

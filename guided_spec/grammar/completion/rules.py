@@ -2,11 +2,8 @@
 
 xgrammar tells nobody in which state a matcher is, and two matchers cannot be compared. Its compiled
 grammar can be printed, though, in a small and regular notation. From that text the ways a document
-can end are computed here: no question about them has to be put to a matcher.
-
-Regexes inside a printed grammar: the ones that ``regex.py`` writes, and no others.
-
-Free text in a printed grammar: any bytes, up to a trigger that calls a rule.
+can end are computed here: no question about them has to be put to a matcher. Of regexes the ones
+that ``regex.py`` writes are read, and no others.
 """
 
 from __future__ import annotations

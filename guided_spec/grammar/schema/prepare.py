@@ -1,10 +1,7 @@
 """A JSON schema step by step: checked and lowered, then as xgrammar enforces it, or why it cannot.
 
-A backend of another kind begins with ``lower_checked``.
-
-Whether a JSON schema is one: the common ones seen at a glance, all others by jsonschema.
-
-Validating a schema against its metaschema takes milliseconds, far longer than compiling it.
+A backend of another kind begins with ``lower_checked``. Validating a schema against its metaschema
+takes milliseconds, far longer than compiling it: most are seen to be valid at a glance.
 """
 
 from __future__ import annotations

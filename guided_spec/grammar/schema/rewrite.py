@@ -10,10 +10,6 @@ admits no text that the original does not; it may admit fewer, and then says so 
 - an array that lists ``prefixItems`` gets no further items, unless ``minItems`` asks for some;
 - a ``pattern`` covers the whole string, one of keys the whole key;
 - constraints without a ``type`` mean the type that they constrain.
-
-Object schemas in the backend's subset.
-
-String and number schemas in the backend's subset.
 """
 
 from __future__ import annotations

@@ -8,8 +8,6 @@ To SGLang our algorithm is its n-gram algorithm in all but the drafts: the same 
 verification, sampling and CUDA graphs. SGLang's side of it is SGLang's own code; what is replaced
 is where drafts come from.
 
-What stands where SGLang's n-gram worker expects its corpus: drafts of our own, as trees.
-
 SGLang verifies a tree of a fixed number of nodes for each request. A draft is one chain in it; the
 nodes behind a short draft hang nowhere, so that no verifier comes to them.
 """

@@ -4,14 +4,9 @@
         **inputs, custom_generate=guided_spec.generate, tokenizer=tokenizer, grammar=grammar
     )
 
-transformers prepares the call and hands it over. Tested with transformers 5.17 to 5.24.
-
-What a call of transformers' generate asks for, and whether the engine can do it.
-
-transformers prepares a call before it hands it to a callable: it merges the settings, turns them
-into logits processors and stopping criteria, and repeats the prompts for several samples.
-
-One engine for each model that transformers' generate runs on, for as long as the model lives.
+transformers prepares a call before it hands it over: it merges the settings, turns them into logits
+processors and stopping criteria, and repeats the prompts for several samples. Tested with
+transformers 5.17 to 5.24. A model has one engine, for as long as it lives.
 """
 
 from __future__ import annotations

@@ -2,9 +2,6 @@
 
 In assisted generation transformers calls the same processor for the assistant and for the model,
 over drafts that are then taken back. xgrammar's own processor follows one text, forward only.
-
-The texts of one call of generate, whose tokens are looked at back and forth, in rows that move.
-
 transformers tells a logits processor nothing but token ids. So a text is known by its content: by
 its prompt, and by the tokens behind it that were looked at before.
 """

@@ -1,20 +1,7 @@
 """Draft heads written as checkpoints, which ``load_head`` reads, in the layouts that engines load.
 
-=================  =================================================================
-kind of head       layouts, and whose loader was run on what is written here
-=================  =================================================================
-``EagleHead``      "safeailab": vLLM
-``Eagle3Head``     "speculators": speculators 0.9, vLLM; "safeailab": vLLM, SGLang; with masks
-                   (P-EAGLE) the same but SGLang
-``BlockHead``      "zlab": vLLM, SGLang; "speculators": vLLM, speculators 0.9 (DSpark);
-                   "deepseek": vLLM
-``MtpHead``        "deepseek": transformers, once it is added to its target
-``QwenMtpHead``    "qwen": vLLM, once it is added to its target
-=================  =================================================================
-
-vLLM: 0.25.1 (no MTP), 0.31, 0.32 and 0.33; SGLang: 0.5.23, of EAGLE-3 the weights alone; by
-``tests/integrations/*/test_heads.py``. vLLM and LMDeploy also ran the widened head of
-``benchmarks``, which is in SafeAILab's layout of EAGLE-3 but written by other code.
+docs/draft_heads.md says which engine loads which, and docs/train_a_drafter.md what that was tested
+with.
 
 Of EAGLE and EAGLE-3, SafeAILab's layout describes the layer at the top level of config.json;
 speculators' in ``transformer_layer_config``. So it is with z-lab's and speculators' of DFlash, and

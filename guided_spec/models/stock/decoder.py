@@ -3,8 +3,6 @@
 For models that ``packed.decoder`` does not know. The stock modules run as they are, without
 a cache and without masks, so that a CUDA graph can hold them.
 
-Stock transformers models over KV slots without a cache object and without a mask.
-
 transformers asks a table for the attention function that a configuration names. The one that is
 registered here writes the new keys and values into the buffers that ``attending`` names and attends
 over them, by ``guided_spec.ops.slot_attention``:

@@ -18,8 +18,6 @@ Layers of short convolutions (LFM2) have the window of theirs alone, which ``com
 
 The recording wraps two functions of the model's modeling module, once, by ``record_delta_rules``;
 they behave as before outside ``recording``.
-
-A ``StepPlan`` says which slots and positions the tokens of one forward go to.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ slots the way an engine feeds them, and their logits are compared:
    model makes for itself. Windows that were read wrongly from its configuration show here.
 
 The packed form goes through both, and in 2 it is compared with the stock one.
-
-Why a model cannot run over slots, in words that its user can do something with.
 """
 
 from __future__ import annotations
