@@ -37,8 +37,7 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextForCausalLM
 
-from guided_spec.models.packed.delta import PackedDelta
-from guided_spec.models.packed.layer import Norm, PackedLayer, rotation_table
+from guided_spec.models.packed.layer import Norm, PackedDelta, PackedLayer, rotation_table
 from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.models.target import find_decoder
 from guided_spec.ops.delta_rule import DeltaStates

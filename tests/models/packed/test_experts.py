@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from guided_spec.models.causal_lm import CausalLM
-from guided_spec.models.packed import experts
-from guided_spec.models.packed.experts import PackedExperts
-from guided_spec.models.packed.layer import feed_of
+from guided_spec.models.packed import layer
+from guided_spec.models.packed.layer import PackedExperts, feed_of
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 from tests.models.tiny import build
 
@@ -44,9 +43,9 @@ def test_both_ways_give_what_the_block_gives(
     states = torch.randn(1, count, model.config.hidden_size)
     expected = block(states)
     expected = expected[0] if isinstance(expected, tuple) else expected
-    monkeypatch.setattr(experts, "are_served", lambda *_: are_few)
+    monkeypatch.setattr(layer, "are_served", lambda *_: are_few)
     if not are_few:  # kernels that are compiled ahead choose what is no expert
-        monkeypatch.delattr(experts, "route")
+        monkeypatch.delattr(layer, "route")
     assert PackedExperts.fits(block)
     found = feed_of(block)(states[0])
     torch.testing.assert_close(found, expected[0], atol=1e-5, rtol=1e-4)
@@ -80,7 +79,7 @@ def test_experts_of_another_kind_stay_as_they_are() -> None:
 def test_drafts_of_few_pairs_give_what_generate_gives(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(experts, "are_served", lambda *_: True)
+    monkeypatch.setattr(layer, "are_served", lambda *_: True)
     model, _ = block_of(kind)
     prompt = prompts_of([7], 64, 0)[0]
     expected = generate_alone(model, prompt, 20)
