@@ -21,8 +21,13 @@ from guided_spec.errors import (
 )
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.ops.host import Download, named_range
-from guided_spec.ops.sampling.logprobs import Logprobs, Scores, gather_logprobs
-from guided_spec.ops.sampling.step_probs import StepProbs, gather_step_probs
+from guided_spec.ops.sampling.logprobs import (
+    Logprobs,
+    Scores,
+    StepProbs,
+    gather_logprobs,
+    gather_step_probs,
+)
 from guided_spec.ops.sampling.verify import VERIFIERS, verify
 from guided_spec.types import Accepted, Draft, Noise
 

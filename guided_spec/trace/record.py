@@ -17,7 +17,7 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.markers import Marker
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.lookahead import Turn
-from guided_spec.ops.sampling.step_probs import PositionProbs
+from guided_spec.ops.sampling.logprobs import PositionProbs
 from guided_spec.step import Step
 from guided_spec.types import SamplingParams
 

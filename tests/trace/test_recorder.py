@@ -17,7 +17,7 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
-from guided_spec.ops.sampling.step_probs import gather_step_probs
+from guided_spec.ops.sampling.logprobs import gather_step_probs
 from guided_spec.trace.record import StepTrace, TokenTrace, Trace, from_json, to_json
 from guided_spec.types import SamplingParams
 from tests.engine.test_equality import REQUESTS
