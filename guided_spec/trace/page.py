@@ -1,15 +1,15 @@
 """Traces as one page of HTML that needs nothing else: no network, no fonts, no libraries.
 
-Its plots are inline SVG, coloured by the style sheet, with their figures as a table.
+Its plots are bars, drawn by the style sheet, with their figures as a table.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
+from itertools import zip_longest
 from string import Template
 from typing import NamedTuple
 
@@ -20,9 +20,6 @@ __all__ = ["SIGNS", "StepMarkup", "asset", "legend", "render_page", "summary"]
 
 _MOST_TRACES = 2  # side by side, each in a colour of its own
 _TITLE = "What speculation did, step by step"
-
-_WIDTH, _HEIGHT = 360, 200  # of a plot
-_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 8, 10, 36  # of its axes
 
 
 def render_page(traces: Sequence[Trace], *, title: str = _TITLE, prompt: str = "") -> str:
@@ -103,19 +100,20 @@ def _figures(trace: Trace) -> dict[str, str]:
 
 
 def _plots(traces: Sequence[Trace]) -> list[str]:
-    bars, growth, steps = [], [], []
+    shares, growth, times = [], [], []
     for trace in traces:
-        pairs = list(zip(trace.accepted_at(), trace.drafted_at(), strict=True))
-        labels = [f"{accepted} of {drafted}" for accepted, drafted in pairs]
-        bars.append(_Bars(trace.proposer, [a / d for a, d in pairs], labels))
-        ends = [(s.at * 1e3, float(s.start + s.num_kept)) for s in trace.steps]
-        growth.append(_Curve(trace.proposer, [(0.0, 0.0), *ends]))
-        spent = [(float(n), s.seconds * 1e3) for n, s in enumerate(trace.steps, 1)]
-        steps.append(_Curve(trace.proposer, spent))
+        pairs = zip(trace.accepted_at(), trace.drafted_at(), strict=True)
+        shares.append([_Bar(1.0, a / d, f"{a} of {d}") for a, d in pairs])
+        ends = [(step, step.start + step.num_kept) for step in trace.steps]
+        labels = [f"{end} tokens in {step.at * 1e3:.4g} ms" for step, end in ends]
+        growth.append([_Bar(s.seconds, e, t) for (s, e), t in zip(ends, labels, strict=True)])
+        times.append([_Bar(1.0, s.seconds, f"{s.seconds * 1e3:.4g} ms") for s in trace.steps])
+    names = [trace.proposer for trace in traces]
+    longest = max((bar.height for run in times for bar in run), default=0.0)
     return [
-        _bar_plot("Accepted share by draft position", "position in the draft", bars),
-        _curve_plot("Text over time", "milliseconds", "tokens", growth),
-        _curve_plot("Time of each step", "step", "milliseconds", steps),
+        _plot("Accepted share by draft position", "position in the draft", names, shares, most=1.0),
+        _plot("Tokens over time, a bar for each step", "step", names, growth),
+        _plot(f"Time of each step, up to {longest * 1e3:.1f} ms", "step", names, times),
     ]
 
 
@@ -132,126 +130,41 @@ def _run(number: int, trace: Trace) -> str:
     )
 
 
-class _Bars(NamedTuple):
-    """One run's bars: for each place a height between 0 and 1, and what a table says of it."""
+class _Bar(NamedTuple):
+    """One bar: how wide and how high it is beside the others, and what a table says of it."""
 
-    name: str
-    heights: list[float]
-    labels: list[str]
-
-
-class _Curve(NamedTuple):
-    """One run's points, from left to right."""
-
-    name: str
-    points: list[tuple[float, float]]
+    width: float
+    height: float
+    label: str
 
 
-def _bar_plot(title: str, x: str, runs: Sequence[_Bars]) -> str:
-    """A ``<figure>``: shares by place, the runs' bars side by side."""
-    places = max((len(run.heights) for run in runs), default=0)
-    frame = _Frame(max(places, 1), 1.0)
-    width = 0.8 / len(runs)
-    drawn = []
+def _plot(
+    title: str, x: str, names: Sequence[str], runs: Sequence[Sequence[_Bar]], most: float = 0.0
+) -> str:
+    """A ``<figure>``: a strip of bars for each run, on common axes, and all of it as a table.
+
+    most: the height of the plot; 0 for that of the highest bar.
+    """
+    most = most or max((bar.height for run in runs for bar in run), default=0) or 1.0
+    widest = max(sum(bar.width for bar in run) for run in runs) or 1.0
+    strips = ""
     for number, run in enumerate(runs):
-        for place, height in enumerate(run.heights):
-            left = frame.x(place + 0.1 + number * width)
-            size = frame.x(place + 0.1 + (number + 1) * width) - left
-            top = frame.y(height)
-            box = f'x="{left:.1f}" y="{top:.1f}" width="{size:.1f}" height="{frame.y(0) - top:.1f}"'
-            drawn.append(f'<rect class="bar run-{number}" {box}/>')
-    numbers = [(place + 0.5, str(place + 1)) for place in _thinned(places)]
-    shares = [(share, f"{share:.0%}") for share in (0, 0.5, 1)]
-    svg = frame.svg(title, x, drawn, numbers, shares)
-    rows = [[str(at + 1), *(_at(run.labels, at) for run in runs)] for at in range(places)]
-    return _figure(title, svg, [x, *(run.name for run in runs)], rows)
-
-
-def _curve_plot(title: str, x: str, y: str, runs: Sequence[_Curve]) -> str:
-    """A ``<figure>``: a line with points for each run, from 0 on both axes."""
-    points = [point for run in runs for point in run.points]
-    frame = _Frame(
-        max((x for x, _ in points), default=0) or 1, max((y for _, y in points), default=0) or 1
-    )
-    drawn = []
-    for number, run in enumerate(runs):
-        path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in run.points)
-        dots = "".join(
-            f'<circle class="point" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="2.5"/>'
-            for x, y in run.points
+        rest = _Bar(widest - sum(bar.width for bar in run), 0.0, "")
+        bars = "".join(
+            f'<i style="flex-grow:{bar.width / widest:.5f};height:{bar.height / most:.1%}"></i>'
+            for bar in (*run, rest)
         )
-        line = f'<polyline class="curve" points="{path}"/>'
-        drawn.append(f'<g class="run-{number}">{line}{dots}</g>')
-    xs, ys = ([(tick, f"{tick:g}") for tick in _ticks(most)] for most in (frame.wide, frame.high))
-    svg = frame.svg(title, x, drawn, xs, ys)
-    rows = [[run.name, f"{at:.4g}", f"{value:.4g}"] for run in runs for at, value in run.points]
-    return _figure(f"{title}, {y}", svg, ["proposer", x, y], rows)
-
-
-class _Frame(NamedTuple):
-    """The axes: what stands at the right end, and at the top."""
-
-    wide: float
-    high: float
-
-    def x(self, value: float) -> float:
-        return _LEFT + (_WIDTH - _LEFT - _RIGHT) * value / self.wide
-
-    def y(self, value: float) -> float:
-        return _HEIGHT - _BOTTOM - (_HEIGHT - _TOP - _BOTTOM) * value / self.high
-
-    def svg(
-        self,
-        title: str,
-        x: str,
-        drawn: Sequence[str],
-        xs: Sequence[tuple[float, str]],
-        ys: Sequence[tuple[float, str]],
-    ) -> str:
-        """What is drawn, with ticks and the name of the lower axis."""
-        parts = []
-        for value, text in ys:
-            at = self.y(value)
-            ends = f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{at:.1f}" y2="{at:.1f}"'
-            parts.append(f'<line class="grid" {ends}/>')
-            parts.append(f'<text x="{_LEFT - 5}" y="{at + 4:.1f}" text-anchor="end">{text}</text>')
-        parts += drawn
-        low = _HEIGHT - _BOTTOM
-        for value, text in xs:
-            place = f'x="{self.x(value):.1f}" y="{low + 15}"'
-            parts.append(f'<text {place} text-anchor="middle">{text}</text>')
-        middle = (_LEFT + _WIDTH - _RIGHT) / 2
-        parts.append(
-            f'<text x="{middle}" y="{_HEIGHT - 5}" text-anchor="middle">{escape(x)}</text>'
-        )
-        head = f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title)}">'
-        return head + "".join(parts) + "</svg>"
-
-
-def _ticks(most: float) -> list[float]:
-    """Round numbers from 0 to at most ``most``: three to six of them."""
-    unit = 10.0 ** math.floor(math.log10(most))
-    step = next(unit * part for part in (0.2, 0.5, 1, 2) if most / (unit * part) < 6)
-    return [number * step for number in range(int(most / step + 1e-9) + 1)]
-
-
-def _thinned(places: int) -> range:
-    """At most a dozen of them, so that their numbers do not touch."""
-    return range(0, places, max(1, math.ceil(places / 12)))
-
-
-def _at(labels: Sequence[str], place: int) -> str:
-    return labels[place] if place < len(labels) else ""
-
-
-def _figure(title: str, svg: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    names = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+        strips += f'<div class="bars run-{number}">{bars}</div>'
+    heads = "".join(f'<th scope="col">{escape(name)}</th>' for name in (x, *names))
+    rows = zip_longest(*([bar.label for bar in run] for run in runs), fillvalue="")
     body = "".join(
-        "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+        f'<tr><th scope="row">{at}</th>{"".join(f"<td>{label}</td>" for label in row)}</tr>'
+        for at, row in enumerate(rows, 1)
     )
-    table = f"<table><thead><tr>{names}</tr></thead><tbody>{body}</tbody></table>"
+    table = f"<table><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table>"
     details = f'<details><summary>As a table</summary><div class="scroll">{table}</div></details>'
-    return f"<figure><figcaption>{escape(title)}</figcaption>{svg}{details}</figure>"
+    image = f'<div role="img" aria-label="{escape(title)}">{strips}</div>'
+    return f"<figure><figcaption>{escape(title)}</figcaption>{image}{details}</figure>"
 
 
 SIGNS = {" ": "\u00b7", "\n": "\u21b5", "\t": "\u21e5", "\r": "\u240d"}
