@@ -37,9 +37,6 @@ def bench(
     batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
     limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
-    profile: Annotated[
-        Path | None, typer.Option(help="Write a timeline here: a Chrome trace.")
-    ] = None,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -53,7 +50,7 @@ def bench(
     names = (proposers or _default_proposers(load.model)).split(",")
     asked = _Asked(workload, limit, names, params, batches)
     settings = {"verifier": verifier, "max_batch_size": max(batches)}
-    measurements = _compare(asked, load, settings, profile)
+    measurements = _compare(asked, load, settings)
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
     if not as_json:
@@ -70,10 +67,7 @@ class _Asked(NamedTuple):
     batch_sizes: list[int]
 
 
-def _compare(
-    asked: _Asked, load: ModelOptions, settings: dict[str, Any], profile: Path | None
-) -> list[Measurement]:
-    from guided_spec.cli.profile import profiling
+def _compare(asked: _Asked, load: ModelOptions, settings: dict[str, Any]) -> list[Measurement]:
     from guided_spec.engine.setup import bundled_asset
     from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
 
@@ -82,7 +76,7 @@ def _compare(
     plan = Plan(items, asked.proposers, asked.params, is_greedy, asked.batch_sizes)
     with working("loading the model"):
         llm = load.load(proposer="none", **settings)
-    with llm, profiling(profile):
+    with llm:
         return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -71,7 +70,6 @@ def generate(
     load: ModelOptions,
     proposer: Proposer = None,
     compare: Annotated[bool, typer.Option("--compare", help="Run plain decoding too.")] = False,
-    profile: Annotated[Path | None, typer.Option(help="Write a timeline: Chrome trace.")] = None,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:
@@ -84,7 +82,7 @@ def generate(
     with working("loading the model") as status:
         llm = load.load(proposer=proposer)
         writer = _Writer(status, is_silent=as_json)
-        runs = [_generate(llm, prompt, params, writer, profile)]
+        runs = [_generate(llm, prompt, params, writer)]
         if compare:
             status.start()  # the text has stopped it
             writer = _Writer(status, is_silent=True)
@@ -92,18 +90,14 @@ def generate(
     _report_json(runs) if as_json else _report(runs)
 
 
-def _generate(
-    llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer, trace: Path | None = None
-) -> _Run:
+def _generate(llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer) -> _Run:
     """Run once; an error of the request is raised."""
-    from guided_spec.cli.profile import profiling
-
     with llm:
         writer.status.update(f"reading the prompt ({llm.proposer})")
         llm.generate([prompt], SamplingParams(max_tokens=1))  # the first forward is never typical
         if params.grammar is not None:
             writer.status.update("compiling the grammar")
-        with writer, profiling(trace):
+        with writer:
             for chunk in llm.stream([prompt], params):
                 writer.write(chunk.text)
             completion = chunk.completion

@@ -17,7 +17,6 @@ from guided_spec.cli.check import check
 from guided_spec.cli.console import failures_as_messages
 from guided_spec.cli.eval import evaluate
 from guided_spec.cli.generate import generate
-from guided_spec.cli.proposers import proposers
 from guided_spec.cli.serve import serve
 from guided_spec.cli.stitch import stitch
 from guided_spec.cli.trace import trace
@@ -51,7 +50,6 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(trace)
-app.command()(proposers)
 app.command()(check)
 app.command()(bench)
 app.command()(serve)

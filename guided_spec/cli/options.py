@@ -38,7 +38,7 @@ __all__ = [
 ]
 
 STDIN = "-"
-Proposer = Annotated[str | None, typer.Option(help="See `guided-spec proposers`.")]
+Proposer = Annotated[str | None, typer.Option(help="Who drafts; chain:a+b for several.")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,6 @@ from guided_spec.cli.main import app
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ModelError
 from guided_spec.evaluate.measurement import Measurement
-from guided_spec.proposers import PROPOSERS, proposer_names
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
@@ -274,21 +273,6 @@ def test_a_missing_model() -> None:
     assert "there is no such folder" in " ".join(result.stderr.split())
 
 
-def test_proposers() -> None:
-    result = run("proposers")
-    assert result.exit_code == 0
-    for name in PROPOSERS:
-        assert f" {name} " in result.stdout
-
-
-def test_proposers_json() -> None:
-    rows = json_lines(run("proposers", "--json"))
-    assert [row["name"] for row in rows] == proposer_names()
-    sources = {row["name"]: row["source"] for row in rows}
-    assert sources["ngram"] == "guided_spec.proposers.ngram:NGram"
-    assert all(row["summary"] for row in rows)
-
-
 def test_check(model: str, files: dict[str, str]) -> None:
     result = run("check", files["schema.json"], "--tokenizer", model)
     assert result.exit_code == 0, result.stderr
@@ -386,7 +370,7 @@ def test_a_long_pointer_is_not_broken(tmp_path: Path) -> None:
 def test_help() -> None:
     result = run("--help")
     assert result.exit_code == 0
-    for command in ("generate", "proposers", "check", "bench", "train"):
+    for command in ("generate", "check", "bench", "train"):
         assert command in result.stdout
 
 

@@ -21,14 +21,7 @@ LIGHT_MODULES = (
 LIGHT_COMMANDS = (
     *("--help", "--version", "generate --help", "trace --help", "check --help", "train --help"),
     *(f"train --algorithm {name} --help" for name in ("draft_model", "eagle", "eagle3", "mtp")),
-    *(
-        "bench --help",
-        "serve --help",
-        "stitch --help",
-        "eval --help",
-        "proposers",
-        "proposers --json",
-    ),
+    *("bench --help", "serve --help", "stitch --help", "eval --help"),
 )
 
 # The arguments are lines; prints what each of them has loaded, as JSON.
