@@ -162,7 +162,7 @@ def test_samples_share_one_prefill(
 
 LAW = GrammarSpec.regex("[a-d]{2}[a-z]{4}|9[0-9]{5}")
 LAW_PROMPT = "The age is"
-NUM_SEEDS = 4000
+NUM_SEEDS = 2000  # a share has noise of at most 1.1 %; the draft model's own law is still found
 
 
 def legal(llm: LLM, tokens: Sequence[int]) -> Tensor:

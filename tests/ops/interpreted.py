@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from tests.processes import run_forked
 
 __all__ = ["run_interpreted"]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_interpreted(*arguments: str) -> str:
@@ -17,14 +12,6 @@ def run_interpreted(*arguments: str) -> str:
 
     A process of its own: the interpreter has to be chosen before triton is imported.
     """
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
-        [sys.executable, *arguments],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert found.returncode == 0, found.stdout[-4000:] + found.stderr[-4000:]
-    return found.stdout.strip()
+    found = run_forked(*arguments)
+    assert found.returncode == 0, found.output[-8000:]
+    return found.output.strip()

@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from guided_spec.errors import TrainingStoppedError
 from guided_spec.training.run import TrainingReport, train
 from guided_spec.training.trainer import StopRequest, WorkerSignals
+from tests.processes import run_group
 from tests.training.toy_algorithm import make_options, write_documents, write_target
 
 ROOT = Path(__file__).resolve().parents[2]
-TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 SETTINGS = {
     "algorithm": "toy",
     "epochs": "4",
@@ -43,25 +43,15 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"target": target, "data": write_documents(folder / "documents.jsonl", 24)}
 
 
-def command(
-    sources: dict[str, str], output: Path, *flags: str, processes: tuple[str, ...] = (), **own: Any
-) -> subprocess.CompletedProcess[str]:
-    """Run ``guided-spec train`` as a process, or as two of torchrun."""
+def arguments(sources: dict[str, str], output: Path, *flags: str, **own: Any) -> list[str]:
+    """``guided-spec train``, as arguments of Python."""
     settings = {**SETTINGS, **sources, "output": output, **own}
     options = [
         part
         for name, value in settings.items()
         for part in (f"--{name.replace('_', '-')}", str(value))
     ]
-    return subprocess.run(
-        [sys.executable, *processes, "-m", "tests.training.toy_command", "train", *options, *flags],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
+    return ["-m", "tests.training.toy_command", "train", *options, *flags]
 
 
 def log_of(output: Path) -> list[dict[str, float]]:
@@ -111,7 +101,15 @@ def test_a_signal_in_the_last_step_saves_too(sources: dict[str, str], tmp_path: 
 
 @pytest.mark.slow
 def test_the_command_says_how_to_go_on(sources: dict[str, str], tmp_path: Path) -> None:
-    killed = command(sources, tmp_path, signal_step=5, workers=1)
+    killed = subprocess.run(
+        [sys.executable, *arguments(sources, tmp_path, signal_step=5, workers=1)],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
     assert killed.returncode == 128 + signal.SIGTERM
     message = " ".join(killed.stderr.split())
     assert "TrainingStoppedError: SIGTERM after step 5: saved in" in message
@@ -123,12 +121,14 @@ def test_the_command_says_how_to_go_on(sources: dict[str, str], tmp_path: Path) 
 @pytest.mark.slow
 def test_one_process_gets_the_signal_and_all_stop(sources: dict[str, str], tmp_path: Path) -> None:
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
-    assert command(sources, whole, processes=TWO).returncode == 0
-    killed = command(sources, stopped, processes=TWO, signal_step=3, signal_rank=1)
-    assert killed.returncode != 0
-    assert killed.stderr.count("SIGTERM after step 3: saved in") == 2
-    assert "Gloo" not in killed.stderr
-    assert command(sources, stopped, "--resume", processes=TWO).returncode == 0
+    assert [done.returncode for done in run_group(*arguments(sources, whole))] == [0, 0]
+    own = {"signal_step": 3, "signal_rank": 1}
+    for killed in run_group(*arguments(sources, stopped, **own)):
+        assert killed.returncode == 128 + signal.SIGTERM
+        assert killed.output.count("SIGTERM after step 3: saved in") == 1
+        assert "Gloo" not in killed.output
+    resumed = run_group(*arguments(sources, stopped, "--resume"))
+    assert [done.returncode for done in resumed] == [0, 0]
     assert_same_run(whole, stopped)
 
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock, call
@@ -19,9 +16,8 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.run import TrainingReport, train
 from guided_spec.training.trainer import Trainer
+from tests.processes import run_group
 from tests.training.toy_algorithm import ToyTraining, make_options, write_documents, write_target
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -244,15 +240,9 @@ def test_features_are_written_once_and_read_again(
 
 def run_two(target: str, data: str, output: Path, *settings: str) -> dict[str, Tensor]:
     """Train in two processes; what was exported. settings: sharding, steps, "resume" or "anew"."""
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"),
-        *("-m", "tests.training.two_processes", target, data, str(output), *settings),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
+    arguments = ("tests.training.two_processes", target, data, str(output), *settings)
+    for found in run_group("-m", *arguments):
+        assert found.returncode == 0, found.output[-3000:]
     exported: dict[str, Tensor] = load_file(output / "model.safetensors")
     return exported
 
