@@ -162,7 +162,7 @@ def test_samples_share_one_prefill(
 
 LAW = GrammarSpec.regex("[a-d]{2}[a-z]{4}|9[0-9]{5}")
 LAW_PROMPT = "The age is"
-NUM_SEEDS = 2000  # a share has noise of at most 1.1 %; the draft model's own law is still found
+NUM_SEEDS = 2000  # a share has noise of 1.1 % at most: the draft model's own law has a p-value of 0
 
 
 def legal(llm: LLM, tokens: Sequence[int]) -> Tensor:
@@ -211,7 +211,7 @@ def test_the_law_of_the_first_two_tokens(proposer: str, draft: str, tmp_path: Pa
     with make_llm("llama", proposer, drafter, **options) as llm:
         law = exact_law(llm)
         params = SamplingParams(
-            temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=4, complete=False
+            temperature=1.0, seed=0, n=NUM_SEEDS, grammar=LAW, max_tokens=3, complete=False
         )
         group = llm.generate(LAW_PROMPT, params)[0].completions
     counts = Counter((c.token_ids[0], c.token_ids[1]) for c in group)
