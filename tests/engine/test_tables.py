@@ -130,9 +130,14 @@ def assert_same_on_device(
         assert [count > 0 for count in steps[:4]] == expected, steps
 
 
-@pytest.mark.parametrize("method", ["dflash", "dspark", "p_eagle"])
 @pytest.mark.parametrize(
-    ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]
+    ("method", "heat", "verifier", "at_a_time"),
+    [
+        ("dflash", 0.9, "rejection", 1),
+        ("dflash", 0.0, "coupled", 3),
+        ("dspark", 0.9, "rejection", 1),
+        ("p_eagle", 0.0, "coupled", 3),
+    ],
 )
 def test_a_device_that_finds_paths_along_tables_writes_the_same(
     tmp_path: Path, method: str, heat: float, verifier: str, at_a_time: int
@@ -147,9 +152,16 @@ def test_a_device_that_finds_paths_along_tables_writes_the_same(
 
 
 @pytest.mark.parametrize(
-    ("heat", "verifier", "at_a_time"), [(0.9, "rejection", 1), (0.0, "coupled", 3)]
+    ("proposer", "heat", "verifier", "at_a_time"),
+    [
+        ("eagle3", 0.9, "rejection", 1),
+        ("eagle3", 0.0, "coupled", 3),
+        ("mtp", 0.0, "coupled", 3),
+        ("dspark:mask", 0.9, "rejection", 1),
+        ("draft_model", 0.9, "rejection", 1),
+        ("draft_model", 0.0, "coupled", 3),
+    ],
 )
-@pytest.mark.parametrize("proposer", ["eagle3", "mtp", "dspark:mask", "draft_model"])
 def test_a_loop_that_walks_along_tables_writes_the_same(
     tmp_path: Path, proposer: str, heat: float, verifier: str, at_a_time: int
 ) -> None:

@@ -39,6 +39,18 @@ def heads(tmp_path_factory: pytest.TempPathFactory) -> Heads:
     return make
 
 
+@pytest.fixture(scope="module")
+def plain(heads: Heads) -> Callable[..., list[tuple[list[int], str]]]:
+    """What a head's target writes without it."""
+
+    @cache
+    def write(method: str, *, is_guided: bool) -> list[tuple[list[int], str]]:
+        params = PARAMS if is_guided else FREE
+        return tokens(generate(heads(method), "none", params, max_batch_size=1))
+
+    return write
+
+
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many tokens each step accepted that stood elsewhere than in the chain."""
@@ -75,10 +87,10 @@ def num_accepted(completions: list[Completion]) -> int:
 @pytest.mark.parametrize("is_guided", [True, False], ids=["guided", "free"])
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_text_is_that_of_plain_decoding(
-    heads: Heads, beside: list[int], method: str, *, is_guided: bool, batch_size: int
+    heads: Heads, plain: Any, beside: list[int], method: str, *, is_guided: bool, batch_size: int
 ) -> None:
     headed, params = heads(method), PARAMS if is_guided else FREE
-    expected = tokens(generate(headed, "none", params, max_batch_size=1))
+    expected = plain(method, is_guided=is_guided)
     options: Any = {"max_batch_size": batch_size}
     chain = generate(headed, method, params, **options)
     assert not beside
@@ -121,10 +133,9 @@ def test_text_does_not_depend_on_who_is_drafted_for(
 
 @pytest.mark.parametrize("spec", ["chain:grammar_forced+dflash", "chain:ngram+dflash"])
 @pytest.mark.parametrize("kernels", ["auto", "packed"])
-def test_in_a_chain(heads: Heads, beside: list[int], spec: str, kernels: str) -> None:
+def test_in_a_chain(heads: Heads, plain: Any, beside: list[int], spec: str, kernels: str) -> None:
     """Trees grow around what several proposers drafted, and where forwards are filled up."""
-    headed = heads("dflash")
-    expected = tokens(generate(headed, "none", PARAMS, max_batch_size=1))
+    headed, expected = heads("dflash"), plain("dflash", is_guided=True)
     options: Any = {"max_batch_size": 3, "kernels": kernels, "grammar_tables": "always"}
     assert tokens(generate(headed, spec, PARAMS, tree_nodes=40, **options)) == expected
     assert sum(beside) > 2

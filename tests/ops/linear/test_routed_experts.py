@@ -21,8 +21,8 @@ from guided_spec.ops.linear.experts import close_experts, open_experts, route
 torch.manual_seed(0)
 gatings = (Gating(), Gating(is_interleaved=True, limit=2.0, alpha=1.7))
 sizes = ((1, 5, 2, 8, 8), (3, 7, 3, 70, 22), (2, 4, 4, 16, 600), (1, 33, 8, 1100, 48))
-for dtype, tolerance in ((torch.float32, 1e-4), (torch.float16, 2e-2)):
-    for count, experts, chosen, inputs, outputs in sizes:
+for dtype, tolerance, few in ((torch.float32, 1e-4, sizes), (torch.float16, 2e-2, sizes[1:2])):
+    for count, experts, chosen, inputs, outputs in few:
         logits = torch.randn(count, experts).to(dtype)
         for is_normalized, has_shared in ((True, False), (False, False), (True, True)):
             given = torch.cat([logits, logits[:, :1]], 1) if has_shared else logits
