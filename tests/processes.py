@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed import TCPStore
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 __all__ = ["Finished", "run_forked", "run_group"]
 
