@@ -81,7 +81,7 @@ class MarkovHead(nn.Module):
 
     def step(self, logits: Tensor, hidden: Tensor, previous: Tensor) -> Tensor:
         """See ``Transition``."""
-        return logits.float() + self.bias(hidden, self.markov_w1(previous)).float()
+        return logits.float() + self.bias(hidden, self.markov_w1(previous))
 
     def bias(self, hidden: Tensor, embedded: Tensor) -> Tensor:
         """What is added to the logits [..., D] behind tokens of w1 ``embedded`` [..., rank]."""
