@@ -52,8 +52,7 @@ WORTH_SHARING = 16_384
 class Rows(NamedTuple):
     """Where the rows of one forward go, [B] on the host each: see ``SlotInputs``.
 
-    The rows' own tokens stand in one line, ``counts`` of each. Several rows may be pieces of one
-    slot's text, as a layer stores all keys before any is read; not where layers keep states.
+    The rows' own tokens stand in one line, ``counts`` of each; each row is in a slot of its own.
 
     tree: int64 [2, n], of the first n tokens of the line: how many tokens of its row each one
     follows, and which, see ``SlotPlaces.tree``; None where all are chains.
