@@ -41,7 +41,7 @@ from guided_spec.models.heads.slot_head import HeadRunner, SlotHead, SlotLimits
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.block_readers import PackedContextReader, PackedMaskedReader
 from guided_spec.models.packed.heads import PackedEagle3, PackedMtp
-from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed.slot_head import PackedSlotHead, ReadAhead
 from guided_spec.models.packed.whole_drafts import WholeDrafts
 from guided_spec.ops.host import Download, pad_ids, to_device
 from guided_spec.ops.mailbox import can_share
@@ -160,7 +160,7 @@ class LearnedHead(Proposer):
             index = to_device(rows, batch.device)
             token_ids, states, num_accepted = given
             given = token_ids[index], states[index], num_accepted[index]
-        head.read_ahead(slots, *given, counts)
+        head.read_ahead(ReadAhead(slots, *given, counts))
         known = {slot: (row, lengths[row]) for slot, row in zip(slots, rows, strict=True)}
         return _ReadAhead(known, packed)
 

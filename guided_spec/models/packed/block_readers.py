@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -11,23 +13,109 @@ from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotLimits
-from guided_spec.models.packed.block_graphs import BlockGraphs, BlockRows
 from guided_spec.models.packed.block_head import PackedBlock, places_of_blocks
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.graph_pool import (
+    ROW_SIZES,
     SIZES,
     CaptureWindow,
     GraphPool,
     Inputs,
     bucket,
+    pack_places,
+    pad_rows,
     pad_to,
     upload,
 )
 from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
-from guided_spec.models.packed.slot_head import HeadSlots, PackedSlotHead
+from guided_spec.models.packed.slot_head import HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.ops.slot_attention import SlotPlaces
 
-__all__ = ["PackedContextReader", "PackedMaskedReader"]
+__all__ = [
+    "BlockForward",
+    "BlockGraphs",
+    "BlockRows",
+    "PackedContextReader",
+    "PackedMaskedReader",
+    "has_graph",
+]
+
+
+class BlockForward(Protocol):
+    """What a graph holds; nothing in it waits for the device.
+
+    vocabulary: what the logits score; None: the target's own tokens. transition: how a place
+    depends on the one before; None: it does not.
+    """
+
+    @property
+    def vocabulary(self) -> DraftVocabulary | None: ...
+    @property
+    def transition(self) -> Transition | None: ...
+    def outputs(self, slots: Tensor, starts: Tensor, last: Tensor, width: int) -> Tensor:
+        """The outputs [R, width, H] of the places behind ``last``, which stand at ``starts``.
+
+        All int64 [R] on the device; slot -1: an unused row.
+        """
+        ...
+
+    def logits(self, outputs: Tensor) -> Tensor:
+        """Outputs [..., H] to logits [..., D]."""
+        ...
+
+
+class BlockRows(NamedTuple):
+    """slots, starts: of R texts, and where their last tokens stand. last: int64 [R] on the
+    device, these tokens."""
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    last: Tensor
+
+
+class BlockGraphs:
+    """The blocks of a head, each by one graph. num_slots: rows of a batch at most."""
+
+    def __init__(self, graphs: GraphPool, forward: BlockForward, num_slots: int) -> None:
+        self._graphs, self._forward = graphs, forward
+        most = bucket(num_slots, ROW_SIZES)
+        self._row_sizes = [size for size in reversed(ROW_SIZES) if size <= most]
+
+    def outputs(self, rows: BlockRows, width: int) -> Tensor:
+        """[R, width, H]; on CUDA the next graph overwrites them."""
+        size = bucket(len(rows.slots), ROW_SIZES)
+        inputs = {
+            "places": pack_places((rows.slots, rows.starts), size),
+            "last": pad_rows(rows.last, size),
+        }
+        compute = partial(self._compute, width)
+        if has_graph(size, width):
+            found: Tensor = self._graphs.run((width, size), inputs, compute)
+        else:
+            found = compute(upload(inputs, self._graphs.device))
+        return found[: len(rows.slots)]
+
+    def capture(self, width: int) -> Iterator[None]:
+        """Capture the graphs of ``outputs``."""
+        for size in self._row_sizes:
+            inputs = {
+                "places": pack_places([[], []], size),
+                "last": torch.zeros(size, dtype=torch.int64),
+            }
+            if has_graph(size, width):
+                self._graphs.prepare((width, size), inputs, partial(self._compute, width))
+                yield
+            else:
+                self._compute(width, upload(inputs, self._graphs.device))
+
+    def _compute(self, width: int, inputs: Inputs) -> Tensor:
+        slots, starts = inputs["places"].unbind(0)
+        return self._forward.outputs(slots, starts, inputs["last"], width)
+
+
+def has_graph(size: int, width: int) -> bool:
+    """Whether ``size`` blocks are few enough tokens: more take longer than their launches."""
+    return size * (width + 1) <= LARGEST_GRAPH
 
 
 class PackedContextReader:
@@ -48,27 +136,15 @@ class PackedContextReader:
     ) -> None:
         head = packed.head
         self._packed, self._device, self._dtype = packed, device, dtype
-        self.max_length, self.width, self.size = (
-            limits.max_length,
-            head.layout.width,
-            head.hidden_size,
-        )
+        self.transition, self.vocabulary = head.transition, head.vocabulary
+        self.max_length, self.width = limits.max_length, head.layout.width
+        self.size = head.hidden_size
         self.slots = HeadSlots(head.config, limits, device=device, dtype=dtype, blocks=blocks)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
         self.commit, self.can_read_ahead = self.slots.commit, self.slots.can_read_ahead
         self.graphs = GraphPool(device, window)
         self.drafts = BlockGraphs(self.graphs, self, limits.num_slots)
-
-    @property
-    def transition(self) -> Transition | None:
-        """The head's."""
-        return self._packed.head.transition
-
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The head's."""
-        return self._packed.head.vocabulary
 
     @torch.inference_mode()
     def read(
@@ -80,20 +156,12 @@ class PackedContextReader:
             self._read_rows(line.rows, line.of(states))
 
     @torch.inference_mode()
-    def read_ahead(
-        self,
-        slots: Sequence[int],
-        token_ids: Tensor,
-        states: Tensor,
-        last: Tensor,
-        counts: Sequence[int],
-    ) -> None:
+    def read_ahead(self, new: ReadAhead) -> None:
         """See ``PackedSlotHead``."""
-        del last
-        rows = Rows(slots, self.slots.lengths(slots), counts)
-        index = torch.from_numpy(rows.places_in(token_ids.shape[1]))
+        rows = new.rows(self.slots)
+        index = torch.from_numpy(rows.places_in(new.token_ids.shape[1]))
         index = index.to(self._device, non_blocking=True)
-        self._read_rows(rows, states.flatten(0, 1)[index])
+        self._read_rows(rows, new.states.flatten(0, 1)[index])
 
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:
@@ -162,7 +230,7 @@ class PackedMaskedReader:
     transition = None
 
     def __init__(self, head: Eagle3Head, slots: PackedSlotHead, width: int) -> None:
-        self._head, self._masks = head, head.masks()
+        self._head, self._masks, self.vocabulary = head, head.masks(), head.vocabulary
         self.width, self.size, self.max_length = width, head.hidden_size, slots.max_length
         self.slots, self.graphs = slots, slots.graphs
         self.length, self.release = slots.length, slots.release
@@ -170,11 +238,6 @@ class PackedMaskedReader:
         self.copy_slot, self.commit = slots.copy_slot, slots.commit
         self.can_read_ahead, self.read_ahead = slots.can_read_ahead, slots.read_ahead
         self.drafts = BlockGraphs(self.graphs, self, slots.num_slots)
-
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The head's."""
-        return self._head.vocabulary
 
     @torch.inference_mode()
     def draft(self, slots: Sequence[int], last: Tensor, width: int) -> Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from guided_spec.models.heads.draft_head import DraftHead, DraftVocabulary
+from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.slot_head import SlotLimits
 from guided_spec.models.packed.blocks import Blocks
 from guided_spec.models.packed.graph_pool import (
@@ -40,7 +40,7 @@ from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["HeadLine", "HeadSlots", "PackedHead", "PackedSlotHead"]
+__all__ = ["HeadLine", "HeadSlots", "PackedHead", "PackedSlotHead", "ReadAhead"]
 
 
 class HeadLine(NamedTuple):
@@ -53,6 +53,24 @@ class HeadLine(NamedTuple):
     def of(self, states: Sequence[Tensor]) -> Tensor:
         """[N, X]: these positions of the texts' new states [n, X]."""
         return torch.cat([states[row][cut] for row, cut in self.cuts])
+
+
+class ReadAhead(NamedTuple):
+    """Verified tokens of R texts of which the host does not know yet how many there are.
+
+    token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R], in
+    [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at most.
+    """
+
+    slots: Sequence[int]
+    token_ids: Tensor
+    states: Tensor
+    last: Tensor
+    counts: Sequence[int]
+
+    def rows(self, slots: HeadSlots) -> Rows:
+        """Where they go."""
+        return Rows(self.slots, slots.lengths(self.slots), self.counts)
 
 
 class HeadSlots:
@@ -180,6 +198,8 @@ class PackedSlotHead:
     slots: what it holds. whole: its drafts by one graph each.
     """
 
+    scores_at_once = False
+
     @torch.inference_mode()
     def __init__(
         self,
@@ -191,7 +211,8 @@ class PackedSlotHead:
         blocks: Blocks | None = None,
         window: CaptureWindow | None = None,
     ) -> None:
-        self._packed, self.max_length = packed, limits.max_length
+        self._packed, self.vocabulary = packed, packed.head.vocabulary
+        self.num_slots, self.max_length = limits.num_slots, limits.max_length
         self._limits, self._device, self._dtype = limits, device, dtype
         config = packed.head.config
         self.slots = HeadSlots(config, limits, device=device, dtype=dtype, blocks=blocks)
@@ -206,16 +227,6 @@ class PackedSlotHead:
         self._indexed: tuple[tuple[int, ...], Tensor] | None = None  # the last slots, on the device
         self._scored: tuple[tuple[int, ...], Scored] | None = None  # the last rows, if still valid
         self._has_appended = False  # whether the graph that appends stands where these rows do
-
-    @property
-    def num_slots(self) -> int:
-        """Texts at a time."""
-        return self._limits.num_slots
-
-    @property
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The head's."""
-        return self._packed.head.vocabulary
 
     def depth(self, slot: int) -> int:
         """Draft tokens behind the verified ones."""
@@ -275,31 +286,19 @@ class PackedSlotHead:
         self.slots.commit(slot, count)
 
     @torch.inference_mode()
-    def read_ahead(
-        self,
-        slots: Sequence[int],
-        token_ids: Tensor,
-        states: Tensor,
-        last: Tensor,
-        counts: Sequence[int],
-    ) -> None:
-        """Read verified tokens of which the host does not know yet how many there are.
+    def read_ahead(self, new: ReadAhead) -> None:
+        """A slot holds them once ``commit`` says how many they were.
 
-        token_ids: int64 [R, T] on the device. states: [R, T, X] that go with them. last: int64 [R],
-        in [0, T), where each row ends; what is behind is any. counts: [R] tokens of each row at
-        most, on the host.
-
-        A slot holds them once ``commit`` says how many they were; otherwise it is as before, but
-        for the draft, which is forgotten.
+        Otherwise it is as before, but for the draft, which is forgotten.
         """
-        rows = Rows(slots, self.slots.lengths(slots), counts)
-        begins = np.cumsum(counts) - np.array(counts)
-        placed = np.concatenate([rows.places_in(token_ids.shape[1]), begins])
+        rows, count = new.rows(self.slots), len(new.counts)
+        begins = np.cumsum(new.counts) - np.array(new.counts)
+        placed = np.concatenate([rows.places_in(new.token_ids.shape[1]), begins])
         index = torch.from_numpy(placed).to(self._device, non_blocking=True)
-        index, first = index.split([len(index) - len(counts), len(counts)])
-        fed = token_ids.clamp_min(0).flatten()[index], states.flatten(0, 1)[index]
-        self._read_rows(rows, *fed, first + last)
-        self._begin_draft(slots)
+        index, first = index.split([len(index) - count, count])
+        fed = new.token_ids.clamp_min(0).flatten()[index], new.states.flatten(0, 1)[index]
+        self._read_rows(rows, *fed, first + new.last)
+        self._begin_draft(new.slots)
 
     @torch.inference_mode()
     def append(self, slots: Sequence[int], token_ids: Tensor) -> None:
@@ -334,11 +333,6 @@ class PackedSlotHead:
         fed = token_ids.flatten(), hidden.flatten(0, 1)
         found = self._packed.forward(*fed, places, self.slots.memory)
         return torch.cat([first, found.view(*token_ids.shape, -1)], 1)
-
-    @property
-    def scores_at_once(self) -> bool:
-        """A forward comes behind each token."""
-        return False
 
     def has_graph(self, size: int, count: int) -> bool:
         """See ``DraftForward``: a step has no more tokens than rows."""

@@ -10,10 +10,11 @@ import torch
 from transformers import PreTrainedModel
 
 from guided_spec.models.heads.loading import load_head
-from guided_spec.models.packed import block_graphs, block_readers, slot_head
+from guided_spec.models.packed import block_readers, slot_head
 from guided_spec.models.packed.block_head import PackedBlock
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import ROW_SIZES, SIZES
+from guided_spec.models.packed.slot_head import ReadAhead
 from tests.models.heads.block_checkpoints import write_block
 from tests.models.packed.block_pairs import FORMS, LENGTH, WIDTH, BlockPair
 from tests.models.tiny import build
@@ -83,12 +84,12 @@ def test_what_is_confirmed_was_read(
         before = [pair.packed.length(slot) for slot in SLOTS]
         assert pair.packed.can_read_ahead(SLOTS, most)
         if is_right:
-            pair.packed.read_ahead(SLOTS, padded, states, last, most)
+            pair.packed.read_ahead(ReadAhead(SLOTS, padded, states, last, most))
             for slot, count in zip(SLOTS, COUNTS, strict=True):
                 pair.packed.commit(slot, count)
         else:
             wrong = padded.new_full(padded.shape, 7)
-            pair.packed.read_ahead(SLOTS, wrong, pair.states(3, TOKENS), last, most)
+            pair.packed.read_ahead(ReadAhead(SLOTS, wrong, pair.states(3, TOKENS), last, most))
             assert [pair.packed.length(slot) for slot in SLOTS] == before
         rows = [row[:count] for row, count in zip(states, COUNTS, strict=True)]
         pair.stock.read(SLOTS, tokens, rows)
@@ -115,8 +116,7 @@ def test_what_is_captured_serves_all(
     tmp_path: Path, target: PreTrainedModel, form: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lines and blocks of more tokens than a graph takes run without one."""
-    for module in (block_graphs, block_readers):
-        monkeypatch.setattr(module, "LARGEST_GRAPH", 5 * (WIDTH + 1))
+    monkeypatch.setattr(block_readers, "LARGEST_GRAPH", 5 * (WIDTH + 1))
     pair = BlockPair(tmp_path, target, form)
     graphs = pair.reader.graphs
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
 from guided_spec.models.packed import slot_head
 from guided_spec.models.packed.heads import PackedEagle3
-from guided_spec.models.packed.slot_head import PackedSlotHead
+from guided_spec.models.packed.slot_head import PackedSlotHead, ReadAhead
 from tests.models.heads.heads import write_eagle3
 from tests.models.tiny import build
 
@@ -72,7 +72,9 @@ def test_what_is_confirmed_was_read(pair: Pair, most: list[int]) -> None:
         tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
         pair.stock.read(SLOTS, tokens, [row[:n] for row, n in zip(states, COUNTS, strict=True)])
         pair.packed.append(SLOTS, torch.tensor([1, 2, 3]))  # a draft, to be forgotten
-        pair.packed.read_ahead(SLOTS, padded(tokens), states, torch.tensor(COUNTS) - 1, most)
+        pair.packed.read_ahead(
+            ReadAhead(SLOTS, padded(tokens), states, torch.tensor(COUNTS) - 1, most)
+        )
         for slot, count in zip(SLOTS, COUNTS, strict=True):
             pair.packed.commit(slot, count)
         assert [pair.packed.length(s) for s in SLOTS] == [pair.stock.length(s) for s in SLOTS]
@@ -83,7 +85,7 @@ def test_what_is_confirmed_was_read(pair: Pair, most: list[int]) -> None:
 def test_what_is_not_confirmed_leaves_no_trace(pair: Pair) -> None:
     wrong = torch.tensor([pair.tokens(WIDTH) for _ in SLOTS])
     last = torch.tensor([3, 3, 3])
-    pair.packed.read_ahead(SLOTS, wrong, pair.states(3, WIDTH), last, [WIDTH] * 3)
+    pair.packed.read_ahead(ReadAhead(SLOTS, wrong, pair.states(3, WIDTH), last, [WIDTH] * 3))
     tokens = [pair.tokens(count) for count in COUNTS]
     states = [pair.states(count) for count in COUNTS]
     for head in (pair.stock, pair.packed):
@@ -94,7 +96,7 @@ def test_what_is_not_confirmed_leaves_no_trace(pair: Pair) -> None:
 def test_one_of_several_is_confirmed(pair: Pair) -> None:
     tokens, states = [pair.tokens(count) for count in COUNTS], pair.states(3, WIDTH)
     last = torch.tensor(COUNTS) - 1
-    pair.packed.read_ahead(SLOTS, padded(tokens), states, last, [WIDTH] * 3)
+    pair.packed.read_ahead(ReadAhead(SLOTS, padded(tokens), states, last, [WIDTH] * 3))
     pair.packed.commit(0, 4)
     pair.stock.read([0], [tokens[1]], [states[1]])
     others, more = [pair.tokens(2), pair.tokens(3)], [pair.states(2), pair.states(3)]

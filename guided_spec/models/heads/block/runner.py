@@ -19,11 +19,16 @@ from guided_spec.models.heads.block.transitions import Transition
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.slot_head import SlotHead, SlotLimits
-from guided_spec.models.packed.block_graphs import BlockForward, BlockGraphs, BlockRows, has_graph
+from guided_spec.models.packed.block_readers import (
+    BlockForward,
+    BlockGraphs,
+    BlockRows,
+    has_graph,
+)
 from guided_spec.models.packed.blocks import BLOCK, Blocks
 from guided_spec.models.packed.graph_pool import GraphPool, Inputs
 from guided_spec.models.packed.packed_lm import split_places
-from guided_spec.models.packed.slot_head import HeadLine, HeadSlots
+from guided_spec.models.packed.slot_head import HeadLine, HeadSlots, ReadAhead
 from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
@@ -66,14 +71,7 @@ class AheadReader(BlockReader, BlockForward, Protocol):
     """A reader whose forwards are graphs; see ``PackedSlotHead``."""
 
     def can_read_ahead(self, slots: Sequence[int], counts: Sequence[int]) -> bool: ...
-    def read_ahead(
-        self,
-        slots: Sequence[int],
-        token_ids: Tensor,
-        states: Tensor,
-        last: Tensor,
-        counts: Sequence[int],
-    ) -> None: ...
+    def read_ahead(self, new: ReadAhead) -> None: ...
     def commit(self, slot: int, count: int) -> None: ...
     def capture(self, width: int) -> Iterator[None]:
         """Capture the graphs of reading, and of blocks of ``width`` places."""
@@ -100,8 +98,10 @@ class BlockRunner:
     place every logit is -inf: a draft is no longer than that. ahead: the reader, where its forwards
     are graphs.
 
-    whole: its drafts by one graph each, where that is so.
+    whole: its drafts by one graph each, where that is so. transition: as of the reader.
     """
+
+    scores_at_once = True
 
     @torch.inference_mode()
     def __init__(
@@ -115,7 +115,7 @@ class BlockRunner:
         ahead: AheadReader | None = None,
     ) -> None:
         self._reader, self._ahead, self._device = reader, ahead, device
-        self.max_length = reader.max_length
+        self.max_length, self.transition = reader.max_length, reader.transition
         self.width = min(width, reader.width)
         self.whole = None if ahead is None else WholeDrafts(ahead.graphs, self, num_slots)
         self._depths, self._marks = ([0] * num_slots for _ in range(2))
@@ -185,19 +185,12 @@ class BlockRunner:
         return self._ahead is not None and self._ahead.can_read_ahead(slots, counts)
 
     @torch.inference_mode()
-    def read_ahead(
-        self,
-        slots: Sequence[int],
-        token_ids: Tensor,
-        states: Tensor,
-        last: Tensor,
-        counts: Sequence[int],
-    ) -> None:
+    def read_ahead(self, new: ReadAhead) -> None:
         """See ``PackedSlotHead.read_ahead``; where ``can_read_ahead``."""
         assert self._ahead is not None
-        self._ahead.read_ahead(slots, token_ids, states, last, counts)
-        ends = token_ids.gather(1, last.unsqueeze(1)).squeeze(1)
-        self._begin_drafts(slots, self._index(slots), ends.clamp_min(0))
+        self._ahead.read_ahead(new)
+        ends = new.token_ids.gather(1, new.last.unsqueeze(1)).squeeze(1)
+        self._begin_drafts(new.slots, self._index(new.slots), ends.clamp_min(0))
 
     def commit(self, slot: int, count: int) -> None:
         """The slot holds ``count`` of the tokens that were read ahead."""
@@ -219,11 +212,6 @@ class BlockRunner:
         """See ``DraftForward``."""
         assert self._ahead is not None
         return self._ahead.vocabulary
-
-    @property
-    def scores_at_once(self) -> bool:
-        """They do: one forward scores a block."""
-        return True
 
     def has_graph(self, size: int, count: int) -> bool:
         """See ``DraftForward``."""
@@ -270,11 +258,6 @@ class BlockRunner:
             scores = scores.masked_fill(is_behind.unsqueeze(1), -torch.inf)
         return scores
 
-    @property
-    def transition(self) -> Transition | None:
-        """How a place depends on the one before it; None: it does not."""
-        return self._reader.transition
-
     def _rows(self, slots: Sequence[int], index: Tensor, width: int) -> BlockRows:
         assert self._ahead is not None
         return self._ahead.rows(slots, self._trail[index, 0], width)
@@ -315,17 +298,16 @@ class ContextReader:
         blocks: Blocks | None = None,
     ) -> None:
         self.head, self.max_length = head, limits.max_length
-        self.width, self.size = head.layout.width, head.hidden_size
+        self.width, self.size, self.transition = (
+            head.layout.width,
+            head.hidden_size,
+            head.transition,
+        )
         self._device, self._dtype = device, dtype
         where: Any = {"device": device, "dtype": dtype, "blocks": blocks}
         self.slots = HeadSlots(head.config, limits, **where)
         self.length, self.release = self.slots.length, self.slots.release
         self.adopt, self.copy_slot = self.slots.adopt, self.slots.copy_slot
-
-    @property
-    def transition(self) -> Transition | None:
-        """The head's."""
-        return self.head.transition
 
     @torch.inference_mode()
     def read(
