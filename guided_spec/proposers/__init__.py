@@ -46,7 +46,7 @@ PROPOSERS: dict[str, str | Factory] = {
     "ngram": "guided_spec.proposers.ngram:NGram",
     "none": "guided_spec.proposers.drafting:NoDraft",
     "p_eagle": "guided_spec.proposers.learned_head:p_eagle",
-    "pard": "guided_spec.proposers.pard:Pard",
+    "pard": "guided_spec.proposers.draft_model:Pard",
     "qwen3_5_mtp": "guided_spec.proposers.learned_head:qwen3_5_mtp",
     "suffix": "guided_spec.proposers.suffix:Suffix",
 }

@@ -1,8 +1,15 @@
-"""A smaller language model of the same vocabulary drafts for the target."""
+"""A smaller language model of the same vocabulary drafts for the target.
+
+``Pard``: An et al., "PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model
+Adaptation", arXiv:2504.18583, and AMD's code. Behind the text stand K - 1 times the token
+``pard_token``; the text's last token and each of these predicts the token of the place behind it.
+Nothing else tells such a model from another.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +17,7 @@ import torch
 from torch import Tensor
 
 from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerContext
-from guided_spec.errors import ConfigError, VocabularyMismatchError
+from guided_spec.errors import ConfigError, ModelError, VocabularyMismatchError
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.models.causal_lm import CausalLM, SlotInputs, largest_context
 from guided_spec.models.loading import load_model, load_tokenizer
@@ -20,7 +27,7 @@ from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts
 
-__all__ = ["DraftCache", "DraftModel", "fit_width"]
+__all__ = ["DraftModel", "Pard"]
 
 
 class DraftCache:
@@ -156,8 +163,14 @@ class DraftModel(Proposer):
         """The loop behind its run."""
         rows = self._cache.open_rows(batch, lookahead)
         loop = DraftLoop(batch, lookahead, self._policy, None, self._chooser, rows)
-        if not rows:
-            return loop
+        if rows:
+            self._run(loop, batch, lookahead, rows)
+        return loop
+
+    def _run(
+        self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
+    ) -> None:
+        """Run the loop, in which ``rows`` draft."""
         drafted = [list(lookahead.drafted[row]) for row in rows]
         self._cache.read_prompts(batch, rows, self._cache.chunk)
         feeder, lengths = _Feeder(self._model, batch, rows), self._cache.lengths
@@ -172,10 +185,92 @@ class DraftModel(Proposer):
             feeder.feed(drafted, feeder.ends)
             loop.run(feeder.logits, feeder.next)
             self._model.load_states(feeder.slots, saved)
-            return loop
+            return
         feeder.feed([[*p, *d] for p, d in zip(pending, drafted, strict=True)], starts)
         loop.run(feeder.logits, feeder.next)
-        return loop
+
+
+class Pard(DraftModel):
+    """A draft model that drafts a whole block by one forward.
+
+    Raises what ``DraftModel`` raises, and ModelError for a draft whose config.json has no
+    ``pard_token``, or which needs the target's hidden states (PARD-2).
+    """
+
+    def __init__(self, context: ProposerContext) -> None:
+        super().__init__(context)
+        if self._model.has_linear_state:
+            kind = self._model.config.model_type
+            raise ModelError(
+                f"proposer='pard': expected a draft of attention alone, found {kind}, whose state "
+                "cannot be taken back behind a block; use draft_model"
+            )
+        self._token = _read_token(self._model.config, self._model.vocab_size)
+        self._width = context.config.num_draft_tokens
+
+    def _block(self, batch: DecodeBatch, rows: Sequence[int]) -> Tensor:
+        """[R, W, V]: logits of the places behind the texts of ``rows``, by one forward.
+
+        The masks are forgotten.
+        """
+        cache, slots = self._cache, [batch.slots[row] for row in rows]
+        cache.read_prompts(batch, rows, self._width)
+        # The last token is fed again where the text has not grown: it predicts the first place.
+        starts = [
+            min(cache.lengths[slot], len(batch.contexts[row]) - 1)
+            for slot, row in zip(slots, rows, strict=True)
+        ]
+        pending = [batch.contexts[row][start:] for row, start in zip(rows, starts, strict=True)]
+        masks = [self._token] * (self._width - 1)
+        fed = [[*tokens, *masks] for tokens in pending]
+        counts = [len(tokens) for tokens in fed]
+        inputs = SlotInputs(pad_ids(fed, max(counts)), slots, starts, counts)
+        logits = self._model.forward(inputs, logits="all").logits
+        assert logits is not None
+        self._model.commit([len(tokens) for tokens in pending])
+        for slot, row in zip(slots, rows, strict=True):
+            cache.lengths[slot] = len(batch.contexts[row])
+        first = to_device([len(tokens) - 1 for tokens in pending], batch.device)
+        places = first.unsqueeze(1) + torch.arange(self._width, device=first.device)
+        index = places.unsqueeze(2).expand(-1, -1, logits.shape[2])
+        return _fit_width(logits.gather(1, index), batch.vocab_size)
+
+    def _run(
+        self, loop: DraftLoop, batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]
+    ) -> None:
+        starts = [len(lookahead.drafted[row]) for row in rows]
+        block, steps = self._block(batch, rows), count()
+        index = torch.tensor(rows).to(batch.device, non_blocking=True)
+
+        def logits(token_ids: Tensor | None = None) -> Tensor:
+            del token_ids  # what a place drafts changes no other
+            step = next(steps)
+            at = [min(start + step, self._width - 1) for start in starts]
+            behind = torch.tensor([start + step >= self._width for start in starts])
+            place = torch.tensor(at).to(batch.device, non_blocking=True)
+            scores = block[torch.arange(len(rows), device=batch.device), place]
+            behind = behind.to(batch.device, non_blocking=True)
+            scores = scores.masked_fill(behind.unsqueeze(1), -torch.inf)
+            full = scores.new_full((len(batch), scores.shape[1]), -torch.inf)
+            return full.index_copy_(0, index, scores)
+
+        loop.run(logits(), logits)
+
+
+def _read_token(config: Any, vocab_size: int) -> int:
+    values = config.to_dict()
+    if values.get("pard2") or values.get("spd_type") == "pard2":
+        raise ModelError(
+            "proposer='pard': expected a draft that reads tokens alone, found one of PARD-2, which "
+            "reads the target's hidden states; pass one of PARD"
+        )
+    token = values.get("pard_token")
+    if not isinstance(token, int) or not 0 <= token < vocab_size:
+        raise ModelError(
+            f"proposer='pard': expected pard_token in the draft's config.json, below {vocab_size}, "
+            f"found {token!r}; pass a model that was trained for it, or use draft_model"
+        )
+    return token
 
 
 class _Feeder:
@@ -213,7 +308,7 @@ class _Feeder:
         logits = self._model.forward(inputs, logits="last").logits
         assert logits is not None
         self._model.commit(counts)
-        logits = fit_width(logits[:, 0], self.logits.shape[1])
+        logits = _fit_width(logits[:, 0], self.logits.shape[1])
         fed = [row for row, count in enumerate(counts) if count > 0]
         if len(fed) == len(self.logits):
             self.logits = logits
@@ -222,7 +317,7 @@ class _Feeder:
         self.logits = self.logits.index_copy(0, self._rows[kept], logits[kept])
 
 
-def fit_width(logits: Tensor, vocab_size: int) -> Tensor:
+def _fit_width(logits: Tensor, vocab_size: int) -> Tensor:
     """Models of one tokenizer pad their logits differently: padding ids are never drafted."""
     if logits.shape[-1] >= vocab_size:
         return logits[..., :vocab_size]
