@@ -22,7 +22,8 @@ Variants, and what they differ in:
 ``ours:eager``         nothing compiled
 ``speculators``        its model as it is: the output head of the draft is not trained
 ``speculators:head``   it is, as ours is
-``speculators:eager``  the same, of its forward the attention and its masks alone compiled
+``speculators:plain``  the same with its losses in plain torch, which it compiles, not by its kernel
+``speculators:eager``  by its kernel; of its forward the attention and its masks alone are compiled
 ``specforge``          by flex attention; its EAGLE-3 with the compact teacher of its offline mode
 =====================  ============================================================================
 
@@ -71,11 +72,11 @@ CLIP = 0.5
 VARIANTS = {
     "eagle3": (
         *("ours", "ours:dense", "ours:recompute", "ours:eager"),
-        *("speculators", "speculators:head", "speculators:eager", "specforge"),
+        *("speculators", "speculators:head", "speculators:plain", "speculators:eager", "specforge"),
     ),
     "dflash": (
         *("ours", "ours:recompute", "ours:eager"),
-        *("speculators", "speculators:head", "speculators:eager", "specforge"),
+        *("speculators", "speculators:head", "speculators:plain", "speculators:eager", "specforge"),
     ),
 }
 KL, TOKENS = "kl", "token_cross_entropy"
@@ -338,7 +339,7 @@ def _train_speculators(work: Work, change: str) -> Trainee:
     config.transformer_layer_config._attn_implementation = kernel
     model = vars(core)[f"{name}DraftModel"].from_pretrained(work.head, config=config)
     model = model.float().to(device).train()
-    model.lm_head.weight.requires_grad_(requires_grad=change in ("head", "eager"))
+    model.lm_head.weight.requires_grad_(requires_grad=change != "")
     if not is_on_cuda:  # it compiles where a GPU is, and its masks need not be compiled here
         vars(core).update(_compiled_create_block_mask=vars(core)["create_block_mask"])
     if change == "eager" and is_on_cuda:
@@ -346,7 +347,8 @@ def _train_speculators(work: Work, change: str) -> Trainee:
         vars(attention).update(flex_attention=torch.compile(flex_attention.flex_attention))
         model._create_mask_fn = torch.compile(flex_attention.create_block_mask)
         model.forward = MethodType(inspect.unwrap(type(model).forward), model)
-    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_on_cuda else "eager")
+    is_fused = is_on_cuda and change != "plain"
+    loss_config = losses.resolve_loss_config("kl_div", "fused" if is_fused else "eager")
     inputs = _packed(work) | {"loss_config": loss_config}
     if work.options.algorithm == "eagle3":
         inputs |= {"ttt_steps": _depths(work.options), "ttt_step_loss_decay": 1.0}
