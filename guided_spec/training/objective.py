@@ -231,7 +231,7 @@ def measure(
     """
     rows = _DraftRows.gather(list(drafts), targets)
     loss = _FusedLoss(rows, scorer, targets, objective)
-    for chunk in rows.chunks(len(targets.last), *loss.widths(batch.bitmask.shape[-1] * BITS)):
+    for chunk in rows.chunks(*loss.widths(batch.bitmask.shape[-1] * BITS)):
         loss.add(chunk)
     metrics: dict[str, Metric] = {}
     if scorer.confidence is not None:
@@ -268,26 +268,20 @@ class _DraftRows(NamedTuple):
         hidden = torch.cat([draft.hidden for draft in drafts]).index_select(0, order)
         return cls(hidden, row[order], depth[order], places)
 
-    def chunks(self, count: int, row_bytes: int, draft_bytes: int) -> Iterator[_Chunk]:
-        """All ``count`` rows, as many at a time as ``CHUNK_BYTES`` allow; once if there is none."""
-        drafts = self.row.bincount(minlength=count).cumsum(0).cpu()
-        total = torch.arange(1, count + 1) * row_bytes + drafts * draft_bytes
-        start = first = done = 0
-        while start < max(1, count):
-            fitting = int(torch.searchsorted(total, done + CHUNK_BYTES, right=True))
-            end = min(max(start + 1, fitting), count)
-            last = int(drafts[end - 1]) if count else 0
-            yield _Chunk(start, end, first, last)
-            start, first, done = max(1, end), last, int(total[end - 1]) if count else 0
+    def chunks(self, row_bytes: int, draft_bytes: int) -> Iterator[slice]:
+        """All drafts, those of a row together, as many at a time as ``CHUNK_BYTES`` allow.
 
-
-class _Chunk(NamedTuple):
-    """The target's rows from ``start`` to ``end``, and the drafts from ``first`` to ``last``."""
-
-    start: int
-    end: int
-    first: int
-    last: int
+        Once if there is none.
+        """
+        counts = self.row.unique_consecutive(return_counts=True)[1]
+        last = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).cpu()
+        total = torch.arange(len(last)) * row_bytes + last * draft_bytes
+        start = 0
+        while start < max(1, len(counts)):
+            fitting = int(torch.searchsorted(total, total[start] + CHUNK_BYTES, right=True)) - 1
+            end = min(max(start + 1, fitting), len(counts))
+            yield slice(int(last[start]), int(last[end]))
+            start = max(1, end)
 
 
 class _Verdicts(NamedTuple):
@@ -376,11 +370,11 @@ class _FusedLoss:
             return 4 * vocab_size, 2 * self.size * self._like.itemsize
         return 4 * TABLES[0] * vocab_size, 4 * TABLES[1] * self.size
 
-    def add(self, chunk: _Chunk) -> None:
-        """Score what is drafted for the rows of a chunk."""
-        rows, goal = self._rows, self._targets.score(chunk.start, chunk.end)
-        own = slice(chunk.first, chunk.last)
-        at, depth, keep = rows.row[own] - chunk.start, rows.depth[own], self._keep[own]
+    def add(self, own: slice) -> None:
+        """Score these drafts, and what the target has in their rows."""
+        rows = self._rows
+        row, at = rows.row[own].unique_consecutive(return_inverse=True)
+        goal, depth, keep = self._targets.score(row), rows.depth[own], self._keep[own]
         hidden = rows.hidden[own].detach().requires_grad_(self._needs_gradient)
         logits = self._scorer.logits(hidden)
         doubts = self._scorer.confidence is not None

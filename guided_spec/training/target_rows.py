@@ -162,12 +162,11 @@ class TargetRows:
         return shifted
 
     @torch.no_grad()
-    def score(self, start: int, end: int) -> TargetScores:
-        """Of the rows from ``start`` to ``end``."""
-        logits = self.head.logits(self.head.normed(self.last[start:end]))
-        masks = self.masks[start:end]
+    def score(self, rows: Tensor) -> TargetScores:
+        """Of int64 [n] rows."""
+        logits, masks = self.head.logits(self.head.normed(self.last[rows])), self.masks[rows]
         own = (None if words is None else words[masks] for words in (self.bitmask, self.known))
-        return TargetScores(*_read(logits, self.target_ids, *own), self.token[start:end])
+        return TargetScores(*_read(logits, self.target_ids, *own), self.token[rows])
 
     def has_legal(self, draft_size: int) -> Tensor:
         """Bool [N]: whether any of the draft's D tokens is legal."""
