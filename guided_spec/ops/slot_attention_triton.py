@@ -321,6 +321,20 @@ def _span(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _places(  # type: ignore[no-untyped-def] # noqa: PLR0913
+    table, first, at, known, head, HEADS: tl.constexpr, POSITIONS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Where a head's keys of the ``known`` of positions ``at`` are, from ``first`` on: [BLOCK]."""
+    if POSITIONS % BLOCK == 0:  # they lie in one block
+        found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
+        place = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
+    else:
+        found = tl.load(table + at // POSITIONS, mask=known, other=0).to(tl.int64)
+        place = (found * HEADS + head) * POSITIONS + at % POSITIONS
+    return place
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _visible(  # type: ignore[no-untyped-def] # noqa: PLR0913
     tree,
     count,
@@ -446,12 +460,7 @@ def _attend(  # type: ignore[no-untyped-def] # noqa: C901, PLR0913, PLR0915
             there = is_there[:, None]
             if WIDTH != PADDED:
                 there = there & within[None, :]
-            if POSITIONS % BLOCK == 0:  # they lie in one block
-                found = tl.load(table + first // POSITIONS).to(tl.int64) * HEADS + head
-                place = found * POSITIONS + first % POSITIONS + tl.arange(0, BLOCK)
-            else:
-                found = tl.load(table + stored // POSITIONS, mask=is_there, other=0).to(tl.int64)
-                place = (found * HEADS + head) * POSITIONS + stored % POSITIONS
+            place = _places(table, first, stored, is_there, head, HEADS, POSITIONS, BLOCK)
             place = (place * WIDTH)[:, None] + column
             tiled = tl.load(keys + place, mask=there, other=0.0)
             scores = tl.dot(asked, tl.trans(tiled), input_precision="ieee") * scale
