@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import runpy
@@ -14,7 +15,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import NamedTuple
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch._C._distributed_c10d import TCPStore
 
 __all__ = ["Finished", "run_forked", "run_group"]
 
@@ -22,10 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Finished(NamedTuple):
-    """returncode: as that of ``subprocess``. output: of both streams."""
+    """As ``subprocess`` has it; output and errors: of the two streams."""
 
-    returncode: int
+    returncode: int | None
     output: str
+    errors: str
 
 
 @cache
@@ -49,11 +51,12 @@ def _context() -> ForkServerContext:
     return context
 
 
-def _enter(arguments: tuple[str, ...], environment: Mapping[str, str], output: str) -> None:
-    """As ``python *arguments`` does."""
-    with open(output, "w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
+def _enter(arguments: tuple[str, ...], environment: Mapping[str, str], streams: list[str]) -> None:
+    """As ``python *arguments`` does; streams: the files of its output and of its errors."""
+    for number, stream in enumerate(streams, 1):
+        with open(stream, "w") as file:
+            os.dup2(file.fileno(), number)
+    gc.freeze()  # else each collection looks through all that was imported
     os.chdir(ROOT)
     os.environ.update(environment)
     flag, code, *others = arguments
@@ -88,21 +91,19 @@ def run_group(*arguments: str) -> list[Finished]:
 
 def _run(environments: list[dict[str, str]], arguments: tuple[str, ...]) -> list[Finished]:
     with tempfile.TemporaryDirectory() as folder:
-        files = [Path(folder) / str(at) for at in range(len(environments))]
+        streams = [
+            [f"{folder}/{at}_output", f"{folder}/{at}_errors"] for at in range(len(environments))
+        ]
         processes = [
-            _context().Process(target=_enter, args=(arguments, own, str(file)))
-            for own, file in zip(environments, files, strict=True)
+            _context().Process(target=_enter, args=(arguments, *own))
+            for own in zip(environments, streams, strict=True)
         ]
         for process in processes:
             process.start()
         for process in processes:
             process.join(timeout=400)
-        codes = [process.exitcode for process in processes]
+        codes = [process.exitcode for process in processes]  # None: it has not ended
         for process in processes:
             process.kill()
-        assert None not in codes, f"{arguments}: no end; {[file.read_text() for file in files]}"
-        return [
-            Finished(code, file.read_text())
-            for code, file in zip(codes, files, strict=True)
-            if code is not None
-        ]
+        written = [[Path(stream).read_text() for stream in both] for both in streams]
+    return [Finished(code, *texts) for code, texts in zip(codes, written, strict=True)]

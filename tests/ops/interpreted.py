@@ -13,5 +13,5 @@ def run_interpreted(*arguments: str) -> str:
     A process of its own: the interpreter has to be chosen before triton is imported.
     """
     found = run_forked(*arguments)
-    assert found.returncode == 0, found.output[-8000:]
+    assert found.returncode == 0, found.output[-4000:] + found.errors[-4000:]
     return found.output.strip()

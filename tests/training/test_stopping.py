@@ -125,8 +125,8 @@ def test_one_process_gets_the_signal_and_all_stop(sources: dict[str, str], tmp_p
     own = {"signal_step": 3, "signal_rank": 1}
     for killed in run_group(*arguments(sources, stopped, **own)):
         assert killed.returncode == 128 + signal.SIGTERM
-        assert killed.output.count("SIGTERM after step 3: saved in") == 1
-        assert "Gloo" not in killed.output
+        assert killed.errors.count("SIGTERM after step 3: saved in") == 1
+        assert "Gloo" not in killed.errors
     resumed = run_group(*arguments(sources, stopped, "--resume"))
     assert [done.returncode for done in resumed] == [0, 0]
     assert_same_run(whole, stopped)

@@ -242,7 +242,7 @@ def run_two(target: str, data: str, output: Path, *settings: str) -> dict[str, T
     """Train in two processes; what was exported. settings: sharding, steps, "resume" or "anew"."""
     arguments = ("tests.training.two_processes", target, data, str(output), *settings)
     for found in run_group("-m", *arguments):
-        assert found.returncode == 0, found.output[-3000:]
+        assert found.returncode == 0, found.errors[-3000:]
     exported: dict[str, Tensor] = load_file(output / "model.safetensors")
     return exported
 
