@@ -25,6 +25,11 @@ from tests.learned_heads import HeadedTarget, write_head
 from tests.models.speculation import prompts_of
 from tests.tiny_llm import VOCAB_SIZE, make_llm, tiny_model
 
+# No grammar decides when a text comes: lengths say who joins whom.
+FREE = [
+    SamplingParams(max_tokens=5 + 3 * (row % 3), temperature=0, ignore_eos=True)
+    for row in range(len(PROMPTS))
+]
 PROPOSERS = ["none", "ngram", "eagle3", "eagle3:validate", "chain:grammar_forced+eagle3"]
 
 
@@ -95,7 +100,7 @@ def test_a_head_reads_a_prompt_as_the_target_does(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, proposer: str
 ) -> None:
     """In pieces, so that nobody waits for all of it; and drafts the same, also behind a prefix."""
-    params = [replace(p, temperature=1.0, seed=row, max_tokens=30) for row, p in enumerate(PARAMS)]
+    params = [replace(p, temperature=1.0, seed=row, max_tokens=30) for row, p in enumerate(FREE)]
     prompts: list[Any] = [
         PROMPTS[0],
         *([5 + at % 60 for at in range(length)] for length in (120, 150, 90)),
@@ -192,7 +197,7 @@ def test_a_prompt_and_its_first_token_take_one_forward(
 def test_so_they_do_beside_others(
     monkeypatch: pytest.MonkeyPatch, headed: HeadedTarget, reads: Counter[str]
 ) -> None:
-    found = write(headed, "none", PARAMS, kernels="packed")
+    found = write(headed, "none", FREE, kernels="packed")
     assert reads["alone"] == 0
     forwards, decode_along = reads["forwards"], engine.Engine._decode_along
 
@@ -202,7 +207,7 @@ def test_so_they_do_beside_others(
 
     monkeypatch.setattr(engine.Engine, "_decode_along", while_nobody_decodes)
     reads.clear()
-    assert tokens(write(headed, "none", PARAMS, kernels="packed")) == tokens(found)
+    assert tokens(write(headed, "none", FREE, kernels="packed")) == tokens(found)
     assert forwards < reads["forwards"]
 
 
@@ -218,7 +223,7 @@ def test_who_joins_keeps_no_head_from_reading_ahead(
         return carry
 
     monkeypatch.setattr(LearnedHead, "read_ahead", reading)
-    write(headed, "eagle3", PARAMS, kernels="packed")
+    write(headed, "eagle3", FREE, kernels="packed")
     assert any(0 < read < batch for read, batch in sizes)
 
 
