@@ -303,9 +303,13 @@ class Engine:
         return bool(whole)
 
     def _may_begin_undrafted(self, request: Request) -> bool:
-        """Whether its text is the same where no head drafts for its first token."""
+        """Whether its text is the same where no head drafts for its first token.
+
+        Where that is its last one, the head would not read what others take from the prefix cache.
+        """
         is_free = self.config.verifier == "coupled" or request.job.params.temperature == 0
-        return is_free or not self._layers
+        goes_on = request.text.draft_limit > 0 or not self.takes_prefixes
+        return (is_free and goes_on) or not self._layers
 
     def _is_awaited(self, request: Request) -> bool:
         """Whether another one takes its prompt once that is read."""

@@ -94,6 +94,15 @@ def test_the_same_prompts_again(
     assert cached(again) == [2 * BLOCK - lag] * 4
 
 
+@pytest.mark.parametrize("proposer", ["none", "eagle3"])
+def test_a_text_of_one_token_leaves_its_prompt_too(headed: HeadedTarget, proposer: str) -> None:
+    with make(headed, proposer) as llm:
+        found = [llm.generate([SYSTEM], replace(FREE, max_tokens=1)) for _ in range(2)]
+    assert tokens(found[0]) == tokens(found[1])
+    assert cached(found[0]) == [0]
+    assert cached(found[1])[0] > 0
+
+
 def test_what_is_cached_is_not_read_again(
     headed: HeadedTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
