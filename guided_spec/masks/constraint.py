@@ -83,6 +83,7 @@ class Constraint:
     committed: the output tokens so far. resyncs: how often the matchers were made anew from them.
     steered: indices of those at which a budget took tokens out of the mask, see
         ``guided_spec.grammar.completion.completion``.
+    is_terminated: whether a stop token was committed: the text is complete.
     has_lost_end: whether the budget is no longer kept, since no way to an end in time is known.
     """
 
@@ -94,16 +95,12 @@ class Constraint:
         self.resyncs = 0
         self.has_lost_end = False
         self._original = as_matcher(compiled.new_matcher())
+        self.is_terminated = self._original.is_terminated()
         self._fork = Fork(self._original.fork(), compiled.excluded)
         self._may_fail = self._original.may_fail
         self._num_read = self._num_fork_read = 0  # committed tokens that the two have read
         self._place: TablePlace | None = None  # of the committed text, as long as that is enough
         self._failure: GrammarStateError | None = None
-
-    @property
-    def is_terminated(self) -> bool:
-        """Whether a stop token was committed: the text is complete."""
-        return self._num_read == len(self.committed) and self._original.is_terminated()
 
     @property
     def has_budget(self) -> bool:
@@ -167,6 +164,7 @@ class Constraint:
         self.committed.extend(taken)
         self._num_read = self._num_fork_read = len(self.committed)
         self._place = None
+        self.is_terminated = self._original.is_terminated()
         self._commit_fork(fork, start)
         return taken
 
@@ -270,6 +268,7 @@ class Constraint:
             reason = f"the grammar refuses token {text[end]} at output position {end}"
             raise GrammarStateError(f"{reason}, which is committed; so does a new matcher")
         self._original, self._may_fail = matcher, matcher.may_fail
+        self.is_terminated = matcher.is_terminated()
         self._fork = Fork(matcher.fork(), self.compiled.excluded)
         self._num_read = self._num_fork_read = len(self.committed)
         self._place = None

@@ -214,7 +214,7 @@ class Lookahead:
         others, and for rows behind the end of a text. Nobody may ``peek`` at these rows.
         """
         self._sources = sources
-        for request, stops in zip(texts.requests, texts.stops, strict=True):
+        for request, stops in texts.stops.items():
             self._walks[request].stops = stops
 
     def next_mask(self) -> Tensor | None:

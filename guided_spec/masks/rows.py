@@ -40,13 +40,12 @@ __all__ = [
 class TabledTexts(NamedTuple):
     """The texts of a step whose rows the device takes from tables itself.
 
-    requests: which of the batch. stops: the tokens that end each of them. cursors: int64 [B, 6] on
+    stops: by request of the batch, the tokens that end it. cursors: int64 [B, 6] on
     the host, see ``ops.table_rows``; zeros for the others. is_alone: whether nobody else of those
     that draft needs a row of the host's.
     """
 
-    requests: Sequence[int]
-    stops: Sequence[frozenset[int]]
+    stops: Mapping[int, frozenset[int]]
     cursors: Tensor
     is_alone: bool
 
@@ -124,16 +123,15 @@ class DeviceTables:
         the current stream.
         """
         cursors = np.zeros((requests, CURSOR), dtype=np.int64)
-        found, stops = list[int](), list[frozenset[int]]()
+        stops = dict[int, frozenset[int]]()
         for table, (texts, states) in starts.items():
             held = self._take(table, starts)
             if held is None:
                 others = True
                 continue
             cursors[texts] = held.cursors[states]
-            found += texts
-            stops += [table.stops] * len(texts)
-        return TabledTexts(found, stops, torch.from_numpy(cursors), not others) if found else None
+            stops |= dict.fromkeys(texts, table.stops)
+        return TabledTexts(stops, torch.from_numpy(cursors), not others) if stops else None
 
     def _take(self, table: TokenTable, wanted: Container[TokenTable]) -> _Held | None:
         held = self._held.pop(table, None)

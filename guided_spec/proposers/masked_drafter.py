@@ -241,13 +241,12 @@ class MaskedDrafter:
         asked = {"is_sampled": noise is not None, "lists": turn.lookahead.wants_options}
         buffers = self._buffers_for(batch.vocab_size, **asked)
         draft = MaskedDraft(self._mailbox, turn, buffers, count, size)
-        cursors = None
-        if turn.texts is not None:
-            cursors = turn.texts.cursors
-            turn.lookahead.leave(turn.texts, buffers.sources[: count + 1])
-        if not turn.needs_host:
+        texts, sources = turn.texts, buffers.sources[: count + 1]
+        if turn.needs_host and texts is not None:
+            turn.lookahead.leave(texts, sources)
+        elif not turn.needs_host:
             draft.release()
-        shape = _Shape(count, len(slots))
+        shape, cursors = _Shape(count, len(slots)), None if texts is None else texts.cursors
         picker = _Picker(self, ticket, shape, buffers, sampling, noise, cursors, [])
         begin = draft.begin if turn.needs_host else None
         # A block's first mask has the time of its forward: no thread has to be woken to launch it.
@@ -255,6 +254,8 @@ class MaskedDrafter:
         self._head.draft_by(picker, slots, count, token_ids, beside)
         if begin is not None and beside is None:
             begin()
+        if texts is not None and not turn.needs_host:
+            turn.lookahead.leave(texts, sources)  # nobody asked before the launch
         return draft
 
     def capture(self) -> Iterator[None]:

@@ -29,7 +29,7 @@ def test_where_texts_go_on() -> None:
     device = DeviceTables(torch.device("cpu"), 4, 4 * SIZE)
     found = find(device, 3, 1, 3)
     assert found is not None
-    assert (sorted(found.requests), found.is_alone) == ([1, 2, 3], True)
+    assert (sorted(found.stops), found.is_alone) == ([1, 2, 3], True)
     assert found.cursors[:, STATE].tolist() == [0, 2, 2, 2]
     assert found.cursors[0, CLASSES] == 0
     expected = torch.tensor([[0] * 4, *(TABLES[number].row(2).tolist() for number in (3, 1, 3))])
@@ -45,7 +45,7 @@ def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
     assert first is not None
     crowded = find(device, 0, 1, 2)
     assert crowded is not None
-    assert (sorted(crowded.requests), crowded.is_alone) == ([1, 2], False)
+    assert (sorted(crowded.stops), crowded.is_alone) == ([1, 2], False)
     assert torch.equal(crowded.cursors[1:3], first.cursors[1:3])  # they stay where they are
     assert find(device, 0) is not None
     assert find(device, 2) is not None  # in the place of table 1, which is the oldest
