@@ -481,7 +481,9 @@ class MaskRows:
         if sources is None:
             return self._sent(requests, depths)
         is_filled = self._block.is_filled(slice(depths * requests))
-        if self._upload is None or is_filled:
+        if self._upload is None:
+            found = self._sent(requests, depths).clone()  # of one request they are the block's own
+        elif is_filled:
             found = self._sent(requests, depths)
         else:
             found = self._upload.place(requests, depths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from guided_spec.masks.rows import DeviceTables, TabledTexts
+from guided_spec.masks.rows import DeviceTables, MaskRows, TabledTexts
 from guided_spec.ops.table_rows import CLASSES, SOURCE, STATE, copy_rows
 from tests.ops.table_walks import random_table, starts_of
 
@@ -51,3 +51,13 @@ def test_the_least_recently_used_goes_unless_it_is_in_use() -> None:
     assert find(device, 2) is not None  # in the place of table 1, which is the oldest
     assert set(device._held) == {TABLES[0], TABLES[2]}
     assert find(DeviceTables(torch.device("cpu"), 4, SIZE - 1), 0) is None
+
+
+def test_rows_from_a_table_are_not_left_in_the_host_s_own() -> None:
+    """Where they were, the next step's text found them, whose rows forbid nothing."""
+    rows, row = MaskRows(1, 3, VOCAB_SIZE, torch.device("cpu")), torch.full((4,), 5).int()
+    rows.clear(1)
+    found = rows.first(1, 2, torch.tensor([[row.data_ptr()], [0]]))
+    assert found.tolist() == [[[5] * 4, [-1] * 4]]
+    rows.clear(1)
+    assert bool((rows.first(1, 2) == -1).all())
