@@ -27,8 +27,6 @@ from guided_spec.models.attention import shape_free_kernels
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
-__all__ = ["main"]
-
 BATCHES = (1, 8, 64, 256)
 TOKENS = (1, 6)
 SPREAD = 37  # the rows' lengths differ by up to so many tokens

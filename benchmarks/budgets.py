@@ -33,8 +33,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = ["Document", "Outcome", "Times", "documents_of", "follow", "main"]
-
 _LONGEST = 2000  # tokens of a document
 Outcome = Literal["whole", "lost", "masked", "disagrees", "other row", "refused"]
 """What became of a document behind a budget. whole: taken to its end. lost: so too, but the budget

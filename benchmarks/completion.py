@@ -29,8 +29,6 @@ from guided_spec.grammar.completion.completion import CompletingGrammar, Endings
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.types import SamplingParams
 
-__all__ = ["main"]
-
 SHARES = (0.5, 0.75, 1.0, 1.25, 2.0)  # of the tokens of the right answer
 AT_ONCE = 500
 FAR = 400  # tokens: more than any right answer takes

@@ -10,15 +10,6 @@ import torch
 
 from guided_spec.errors import ConfigError
 
-__all__ = [
-    "eager_seconds",
-    "event_seconds",
-    "graph_seconds",
-    "host_seconds",
-    "read_bandwidth",
-    "require_graphs",
-]
-
 REPEATS = 20
 
 

@@ -22,8 +22,6 @@ from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.types import SamplingParams
 
-__all__ = ["main"]
-
 CALLS = 20  # in one graph, so that launching it weighs little
 SHARE = 0.98  # of the tokens that a mask allows
 

@@ -30,8 +30,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 
-__all__ = ["WITHOUT_HEADS", "ProposerReport", "main", "write_with"]
-
 WITHOUT_HEADS = (
     *("none", "ngram", "grammar_forced", "chain:grammar_forced+ngram"),
     *("suffix", "chain:grammar_forced+suffix"),

@@ -30,8 +30,6 @@ from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.linear.fp8_linear import FP8
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["main", "verify_seconds"]
-
 WIDEST = 64  # tokens a row
 STAYING = 3  # tokens of the last row that a linear state folds in
 

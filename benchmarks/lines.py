@@ -11,8 +11,6 @@ from guided_spec.models.packed.blocks import BLOCK, Alike
 from guided_spec.models.packed.packed_lm import Rows, split_places
 from guided_spec.ops.slot_attention import SharedPositions, SlotPlaces
 
-__all__ = ["num_blocks", "places_of"]
-
 
 def num_blocks(batch: int, max_length: int) -> int:
     """Blocks of the memory: those of all texts, and block 0, which is in none."""

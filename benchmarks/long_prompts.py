@@ -31,8 +31,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem
 from guided_spec.types import SamplingParams
 
-__all__ = ["main"]
-
 MAX_TOKENS = 128
 
 

@@ -27,8 +27,6 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = ["WAYS", "main"]
-
 Way = Callable[[Any, Sequence[int], Tensor], None]
 
 

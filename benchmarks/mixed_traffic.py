@@ -32,8 +32,6 @@ from guided_spec.engine.request import Job, Request, State
 from guided_spec.engine.setup import Options, Setup
 from guided_spec.types import SamplingParams
 
-__all__ = ["Traffic", "main"]
-
 DOCUMENTS = 32
 FREE_SHARE = 0.25  # of the requests, without a grammar
 TEMPERATURES = (0.0, 0.7, 1.0)

@@ -38,8 +38,6 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.models.loading import load_tokenizer
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = ["Case", "cases_of", "follow", "main", "prepare"]
-
 _DRAFT = 5  # tokens
 _PROFILE = {
     "name": "Maria Lopez",

@@ -26,8 +26,6 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 from guided_spec.models.loading import end_of_text_ids, load_model, load_tokenizer
 
-__all__ = ["main"]
-
 CONTEXT = 128
 
 

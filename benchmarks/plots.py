@@ -15,8 +15,6 @@ from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import draw, read_figure
 
-__all__ = ["draw_all", "main"]
-
 
 def draw_all(folder: Path, output: Path) -> list[Path]:
     """The plots of all figures in ``folder``, written to ``output``.

@@ -39,8 +39,6 @@ from guided_spec.proposers.masked_drafter import DraftBuffers, MaskedDraft, Mask
 from guided_spec.step import commit, pack
 from guided_spec.types import Accepted, SamplingParams
 
-__all__ = ["main", "time_steps"]
-
 PARTS = ("batch", "begin", "positions", "tree", "rows", "commit")
 KNOWN = 16  # tokens that a tree knows at each place
 T = TypeVar("T")

@@ -21,8 +21,6 @@ from guided_spec.cli.console import stdout
 from guided_spec.ops.linear import fp8_linear_triton
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, whole_matrix
 
-__all__ = ["main"]
-
 READ = 2**28  # bytes of a pass
 BLOCK = (128, 128)
 

@@ -14,8 +14,6 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-__all__ = ["main", "records"]
-
 FIRST = ["Nils", "Rosa", "Jonas", "Maria", "Anna", "Victor", "Heidi", "Omar", "Lena", "Tariq"]
 LAST = ["Lopez", "Klickgalm", "Brindourshu", "Weber", "Torvalds", "Nguyen", "Sato", "Haddad"]
 TOWNS = ["Lurut Hills", "Chounjos", "Port Arlen", "Vienna", "New Bremmel", "Osaka"]

@@ -17,8 +17,6 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.filler import RowFiller, Walk, cores
 from guided_spec.masks.rows import MaskRows
 
-__all__ = ["RowFilling", "Text", "fill_table"]
-
 REQUESTS = (1, 4, 8, 16, 32, 64, 128, 256)
 THREADS = (1, 2, 4, 6, 8)
 

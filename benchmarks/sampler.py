@@ -21,8 +21,6 @@ from guided_spec.ops.sampling.verify import draw_noise, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, SamplingParams, Verifier
 
-__all__ = ["main"]
-
 CALLS = 20  # in one graph
 SETTINGS = {
     "greedy": SamplingParams(),

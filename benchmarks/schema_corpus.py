@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["Instance", "SchemaCase", "load_cases"]
-
 _ENDINGS = (".json", ".jsonl", ".jsonl.gz")
 
 

@@ -26,14 +26,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "Judge",
-    "KeyOrder",
-    "Outcome",
-    "SchemaVerdict",
-    "random_text",
-]
-
 
 class KeyOrder:
     """The lists of properties that one schema holds, wherever they stand."""

@@ -27,8 +27,6 @@ from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = ["main", "summarize"]
-
 _SECONDS = 30.0  # for one compile
 _COLUMNS = (
     *("split", "schemas", "accepted", "unsatisfiable", "unsupported", "failed", "all right"),

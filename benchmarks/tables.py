@@ -37,8 +37,6 @@ from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = ["finished", "main", "summarize"]
-
 _TIMED = 100  # tokens of one text, whose rows are timed
 
 

@@ -66,8 +66,6 @@ from guided_spec.training.registry import find_algorithm
 from guided_spec.training.target_rows import TargetHead
 from guided_spec.training.trainer import make_optimizer
 
-__all__ = ["SHAPES", "Result", "Work", "main", "run_variant"]
-
 CLIP = 0.5
 VARIANTS = {
     "eagle3": (

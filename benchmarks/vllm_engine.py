@@ -32,8 +32,6 @@ from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.vllm.plugin import RAY_VARIABLE, VARIABLE
 
-__all__ = ["Row", "Soak", "app", "judge_soak", "make_requests", "rows"]
-
 FREE_EVERY = 3  # of the requests one is free text
 FREE_TOKENS = 64
 NUM_DRAFT = 5

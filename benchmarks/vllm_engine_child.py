@@ -26,8 +26,6 @@ from typing import Any, NamedTuple, Protocol
 from benchmarks.gpu.vllm_peer import engine_arguments
 from guided_spec import LLM, GrammarSpec, GuidedSpecError, SamplingParams
 
-__all__ = ["Answer", "DirectWriter", "LlmWriter", "Writer", "main", "run_all", "run_soak"]
-
 CANCELLED_SHARE = 0.15
 LONGEST_WAIT = 0.6  # seconds before a request is cancelled
 PROPOSER = "chain:grammar_forced+eagle3"

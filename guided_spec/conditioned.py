@@ -34,8 +34,6 @@ from guided_spec.ops.sampling.noise import Stream, exponential_noise, noise_key
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import SamplingParams
 
-__all__ = ["ConditionedText", "sample_conditioned"]
-
 _READ = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "grammar")
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from guided_spec.grammar.backends.registry import GrammarBackendName
     from guided_spec.grammar.document import GrammarLimits
 
-__all__ = ["EngineConfig", "GrammarTables", "Kernels"]
-
 Kernels = Literal["auto", "packed", "stock"]
 GrammarTables = Literal["auto", "always", "off"]
 

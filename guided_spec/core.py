@@ -24,24 +24,6 @@ from guided_spec.ops.sampling.verify import draw_noise
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
 from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier
 
-__all__ = [
-    "Batches",
-    "BegunPrompt",
-    "DecodeBatch",
-    "DraftInFlight",
-    "FinishedDraft",
-    "FinishedText",
-    "PromptPiece",
-    "Proposer",
-    "ProposerContext",
-    "Running",
-    "SimpleProposer",
-    "TargetModel",
-    "TargetOutput",
-    "from_propose",
-    "source_of",
-]
-
 
 class PromptPiece(NamedTuple):
     """Prompt tokens for ``slot``, which go behind the ``start`` that it holds already."""

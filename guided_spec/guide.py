@@ -31,11 +31,6 @@ from guided_spec.ops.sampling.noise import noise_key
 from guided_spec.step import Committed
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = [
-    "Guide",
-    "GuidedText",
-]
-
 
 @dataclass(slots=True, eq=False)
 class GuidedText:

@@ -18,20 +18,6 @@ if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
     from guided_spec.ops.trees.token_tree import TokenTree
 
-__all__ = [
-    "DRAFT_POLICIES",
-    "Accepted",
-    "Draft",
-    "DraftPolicy",
-    "LogprobsMode",
-    "Noise",
-    "SamplingParams",
-    "TokenLogprobs",
-    "TopLogprob",
-    "Verifier",
-    "require_int",
-]
-
 LogprobsMode = Literal["raw", "masked", "processed"]
 Verifier = Literal["rejection", "coupled"]
 

@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-__all__ = ["Answering", "running"]
-
 
 class Answering(BaseHTTPRequestHandler):
     """A handler that says nothing on stderr."""

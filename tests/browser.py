@@ -9,8 +9,6 @@ import pytest
 
 from tools.pictures import find_browser, open_browser
 
-__all__ = ["CONTRAST", "HEIGHT", "NEEDS_BROWSER", "SCHEMES", "WIDTHS", "driver"]
-
 FOUND = find_browser()
 NEEDS_BROWSER = pytest.mark.skipif(FOUND is None, reason="chromium or its driver is not installed")
 

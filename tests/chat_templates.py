@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["PLAIN", "TEMPLATES", "THINKING"]
-
 _CHATML = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool | tojson }}\n"
     "{% endfor %}<|im_end|>\n{% endif %}"

@@ -20,18 +20,6 @@ from guided_spec.proposers.draft_chooser import Chosen, DraftChooser
 from guided_spec.types import SamplingParams
 from tests.ops.table_walks import random_table
 
-__all__ = [
-    "MASKS",
-    "ChoiceCase",
-    "MaskKind",
-    "change",
-    "check_alike",
-    "check_chooser",
-    "check_walking",
-    "make_case",
-    "on_cpu",
-]
-
 MaskKind = Literal["none", "dense", "sparse", "empty", "single", "each"]
 MASKS: tuple[MaskKind, ...] = ("none", "dense", "sparse", "empty", "single", "each")
 SHARES = {"dense": 0.98, "sparse": 0.005}

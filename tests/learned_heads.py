@@ -23,8 +23,6 @@ from tests.models.heads.fresh import write_mtp
 from tests.models.heads.heads import write_eagle, write_eagle3
 from tests.models.tiny import build
 
-__all__ = ["TARGETS", "HeadedTarget", "overfit", "write_head"]
-
 # method: the architecture of its tiny target
 TARGETS = {
     "eagle": "llama",

@@ -17,8 +17,6 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Finished", "run_forked", "run_group"]
-
 ROOT = Path(__file__).resolve().parents[1]
 
 

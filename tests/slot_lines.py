@@ -12,20 +12,6 @@ from torch import Tensor
 
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 
-__all__ = [
-    "NUM_SLOTS",
-    "Alike",
-    "Case",
-    "Data",
-    "Span",
-    "Unused",
-    "cases",
-    "kept_positions",
-    "make",
-    "make_tables",
-    "places_of",
-]
-
 NUM_SLOTS = 4
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["json_values", "regexes", "regexes_of_two_letters", "schemas"]
-
 _NAMES = st.sampled_from(["a", "b", "name", "é", 'q"', "x/y", "~", ""])
 _PATTERNS = st.sampled_from(
     ["^[a-z]{1,4}$", "^[0-9]{2}-[0-9]{2}$", "ab?c", r"^\w+$", r"^[^a]{1,3}$", r'^"\\$', "^(x|yy)*$"]

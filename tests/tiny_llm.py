@@ -14,8 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from guided_spec.engine.llm import LLM
 from tests.models.tiny import build
 
-__all__ = ["STORIES", "VOCAB_SIZE", "make_llm", "near_copy", "tiny_model", "tiny_tokenizer"]
-
 STORIES = Path(__file__).resolve().parent / "data" / "stories"
 TOKENIZER_SIZE = 380
 VOCAB_SIZE = 403  # wider than the tokenizer, and no multiple of 32

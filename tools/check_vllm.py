@@ -19,8 +19,6 @@ from guided_spec.integrations.vllm.llm import PARTS as ENGINE
 from guided_spec.integrations.vllm.plugin import FEATURES, label
 from guided_spec.integrations.vllm.proposer import PATCHES
 
-__all__ = ["lacks", "main", "table"]
-
 
 def lacks(root: Path) -> dict[str, str]:
     """For each part of the plugin what a release lacks for it, empty where it is on.

@@ -35,8 +35,6 @@ from guided_spec.proposers.ngram import NGram
 from guided_spec.step import commit, speculative_step
 from tests.toys import ToyCompiled, ToyDrafter, ToyTarget, text_rule, toy_batch, toy_context
 
-__all__ = ["entered"]
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string"}, "age": {"type": "integer"}},

@@ -11,8 +11,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-__all__ = ["circles", "code_lines", "import_graph", "module_name"]
-
 ROOT = Path(__file__).resolve().parent.parent
 WIDE = 16  # modules of a folder
 FAMILY = 4  # files that share a prefix

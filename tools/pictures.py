@@ -18,8 +18,6 @@ from typing import Any
 from guided_spec import LLM, GrammarSpec, SamplingParams
 from guided_spec.trace.page import render_page
 
-__all__ = ["find_browser", "open_browser", "picture_of_playground", "picture_of_trace", "show"]
-
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 PROMPT = "Please call Maria Lopez at +49 170 5551234.\n\nJSON: "
 SCHEMA = {

@@ -18,8 +18,6 @@ from benchmarks.gpu.run import read_engine_options
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
 from guided_spec.errors import ConfigError
 
-__all__ = ["app"]
-
 HEADS = HeadPlan()
 
 app = typer.Typer(pretty_exceptions_enable=False, rich_markup_mode=None)

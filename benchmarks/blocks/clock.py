@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-__all__ = ["Clock"]
-
 
 class Clock:
     """seconds: from now on, in all."""

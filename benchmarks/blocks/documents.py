@@ -25,8 +25,6 @@ from guided_spec.errors import GuidedSpecError
 from guided_spec.evaluate.measurement import WorkItem, measure_completions, valid_share
 from guided_spec.types import SamplingParams
 
-__all__ = ["ENGINES", "BlockRun", "DocumentPlan", "RunKey", "measure_blocks"]
-
 ENGINES = (
     *("none", "eagle3@5", "dflash", "dspark", "p_eagle"),
     *("eagle3@5/31", "dflash/31", "dspark/31"),

@@ -23,8 +23,6 @@ from guided_spec.training.run import BUNDLED, REPORT
 from guided_spec.training.trainer import CHECKPOINTS
 from tools.bundled_models.heads import write_documents
 
-__all__ = ["RECIPES", "HeadPlan", "TrainedHead", "head_folders", "train_heads", "widen"]
-
 RUN = "from guided_spec.cli import run; run()"
 WAIT = 0.5  # between looks at the processes
 GRACE = 25.0  # for one that was told to stop, to write where it stands

@@ -16,8 +16,6 @@ from benchmarks.blocks.heads import HeadPlan, head_folders, train_heads, widen
 from benchmarks.gpu.subject import Subject, load_subject
 from guided_spec.errors import ConfigError
 
-__all__ = ["PARTS", "BlocksPlan", "Found", "Records", "merge", "run_blocks", "table_of"]
-
 PARTS = ("train", "widen", "documents")
 Record = dict[str, Any]
 Records = dict[str, list[Record]]

@@ -24,8 +24,6 @@ from guided_spec.cli.console import (
 )
 from guided_spec.errors import ConfigError
 
-__all__ = ["app"]
-
 NAMES = ", ".join(SECTIONS)
 TABLE_NAMES = ", ".join(TABLES)
 

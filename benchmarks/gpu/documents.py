@@ -27,14 +27,6 @@ from guided_spec.evaluate.measurement import (
 )
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "DOCUMENT_PROPOSERS",
-    "DocumentPlan",
-    "DocumentRun",
-    "measure_documents",
-    "num_documents",
-]
-
 DOCUMENT_PROPOSERS = ("none", "ngram", "eagle3", "chain:grammar_forced+eagle3")
 FEWEST_REQUESTS = 32
 

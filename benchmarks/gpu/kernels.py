@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-__all__ = ["KERNELS", "measure_kernels"]
-
 # Each has a ``main(device=...)`` that prints a table, and is a command of its own.
 KERNELS = MappingProxyType(
     {

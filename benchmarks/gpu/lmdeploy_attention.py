@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "provide_flash_attention"]
-
 _NAME = "flash_attn_interface"
 # What the operator takes besides, and no default: Tensors and numbers that are not given.
 _ABSENT: dict[str, Any] = {

@@ -26,8 +26,6 @@ from benchmarks.gpu.subject import json_documents
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.integrations.lmdeploy import plugin as lmdeploy
 
-__all__ = ["generation_config", "make_pipeline", "use_layers", "write_draft_folder"]
-
 WARM_UP_TOKENS = 8
 NUM_DRAFT_TOKENS = 5
 INSTALLED = "+guided_spec"

@@ -21,19 +21,6 @@ from guided_spec.evaluate.measurement import Measurement, WorkItem, is_valid, ru
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import end_of_text_ids
 
-__all__ = [
-    "VLLM_METHODS",
-    "VllmEnvironment",
-    "end_group",
-    "measure_transformers",
-    "measure_vllm",
-    "start_vllm",
-    "vllm_environment",
-    "vllm_grammar",
-    "vllm_measurement",
-    "vllm_plan",
-]
-
 VLLM_METHODS = ("none", "ngram", "eagle3")
 TAIL = 600  # characters of a failed engine's log that are reported
 LOOKUP_PROBLEM = (

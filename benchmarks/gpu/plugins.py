@@ -21,15 +21,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.plugin import FEATURES, VARIABLE
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = [
-    "CONFIGURATIONS",
-    "Configuration",
-    "PluginRun",
-    "install_beside",
-    "load_outline",
-    "measure_plugins",
-]
-
 METHODS = ("none", "ngram", "eagle3", "guided")
 OPTIONS = ("sampled", "sync", "v1")
 CONFIGURATIONS = (

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from types import FunctionType
 from typing import Any
 
-__all__ = ["WORKER_EXTENSION", "WorkerExtension", "replaced_functions"]
-
 WORKER_EXTENSION = "benchmarks.gpu.plugins_worker.WorkerExtension"
 _OURS = "guided_spec."
 

@@ -28,18 +28,6 @@ from benchmarks.widening.models import write_wide
 from guided_spec.config import EngineConfig
 from guided_spec.errors import ConfigError
 
-__all__ = [
-    "SECTIONS",
-    "GpuPlan",
-    "Section",
-    "document_table",
-    "folders",
-    "plugin_table",
-    "read_engine_options",
-    "run_gpu",
-    "step_table",
-]
-
 
 def step_table(times: Sequence[StepTime]) -> Table:
     """A cell holds the figure without a grammar above the one with it; then what medians say."""

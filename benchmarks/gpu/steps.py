@@ -28,8 +28,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 
-__all__ = ["STEP_PROPOSERS", "TABLES", "StepPlan", "StepTime", "endless_schema", "measure_steps"]
-
 STEP_PROPOSERS = ("none", "ngram", "eagle3:mask", "eagle3:validate")
 TABLES: dict[str, dict[str, Any]] = {
     "off": {"grammar_tables": "off"},

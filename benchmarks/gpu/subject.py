@@ -14,16 +14,6 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.evaluate.measurement import WorkItem, load_workload
 from guided_spec.models.loading import load_model, load_tokenizer
 
-__all__ = [
-    "Subject",
-    "free_memory",
-    "json_documents",
-    "kv_budget",
-    "load_subject",
-    "with_draft",
-    "without_weights",
-]
-
 CUDA_SHARE = 0.8  # of what the weights left: nothing but a draft head and activations need the rest
 
 

@@ -23,8 +23,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["engine_arguments", "main"]
-
 WARM_UP_TOKENS = 8
 NGRAM = {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
 GUIDED = "guided_spec.integrations.vllm.proposer.GuidedProposer"

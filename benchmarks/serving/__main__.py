@@ -25,8 +25,6 @@ from benchmarks.serving.traffic import Answer, Pattern, Traffic, drive
 from guided_spec.cli.console import failures_as_messages, print_table, stderr
 from guided_spec.engine.setup import bundled_asset
 
-__all__ = ["app", "summary"]
-
 PERCENTILES = (50, 90, 99)
 SERVERS = f"none,{DEFAULT}"
 WAITS = {"ttft": "first token", "tpot": "per token", "itl": "between pieces", "e2el": "whole"}

@@ -17,8 +17,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import WorkItem, is_valid, load_workload
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["DATASETS", "Request", "make_requests"]
-
 _EVALUATION = "NousResearch/json-mode-eval"  # what vLLM calls xgrammar_bench
 
 _FIELDS = ("name", "city", "occupation", "company", "email", "biography")

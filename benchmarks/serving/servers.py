@@ -21,8 +21,6 @@ from benchmarks.gpu.peers import VLLM_METHODS, VllmEnvironment, end_group, vllm_
 from benchmarks.gpu.vllm_peer import engine_arguments
 from guided_spec.errors import ConfigError, GuidedSpecError
 
-__all__ = ["DEFAULT", "Subject", "served"]
-
 DEFAULT = "default"  # our proposer, where --proposer does not name one
 _VLLM = "vllm"
 _LONGEST = 2048  # tokens of a prompt and its text

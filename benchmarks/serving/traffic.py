@@ -21,8 +21,6 @@ from benchmarks.serving.requests import Request
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["Answer", "Pattern", "Traffic", "arrivals", "drive"]
-
 _PATIENCE = aiohttp.ClientTimeout(total=600.0)
 _DATA = b"data: "
 _NAMES = {"json_schema": "json", "ebnf": "grammar", "lark": "grammar"}  # vLLM's, of the others too

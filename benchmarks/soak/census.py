@@ -25,8 +25,6 @@ from guided_spec.grammar.unique_keys import UniqueKeysMatcher
 from guided_spec.masks.constraint import Constraint, Fork
 from guided_spec.masks.lookahead import Lookahead
 
-__all__ = ["Census", "count_alive", "find_leaks", "take_census"]
-
 _OF_A_REQUEST = {
     Request: "requests",
     Constraint: "constraints",

@@ -12,8 +12,6 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-__all__ = ["CONTEXT", "Toy", "make_toy"]
-
 CONTEXT = 256  # tokens
 _VOCAB_SIZE = 352  # of the logits: wider than the tokenizer's
 _NUM_TOKENS = 340

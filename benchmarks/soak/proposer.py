@@ -9,8 +9,6 @@ from guided_spec.core import DecodeBatch, DraftInFlight, Proposer, ProposerConte
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers import build_proposer
 
-__all__ = ["TurnTaking", "Turns"]
-
 
 class Turns(NamedTuple):
     """names: of the proposers that take turns. length: steps of one turn."""

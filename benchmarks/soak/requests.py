@@ -23,8 +23,6 @@ from guided_spec.errors import (
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import DRAFT_POLICIES, SamplingParams
 
-__all__ = ["GRAMMARS", "Case", "CaseSource"]
-
 _PERSON = {
     "type": "object",
     "properties": {

@@ -40,16 +40,6 @@ from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.proposers import PROPOSERS
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "Plan",
-    "SoakReport",
-    "SoakRun",
-    "Tally",
-    "find_wrong",
-    "main",
-    "soak",
-]
-
 
 def find_wrong(case: Case, completion: Completion, vocabulary: Vocabulary) -> str | None:
     """What is wrong, None if nothing is. Texts are judged by jsonschema and re."""

@@ -15,8 +15,6 @@ from guided_spec.errors import ModelError
 from guided_spec.models.heads.block.model import BlockHead
 from guided_spec.models.heads.export import rope_fields
 
-__all__ = ["block_config", "block_tensors"]
-
 NAMES = {True: "Qwen3DSparkModel", False: "DFlashDraftModel"}
 
 

@@ -13,8 +13,6 @@ from torch import Tensor
 
 from benchmarks.widening.layer import WideTensor
 
-__all__ = ["SHARD_BYTES", "write_safetensors"]
-
 SHARD_BYTES = 2 * 2**30
 
 # https://github.com/huggingface/safetensors#format

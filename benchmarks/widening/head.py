@@ -28,8 +28,6 @@ from guided_spec.models.heads.draft_head import MASK, DraftVocabulary
 from guided_spec.models.heads.eagle import LAYER_IDS, Eagle3Head
 from guided_spec.models.heads.export import rope_fields
 
-__all__ = ["aux_layers", "head_carrier", "head_config", "head_tensors", "wide_fusion"]
-
 FLAGS = ("norm_before_fc", "fc_norm", "norm_before_residual", "norm_output")
 
 

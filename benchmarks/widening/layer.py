@@ -11,16 +11,6 @@ from torch import Tensor
 
 from benchmarks.widening.shape import Carrier, Shape
 
-__all__ = [
-    "PENALTY",
-    "WideTensor",
-    "Widening",
-    "empty_layer",
-    "wide_layer",
-    "wide_norm",
-    "wide_rows",
-]
-
 # Times the constant channel, behind the last norm: some thousands below every real logit, and
 # finite in bfloat16. It would overflow float16.
 PENALTY = -(2.0**24)

@@ -56,8 +56,6 @@ from guided_spec.models.heads.eagle import Eagle3Head
 from guided_spec.models.heads.loading import find_method
 from guided_spec.models.loading import load_model
 
-__all__ = ["WideFolders", "main", "write_wide", "write_wide_head"]
-
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

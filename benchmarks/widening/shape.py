@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError, ModelError
 
-__all__ = ["LLAMA_8B", "Carrier", "Shape", "check_growth", "place_layers", "rope_theta", "shape_of"]
-
 
 class Shape(NamedTuple):
     """The sizes of a Llama; the defaults are those of Llama-3.1-8B.

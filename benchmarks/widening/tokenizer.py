@@ -16,8 +16,6 @@ from typing import Any
 
 from guided_spec.errors import ModelError
 
-__all__ = ["write_tokenizer"]
-
 FILE = "tokenizer.json"
 OTHERS = ("tokenizer_config.json", "special_tokens_map.json")
 SPACE = "Ġ"  # what stands for a space in byte-level vocabularies

@@ -18,8 +18,6 @@ from guided_spec.types import SamplingParams
 if TYPE_CHECKING:  # these load torch
     from guided_spec.evaluate.measurement import Measurement
 
-__all__ = ["bench"]
-
 DEFAULT_PROPOSERS = (
     "ngram,grammar_forced,draft_model,chain:grammar_forced+ngram,chain:grammar_forced+draft_model"
 )

@@ -13,8 +13,6 @@ from guided_spec.cli.console import Json, Verbose, print_json, stdout, working
 from guided_spec.cli.options import read_text
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["check"]
-
 LONGEST_LINE = 100  # columns of a sentence
 
 

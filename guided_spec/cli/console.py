@@ -17,18 +17,6 @@ from rich.table import Table
 
 from guided_spec.errors import GuidedSpecError
 
-__all__ = [
-    "FILE_WIDTH",
-    "Json",
-    "Verbose",
-    "failures_as_messages",
-    "print_json",
-    "print_table",
-    "stderr",
-    "stdout",
-    "working",
-]
-
 FILE_WIDTH = 160  # columns for a table that goes to a file or a pipe
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.llm import LLM
     from guided_spec.evaluate.acceptance import Acceptance
 
-__all__ = ["evaluate"]
-
 SHOWN = 8  # positions in a table
 UNTRAINED = "untrained"  # as a proposer: the head of the draft with fresh weights
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.llm import LLM
     from guided_spec.engine.outputs import Completion
 
-__all__ = ["generate"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Run:

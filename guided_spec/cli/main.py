@@ -22,8 +22,6 @@ from guided_spec.cli.stitch import stitch
 from guided_spec.cli.trace import trace
 from guided_spec.cli.train import TrainCommand, train
 
-__all__ = ["app"]
-
 AS_JSON = "guided_spec.as_json"
 
 

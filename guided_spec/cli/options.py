@@ -26,17 +26,6 @@ from guided_spec.types import SamplingParams
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.engine.llm import LLM
 
-__all__ = [
-    "ModelOptions",
-    "Proposer",
-    "ReportOptions",
-    "TextOptions",
-    "parameters_of",
-    "pick",
-    "read_text",
-    "with_options",
-]
-
 STDIN = "-"
 Proposer = Annotated[str | None, typer.Option(help="Who drafts; chain:a+b for several.")]
 

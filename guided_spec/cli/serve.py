@@ -16,8 +16,6 @@ from guided_spec.errors import ConfigError
 if TYPE_CHECKING:  # this loads torch
     from guided_spec.server.service import ServerSettings
 
-__all__ = ["serve"]
-
 _PACKAGES = ("fastapi", "prometheus_client", "starlette", "uvicorn")
 _KEY_VARIABLE = "GUIDED_SPEC_API_KEY"
 OWN = "guided_spec"

@@ -9,8 +9,6 @@ import typer
 
 from guided_spec.cli.console import Json, Verbose, print_json, stdout
 
-__all__ = ["stitch"]
-
 
 def stitch(
     target: Annotated[Path, typer.Argument(help="Folder of the target's checkpoint.")],

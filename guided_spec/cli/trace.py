@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # these load torch
     from guided_spec.engine.llm import LLM
     from guided_spec.trace.record import Trace
 
-__all__ = ["trace"]
-
 DEFAULT_OUTPUT = Path("trace.html")
 Output = Annotated[
     list[Path] | None,

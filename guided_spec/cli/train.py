@@ -21,8 +21,6 @@ from guided_spec.training.registry import algorithm_names, find_config
 if TYPE_CHECKING:  # it loads torch
     from guided_spec.training.run import TrainingReport
 
-__all__ = ["TrainCommand", "train"]
-
 OPTION = "--algorithm"
 
 

@@ -28,8 +28,6 @@ from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.loading import load_tokenizer
 
-__all__ = ["report_schema"]
-
 
 def report_schema(
     spec: GrammarSpec, tokenizer: str | None, grammar_backend: str, table_steps: int | None = None

@@ -41,20 +41,6 @@ from guided_spec.grammar.tools.formats import (
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams, TokenLogprobs
 
-__all__ = [
-    "Chat",
-    "ChatChunk",
-    "ChatCompletion",
-    "ChatOptions",
-    "ChatOutput",
-    "ChatRequest",
-    "ChatStream",
-    "Reasoning",
-    "ReasoningState",
-    "SplitText",
-    "ToolCallDelta",
-]
-
 ReasoningState = Literal["unopened", "open", "closed"]
 
 

@@ -18,8 +18,6 @@ from guided_spec.grammar.choice_tree import ChoicePaths, ChoiceTree, TokenRow
 from guided_spec.grammar.vocabulary import CanonicalTokens
 from guided_spec.types import SamplingParams
 
-__all__ = ["Chooser"]
-
 
 class Chooser:
     """Scores choices on an engine's thread, among its other requests; see ``LLM.choose``."""

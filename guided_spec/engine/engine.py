@@ -44,8 +44,6 @@ from guided_spec.step import Committed, Step, commit, speculative_step
 from guided_spec.trace.record import see_step
 from guided_spec.types import TokenLogprobs
 
-__all__ = ["Engine"]
-
 
 class Piece(NamedTuple):
     """The next tokens of a request's prompt."""

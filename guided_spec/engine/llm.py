@@ -56,8 +56,6 @@ from guided_spec.ops.sampling.adjust import check_token_ids, spell_bad_words
 from guided_spec.trace.record import TraceSource
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = ["LLM", "ProgressBar"]
-
 
 class ProgressBar:
     """A context manager. total: prompts of the call; None shows nothing."""

@@ -20,25 +20,6 @@ from guided_spec.grammar.value import parse_partial, parse_value
 from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import SamplingParams, TokenLogprobs
 
-__all__ = [
-    "Cancellable",
-    "ChoiceOutput",
-    "Chunk",
-    "Completion",
-    "Failures",
-    "FinishReason",
-    "LoopMail",
-    "Manner",
-    "OnError",
-    "Params",
-    "RequestOutput",
-    "RequestStats",
-    "Submits",
-    "achunks",
-    "cancel_all",
-    "match_params",
-]
-
 
 @dataclass(slots=True)
 class RequestStats:

@@ -9,8 +9,6 @@ import torch.distributed
 
 from guided_spec.types import MAX_SEED
 
-__all__ = ["SeedSource", "agree_on_least", "is_parallel"]
-
 
 def is_parallel() -> bool:
     """Whether this process is one of several in a torch.distributed group."""

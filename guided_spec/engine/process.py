@@ -49,12 +49,6 @@ from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "EngineProcess",
-    "frozen_heap",
-    "serve",
-]
-
 logger = logging.getLogger(__name__)
 
 _PROGRAM = "from guided_spec.engine.process import serve; serve()"

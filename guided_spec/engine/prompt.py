@@ -11,8 +11,6 @@ from torch import Tensor
 
 from guided_spec.errors import PromptError, PromptTooLongError
 
-__all__ = ["Message", "Prompt", "PromptEncoder", "Prompts", "split_prompts", "text_ids"]
-
 Message = Mapping[str, Any]
 Prompt = str | Sequence[int] | NDArray[Any] | Tensor | Sequence[Message]
 """Text, token ids in a list or in an array of one dimension, or chat messages such as

@@ -20,15 +20,6 @@ from guided_spec.step import Committed
 from guided_spec.trace.record import SeenStep, StepTrace, Trace, TraceRecorder, TraceSource
 from guided_spec.types import SamplingParams, TokenLogprobs
 
-__all__ = [
-    "Job",
-    "OutputText",
-    "Request",
-    "Scoring",
-    "State",
-    "TextDecoder",
-]
-
 
 class TextDecoder:
     """Turns one request's tokens into text, holding a character back until all its bytes are in.

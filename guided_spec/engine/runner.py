@@ -18,17 +18,6 @@ from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "ENGINES",
-    "EngineWorker",
-    "Load",
-    "LoadedModel",
-    "Runner",
-    "Wanted",
-    "start",
-    "start_engine",
-]
-
 ENGINES = {
     "guided_spec": "guided_spec.engine.runner:start",
     "vllm": "guided_spec.integrations.vllm.llm:start",

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from guided_spec.engine.request import Request, State
 
-__all__ = ["Scheduler"]
-
 
 class Scheduler:
     """First come, first served, as soon as a slot is free and the grammar is compiled.

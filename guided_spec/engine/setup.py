@@ -50,18 +50,6 @@ from guided_spec.proposers import build_proposer
 from guided_spec.proposers.draft_trees import DraftTrees
 from guided_spec.types import Draft, SamplingParams
 
-__all__ = [
-    "Options",
-    "Setup",
-    "SlotPlan",
-    "auto",
-    "bundled_asset",
-    "find_tokenizer",
-    "plan_slots",
-    "resolve_auto",
-    "warm_up",
-]
-
 CPU_SHARE = 0.25  # of the machine's memory: other programs live there too
 CUDA_SHARE = 0.5  # of what the weights left: activations and a draft model need the rest
 

@@ -28,18 +28,6 @@ from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.ops.slot_attention import CHAIN
 from guided_spec.step import Branch
 
-__all__ = [
-    "KeptStates",
-    "PromptGroup",
-    "SlotTarget",
-    "TakenStates",
-    "begin_alike",
-    "group_prompts",
-    "score_rows",
-    "scored_length",
-    "tokens_along",
-]
-
 
 class _Piece(NamedTuple):
     """The first ``length`` places of one row of a forward's hidden states, [B, n, H]."""

@@ -36,16 +36,6 @@ from guided_spec.training.data.endpoint import Endpoint
 from guided_spec.training.data.records import read_example, read_lines
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "Acceptance",
-    "Asked",
-    "ServedDrafts",
-    "measure_acceptance",
-    "measure_server",
-    "read_asked",
-    "write_untrained",
-]
-
 
 class Asked(NamedTuple):
     """A prompt in tokens with its grammar, if any. source: what the record says, or its file."""

@@ -33,25 +33,6 @@ from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "GRAMMAR_KEYS",
-    "NOTE_KEYS",
-    "BaselineRun",
-    "Measurement",
-    "Plan",
-    "Timed",
-    "WorkItem",
-    "is_valid",
-    "load_workload",
-    "measure_completions",
-    "read_grammar",
-    "refuse_unknown",
-    "run_items",
-    "run_plan",
-    "run_transformers",
-    "valid_share",
-]
-
 # How a record names its grammar: the constructor, of one argument or of several.
 GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
     "schema": GrammarSpec.json_schema,

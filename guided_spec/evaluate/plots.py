@@ -18,19 +18,6 @@ from typing import Any, Literal, NamedTuple
 
 from guided_spec.errors import ConfigError
 
-__all__ = [
-    "Figure",
-    "Origin",
-    "acceptance_figures",
-    "bench_figures",
-    "draw",
-    "draw_all",
-    "read_figure",
-    "require_matplotlib",
-    "training_figures",
-    "write_figure",
-]
-
 GREY, TEXT = "#b8c1cc", "#52606d"
 COLOURS = (
     *("#7b8794", "#2f7ed8", "#d64545", "#3a9d5d"),

@@ -9,8 +9,6 @@ from typing import Literal, NamedTuple
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["MOST_NODES", "Branch", "ChoicePaths", "ChoiceTree", "Node", "TokenRow"]
-
 ChoicePaths = Literal["all", "canonical"]
 
 MOST_NODES = 4096  # each is a context that the model has to read

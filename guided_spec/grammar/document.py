@@ -26,25 +26,6 @@ from guided_spec.grammar.schema.rewrite import normalize
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "ENDLESS",
-    "LARGE_SOURCE",
-    "DocumentBackend",
-    "DocumentCompiler",
-    "Extent",
-    "GrammarLimits",
-    "GrammarSize",
-    "NoTableError",
-    "SpecDocument",
-    "TableLimits",
-    "as_document_compiler",
-    "check_limits",
-    "loosen",
-    "measure_json",
-    "measure_text",
-    "narrow",
-]
-
 LARGE_SOURCE = 16_384
 LARGE_TEXT = 4_096
 LARGE_LIST = 512

@@ -37,8 +37,6 @@ if TYPE_CHECKING:  # a worker starts by importing this module, and these load to
     from guided_spec.grammar.tables.token_table import TokenTable
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["RuleReader", "Workers", "serve", "start_interpreter"]
-
 _LOG = logging.getLogger(__name__)
 
 START_SECONDS = 120.0

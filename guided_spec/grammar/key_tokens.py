@@ -13,8 +13,6 @@ from numpy.typing import NDArray
 
 from guided_spec.ops.mask_words import bits_of
 
-__all__ = ["START", "Frame", "KeyState", "KeyTokens", "Keys", "Mode", "advance", "unescape"]
-
 _MOST_NEW = 64
 _QUOTE, _BACKSLASH = b'"\\'
 _STRUCTURE = re.compile(rb'["{}\[\],]')

@@ -18,18 +18,6 @@ from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import CanonicalTokens, Vocabulary
 from guided_spec.ops.mask_words import row_of
 
-__all__ = [
-    "BEGINNINGS",
-    "BYTES",
-    "DEFAULT_MARKERS",
-    "FINAL_CHANNEL",
-    "AfterGrammar",
-    "AfterMatcher",
-    "Marker",
-    "Markers",
-    "symbols_of",
-]
-
 BYTES = 256
 """Symbols below are bytes of the text; ``BYTES + t`` is token t, which shows no text."""
 

@@ -38,12 +38,6 @@ from guided_spec.grammar.tables.tabled import TableMaker, table_bytes
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "GrammarCompileQueue",
-    "GrammarPipeline",
-    "RequestGrammars",
-]
-
 _LOG = logging.getLogger(__name__)
 
 _OWN_BYTES = 4096  # what an entry costs beside its source and its grammar

@@ -16,20 +16,6 @@ from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, num_mask_words
 
-__all__ = [
-    "Budget",
-    "CompiledGrammar",
-    "GrammarBackend",
-    "GrammarMatcher",
-    "Matcher",
-    "WrappedGrammar",
-    "WrappedMatcher",
-    "accept_tokens",
-    "as_matcher",
-    "legal_row",
-    "require_first_token",
-]
-
 
 class GrammarMatcher(Protocol):
     """One text's position in a grammar. Used by one thread at a time."""

@@ -16,22 +16,6 @@ from typing import Any, Literal
 
 from guided_spec.errors import GrammarCompileError
 
-__all__ = [
-    "ANY_CHARACTER",
-    "FORMATS",
-    "JSON_PLAIN",
-    "RE_PARSER",
-    "Context",
-    "Ranges",
-    "category",
-    "complement",
-    "fits_length",
-    "format_within",
-    "intersect",
-    "normalize",
-    "to_fullmatch",
-]
-
 Ranges = tuple[tuple[int, int], ...]
 """Inclusive, ascending, and neither touching nor overlapping."""
 

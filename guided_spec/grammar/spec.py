@@ -16,8 +16,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.backends.registry import GrammarBackendName, require_grammar_backend
 from guided_spec.grammar.schema.lowered import AdditionalProperties
 
-__all__ = ["GrammarKind", "GrammarSpec", "KeyOrder", "Start", "Unsupported"]
-
 GrammarKind = Literal[
     "json_schema", "json_object", "regex", "choice", "ebnf", "lark", "structural_tag"
 ]

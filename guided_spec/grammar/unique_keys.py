@@ -31,14 +31,6 @@ from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of
 
-__all__ = [
-    "MaybeUnique",
-    "NotedGrammar",
-    "UniqueKeysGrammar",
-    "UniqueKeysMatcher",
-    "with_unique_keys",
-]
-
 _JUDGED = 4  # long ways of one state that are remembered
 
 

@@ -11,8 +11,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.schema.lowered import find
 from guided_spec.grammar.schema.rewrite import find_unenforced
 
-__all__ = ["parse_partial", "parse_value", "regex_of", "schema_of"]
-
 _TAKES = """pass a GrammarSpec, a type (a pydantic model, dataclass, TypedDict, Enum, Literal, \
 list[...] or union), a compiled regex, or a JSON schema as a dict"""
 

@@ -14,11 +14,6 @@ from numpy.typing import NDArray
 from guided_spec.errors import ModelError
 from guided_spec.grammar.key_tokens import KeyTokens
 
-__all__ = [
-    "CanonicalTokens",
-    "Vocabulary",
-]
-
 
 @dataclass(frozen=True)
 class Vocabulary:

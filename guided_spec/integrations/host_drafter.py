@@ -18,8 +18,6 @@ from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.proposers import build_proposer
 from guided_spec.types import SamplingParams
 
-__all__ = ["CHECKED", "PROPOSER", "HostDrafter", "HostRequest", "HostText", "HostTexts"]
-
 PROPOSER = "chain:grammar_forced+ngram"
 CHECKED = 8  # tokens at the end of a text that tell whether it is still the same
 _CPU = torch.device("cpu")

@@ -17,8 +17,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ConfigError
 
-__all__ = ["OneOf", "Patch", "Probed", "Target", "Wrapper", "find", "probe", "replace"]
-
 Wrapper = Callable[[Any], Any]
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _MARK = "__guided_spec_wrappers__"  # those that a function has around it

@@ -19,8 +19,6 @@ from guided_spec.errors import GrammarStateError
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher, Matcher, as_matcher
 from guided_spec.grammar.tables.token_table import TablePlace
 
-__all__ = ["Constraint", "Fork"]
-
 _LOG = logging.getLogger(__name__)
 
 # Tokens after which the matchers of a text in its table read all the same: many at once cost each

@@ -16,8 +16,6 @@ from guided_spec.masks.constraint import Fork
 from guided_spec.masks.rows import MaskRows, XGrammarBatch
 from guided_spec.ops.host import named_range
 
-__all__ = ["Branch", "RowFiller", "Walk", "cores"]
-
 
 class Branch(NamedTuple):
     """A draft token, and the place of the one that it follows, see ``TokenTree``."""

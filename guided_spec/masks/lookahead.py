@@ -22,13 +22,6 @@ from guided_spec.masks.filler import Branch, RowFiller, Walk
 from guided_spec.masks.rows import MaskRows, TabledTexts, TableStarts
 from guided_spec.types import Draft
 
-__all__ = [
-    "Lookahead",
-    "Scored",
-    "Turn",
-]
-
-
 # From this many rows on they are filled on another thread while the forward is launched. Fewer are
 # filled by this thread once it is launched: a GPU does not wait for that (docs/performance.md).
 ROWS_WORTH_A_THREAD = 256

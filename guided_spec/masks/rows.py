@@ -23,19 +23,6 @@ from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.ops.table_rows import CURSOR, SOURCE, STATE, advance, copy_rows
 
-__all__ = [
-    "DeviceTables",
-    "MaskBlock",
-    "MaskRows",
-    "MaskUpload",
-    "TableStarts",
-    "TableWalk",
-    "TabledTexts",
-    "Uploaded",
-    "XGrammarBatch",
-    "row_allows",
-]
-
 
 class TabledTexts(NamedTuple):
     """The texts of a step whose rows the device takes from tables itself.

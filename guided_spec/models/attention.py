@@ -14,12 +14,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from guided_spec.errors import ModelError
 
-__all__ = [
-    "MaskBuilder",
-    "shape_free_kernels",
-]
-
-
 UNMASKED = ("linear_attention", "conv")  # layers that keep a state
 
 

@@ -23,8 +23,6 @@ from transformers.utils.hub import cached_file
 
 from guided_spec.errors import ConfigError, ModelError
 
-__all__ = ["Checkpoint", "stitch"]
-
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 LAYOUTS = tuple(name for single in SINGLE_FILES for name in (single, f"{single}.index.json"))
 SAFETENSORS = ".safetensors"

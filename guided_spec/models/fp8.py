@@ -30,8 +30,6 @@ from guided_spec.ops.linear.experts import Gating, Projection, Routes, close_exp
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, fp8_linear, scales_shape, whole_matrix
 from guided_spec.ops.pointwise import silu_mul_packed
 
-__all__ = ["Fp8Experts", "Fp8Linear", "Fp8Recipe", "load_fp8"]
-
 DEFAULT_BLOCK = (128, 128)  # where a configuration is silent, and scales are of blocks
 METHOD = "guided_spec_fp8"  # its name among transformers' quantizers
 SCALES = ("weight_scale_inv", "weight_scale")  # both are factors of the weight

@@ -28,16 +28,6 @@ from guided_spec.errors import ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.models.fp8 import Fp8Recipe, load_fp8
 
-__all__ = [
-    "end_of_text_ids",
-    "has_layers",
-    "load_ends",
-    "load_model",
-    "load_tokenizer",
-    "resolve_dtype",
-    "without_layers",
-]
-
 ADAPTER_CONFIG = "adapter_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 _LOG = logging.getLogger(__name__)

@@ -14,16 +14,6 @@ from transformers import PreTrainedModel
 
 from guided_spec.errors import ModelError
 
-__all__ = [
-    "TargetEnds",
-    "TargetLayers",
-    "capture_hidden",
-    "check_layers",
-    "cut_config",
-    "find_decoder",
-    "implementing",
-]
-
 
 class TargetEnds:
     """Not a module, so that a head that keeps one does not own the target's parameters."""

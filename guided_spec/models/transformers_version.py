@@ -18,16 +18,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.errors import ModelError
 
-__all__ = [
-    "CACHE_NAMES",
-    "NEWEST",
-    "OLDEST",
-    "Version",
-    "cache_keyword",
-    "check_transformers",
-    "name_of_cache",
-]
-
 logger = logging.getLogger(__name__)
 
 

@@ -12,14 +12,6 @@ from torch import Tensor
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.mask_words import BITS, num_mask_words
 
-__all__ = [
-    "apply_token_bitmask",
-    "only_legal_token",
-    "pack_bitmask",
-    "translate_bitmask",
-    "unpack_bitmask",
-]
-
 
 def unpack_bitmask(bitmask: Tensor, vocab_size: int) -> Tensor:
     """Bitmask int32 [..., W] to bool [..., V] on the same device; True is legal."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
 
-__all__ = ["apply_token_bitmask", "translate_bitmask"]
-
 WORDS = 32  # mask words a program, 32 tokens each
 WARPS = 4
 

@@ -29,8 +29,6 @@ from guided_spec.ops.host import zeros_on_demand
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import SlotPlaces
 
-__all__ = ["DeltaColumns", "DeltaLayer", "DeltaShape", "DeltaStates", "gated_delta"]
-
 CHUNK = 64  # tokens that are folded in by one set of matrix products
 NORM_EPS = 1e-6  # of queries and keys, under the root
 

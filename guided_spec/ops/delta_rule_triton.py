@@ -16,8 +16,6 @@ from guided_spec.ops.delta_rule import NORM_EPS, DeltaLayer, DeltaStates
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.slot_attention import SlotPlaces
 
-__all__ = ["gated_delta"]
-
 BLOCK = 1024  # channels of a program
 COLUMNS = 32  # of a state in a program
 HEADS = 4  # of one token in a program

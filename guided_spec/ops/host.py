@@ -15,16 +15,6 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-__all__ = [
-    "Download",
-    "give_way",
-    "host_integers",
-    "named_range",
-    "pad_ids",
-    "to_device",
-    "zeros_on_demand",
-]
-
 _ALIGNMENT = 64  # bytes, as of torch's own memory
 
 

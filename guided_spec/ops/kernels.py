@@ -7,8 +7,6 @@ from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
-__all__ = ["has_triton", "kernels_of"]
-
 
 @cache
 def has_triton() -> bool:

@@ -24,8 +24,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["await_previous", "compiling_ahead", "launch"]
-
 FIRST_CAPABILITY = (9, 0)
 
 # Of each kernel that is being compiled ahead, for what kinds of arguments; None outside.

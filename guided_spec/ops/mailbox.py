@@ -31,16 +31,6 @@ from guided_spec.ops.host import give_way
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.table_rows import advance, copy_rows
 
-__all__ = [
-    "UNTICKETED",
-    "Answer",
-    "Mailbox",
-    "Told",
-    "answer",
-    "can_share",
-    "fetch_rows",
-]
-
 UNTICKETED = 0  # whoever holds it does not wait
 LAST_TICKET = 2**31 - 1
 # Looks at an order before the device goes on without it; each takes it a microsecond or more. Where

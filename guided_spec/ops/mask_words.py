@@ -11,19 +11,6 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = [
-    "BITS",
-    "add_tokens",
-    "bits_of",
-    "first_tokens",
-    "full_row",
-    "ids_of",
-    "num_mask_words",
-    "pack_row",
-    "row_of",
-    "spread_tokens",
-]
-
 BITS = 32
 """Of a word."""
 

@@ -28,15 +28,6 @@ from guided_spec.ops.slot_attention import (
     store_keys_values,
 )
 
-__all__ = [
-    "AddedNorm",
-    "add_rms_norm",
-    "rms_norm",
-    "rotate_and_store",
-    "silu_mul",
-    "silu_mul_packed",
-]
-
 
 class AddedNorm(NamedTuple):
     """residual: [..., H], the sum. normed: [..., H], its norm times the weight."""

@@ -13,13 +13,6 @@ from torch import Tensor
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.slot_attention import HeadNorms, HeadShape, KeyValues, Rotation, SlotPlaces
 
-__all__ = [
-    "add_rms_norm",
-    "rms_norm",
-    "rotate_and_store",
-    "silu_mul",
-]
-
 BLOCK = 1024  # products a program of silu_mul
 
 

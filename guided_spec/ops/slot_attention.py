@@ -24,19 +24,6 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
 
-__all__ = [
-    "CHAIN",
-    "MAX_TREE",
-    "HeadNorms",
-    "HeadShape",
-    "KeyValues",
-    "Rotation",
-    "SharedPositions",
-    "SlotPlaces",
-    "slot_attention",
-    "store_keys_values",
-]
-
 CHAIN = -1  # of ``SlotPlaces.tree``: a token that sees all before it
 MOST_IN_PLACE = 32  # queries of a head of keys; for more, torch's attention over a copy is faster
 MAX_TREE = 64  # tokens of a row that is a tree: bits of an int64

@@ -30,8 +30,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["Tiling", "choose_tiling", "slot_attention"]
-
 LOG2_E = tl.constexpr(1.4426950408889634)
 PROGRAMS = 396  # what an H200 (132 multiprocessors) runs at a time: three programs on each
 MAX_SPLITS = 64

@@ -22,18 +22,6 @@ from torch import Tensor
 
 from guided_spec.ops.kernels import kernels_of
 
-__all__ = [
-    "CLASSES",
-    "CURSOR",
-    "ROWS",
-    "SOURCE",
-    "STATE",
-    "THEN",
-    "WIDTH",
-    "advance",
-    "copy_rows",
-]
-
 CLASSES, THEN, WIDTH, ROWS, STATE, SOURCE = range(6)
 CURSOR = 6  # numbers of a cursor
 

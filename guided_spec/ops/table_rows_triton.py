@@ -9,8 +9,6 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
 
-__all__ = ["advance", "copy_rows", "step"]
-
 WORDS = 1024  # of a row in a program
 TEXTS = 128  # of a program
 

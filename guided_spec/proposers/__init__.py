@@ -18,15 +18,6 @@ from guided_spec.errors import ConfigError, UnknownProposerError
 if TYPE_CHECKING:  # names are listed where torch is not loaded
     from guided_spec.core import Proposer, ProposerContext, SimpleProposer
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "PROPOSERS",
-    "Factory",
-    "build_proposer",
-    "proposer_names",
-    "register_proposer",
-]
-
 Factory: TypeAlias = "Callable[[ProposerContext], Proposer | SimpleProposer]"
 ENTRY_POINT_GROUP = "guided_spec.proposers"
 

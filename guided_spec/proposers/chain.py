@@ -21,8 +21,6 @@ from guided_spec.proposers import build_proposer
 from guided_spec.proposers.drafting import concatenate, no_draft
 from guided_spec.types import Accepted, Draft
 
-__all__ = ["Chain"]
-
 
 class _Carried(tuple[object | None, ...]):
     """What each member carries on."""

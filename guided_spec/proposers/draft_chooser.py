@@ -18,14 +18,6 @@ from guided_spec.ops.sampling.draft_choice import choose_draft
 from guided_spec.ops.sampling.noise import DraftNoise
 from guided_spec.ops.sampling.warp import Sampling
 
-__all__ = [
-    "Chosen",
-    "DraftChooser",
-    "GraphSampling",
-    "read_sampling",
-    "sampling_key",
-]
-
 PARAMETERS = ("temperature", "top_k", "top_p", "min_p")  # of ``Sampling``, that a graph reads
 
 

@@ -43,12 +43,6 @@ from guided_spec.proposers.masked_drafter import (
 )
 from guided_spec.types import Accepted, Draft, DraftPolicy
 
-__all__ = [
-    "DraftAdjustments",
-    "DraftLoop",
-    "draft_autoregressively",
-]
-
 NO_TOKEN = -1
 
 

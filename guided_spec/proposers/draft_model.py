@@ -27,8 +27,6 @@ from guided_spec.proposers.draft_chooser import DraftChooser
 from guided_spec.proposers.draft_loop import DraftLoop
 from guided_spec.proposers.drafting import read_policy, shared_prompts
 
-__all__ = ["DraftModel", "Pard"]
-
 
 class DraftCache:
     """A smaller language model over slots, and how much of each text it has read.

@@ -31,8 +31,6 @@ from guided_spec.masks.lookahead import Lookahead, Pause, Scored
 from guided_spec.ops.trees.token_tree import TokenTree, tree_share
 from guided_spec.proposers.drafting import concatenate, host_draft
 
-__all__ = ["DraftTrees"]
-
 BREADTH = 8  # tokens behind a place at most
 
 

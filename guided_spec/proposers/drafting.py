@@ -14,19 +14,6 @@ from guided_spec.ops.host import host_integers, pad_ids
 from guided_spec.ops.sampling.rejection import dense_probs
 from guided_spec.types import DRAFT_POLICIES, Draft, DraftPolicy
 
-__all__ = [
-    "NoDraft",
-    "concatenate",
-    "draft_ends",
-    "drafts_best",
-    "drafts_masked",
-    "host_draft",
-    "no_draft",
-    "read_policy",
-    "shared_prompts",
-    "used_policies",
-]
-
 
 def host_draft(batch: DecodeBatch, token_ids: Sequence[Sequence[int]]) -> Draft:
     """A one-hot draft on the batch's device from [B] lists of token ids."""

@@ -24,8 +24,6 @@ from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.proposers.drafting import host_draft
 
-__all__ = ["ForcedSearch", "GrammarForced"]
-
 LONGEST_TEXT = 96  # bytes; bounds the search, since a grammar can force text without end
 
 

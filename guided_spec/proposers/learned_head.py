@@ -57,21 +57,6 @@ from guided_spec.proposers.drafting import (
 from guided_spec.proposers.masked_drafter import Given, MaskedDrafter
 from guided_spec.types import Accepted, DraftPolicy
 
-__all__ = [
-    "LearnedHead",
-    "deepseek_mtp",
-    "dflash",
-    "dflash2",
-    "dspark",
-    "eagle",
-    "eagle3",
-    "glm4_moe_mtp",
-    "mtp",
-    "p_eagle",
-    "qwen3_5_mtp",
-]
-
-
 DEFAULT_POLICY: DraftPolicy = "mask"
 
 

@@ -30,8 +30,6 @@ from guided_spec.ops.trees.token_tree import tree_share
 from guided_spec.proposers.draft_chooser import GraphSampling, read_sampling, sampling_key
 from guided_spec.types import SamplingParams
 
-__all__ = ["DraftBuffers", "Given", "MaskedDraft", "MaskedDrafter", "MaskedTurn"]
-
 KINDS = (
     SamplingParams(temperature=0.0),
     SamplingParams(temperature=1.0),

@@ -16,8 +16,6 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
 
-__all__ = ["NGram", "continue_ngram"]
-
 LONGEST = 4
 SHORTEST = 1
 LOOKS_BACK = 1 << 16  # tokens that are searched, so that a step costs no more in a longer text

@@ -25,17 +25,6 @@ from guided_spec.masks.lookahead import Lookahead
 from guided_spec.proposers.drafting import host_draft
 from guided_spec.types import Draft
 
-__all__ = [
-    "KEPT",
-    "LONGEST",
-    "CountedText",
-    "Followers",
-    "Learned",
-    "Match",
-    "Suffix",
-    "SuffixCounts",
-]
-
 LONGEST = 8  # tokens of a run whose followers are counted
 CANDIDATES = 4  # followers that are named, for a grammar to choose from
 _NOTHING: list[int] = []

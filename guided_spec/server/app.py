@@ -45,8 +45,6 @@ from guided_spec.server.service import ServedModel, ServerSettings, Service
 from guided_spec.server.streaming import open_stream, whole_answer
 from guided_spec.trace.page import asset, legend
 
-__all__ = ["Playground", "build_app", "build_server", "render_playground", "serve"]
-
 _DONE = b"data: [DONE]\n\n"
 _MOST_TOKENS = 256  # what the playground's form says at first
 _KEY = """<p class="field"><label for="key">API key</label>

@@ -23,8 +23,6 @@ from guided_spec.errors import (
     UnsupportedSchemaError,
 )
 
-__all__ = ["ApiError", "add_handlers", "api_error", "invalid_value", "json_response"]
-
 _CODES: tuple[tuple[type[GuidedSpecError], str, str | None], ...] = (
     (UnsupportedSchemaError, "unsupported_schema", None),
     (UnsatisfiableGrammarError, "unsatisfiable_grammar", None),

@@ -12,8 +12,6 @@ from guided_spec.engine.outputs import Chunk, Completion, RequestStats
 from guided_spec.engine.runner import Load
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["Metrics", "Tally"]
-
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _BETWEEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _WHOLE = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)

@@ -15,15 +15,6 @@ from guided_spec.server.metrics import Metrics
 from guided_spec.server.service import ServerSettings
 from guided_spec.server.spans import open_span
 
-__all__ = [
-    "CALLER",
-    "BoundedBody",
-    "CountedRequests",
-    "RequiredKey",
-    "TracedRequests",
-    "cache_salt",
-]
-
 # A digest of the key; "" without keys. Set for each request before its endpoint runs.
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 

@@ -22,13 +22,6 @@ from guided_spec.server.metrics import Metrics, Tally
 from guided_spec.server.spans import current_span
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "Admission",
-    "ServedModel",
-    "ServerSettings",
-    "Service",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSettings:

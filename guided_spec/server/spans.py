@@ -24,8 +24,6 @@ except ModuleNotFoundError:
 else:
     _IS_INSTALLED = True
 
-__all__ = ["RequestSpan", "current_span", "open_span"]
-
 _OPERATIONS = {
     "/v1/chat/completions": "chat",
     "/v1/responses": "chat",

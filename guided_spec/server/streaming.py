@@ -17,8 +17,6 @@ from guided_spec.server.faults import ApiError, api_error, json_response
 from guided_spec.server.middleware import Message, Receive, Send
 from guided_spec.server.spans import current_span
 
-__all__ = ["EventStream", "event", "open_stream", "whole_answer"]
-
 _CLIENT_LEFT = Response(status_code=499)  # nobody reads it
 
 

@@ -16,8 +16,6 @@ from typing import NamedTuple
 from guided_spec.errors import ConfigError
 from guided_spec.trace.record import FORCED, StepTrace, TokenTrace, Trace
 
-__all__ = ["SIGNS", "StepMarkup", "asset", "legend", "render_page", "summary"]
-
 _MOST_TRACES = 2  # side by side, each in a colour of its own
 _TITLE = "What speculation did, step by step"
 

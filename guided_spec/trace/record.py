@@ -21,22 +21,6 @@ from guided_spec.ops.sampling.logprobs import PositionProbs
 from guided_spec.step import Step
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "FORCED",
-    "TARGET",
-    "JsonPath",
-    "Outcome",
-    "SeenStep",
-    "StepTrace",
-    "TokenTrace",
-    "Trace",
-    "TraceRecorder",
-    "TraceSource",
-    "from_json",
-    "see_step",
-    "to_json",
-]
-
 Outcome = Literal["accepted", "rejected", "unused", "replacement", "bonus"]
 
 FORCED = "forced"

@@ -15,15 +15,6 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.heads.draft_head import DraftVocabulary
 
-__all__ = [
-    "DraftAlgorithm",
-    "Metric",
-    "TargetStates",
-    "TrainerKwargs",
-    "TrainingBatch",
-    "TrainingOutput",
-]
-
 
 class TrainingBatch(NamedTuple):
     """B documents, padded on the right to T tokens; all on one device.

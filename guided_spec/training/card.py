@@ -20,16 +20,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import Origin, draw_all, training_figures
 from guided_spec.training.options import TrainOptions
 
-__all__ = [
-    "CARD",
-    "PLOTS",
-    "CorpusFigures",
-    "HubRepository",
-    "command_of",
-    "model_card",
-    "write_plots",
-]
-
 CARD, PLOTS = "README.md", "plots"  # in the output folder of a run
 
 _CARD = """\

@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from guided_spec.models.heads.eagle import PARTS
 
-__all__ = ["compile_layers", "compiled_on_cuda"]
-
 NORMS = tuple(parts.norm for parts in PARTS.values())
 MLPS = tuple(parts.mlp for parts in PARTS.values())
 Returned = TypeVar("Returned")

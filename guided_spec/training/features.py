@@ -37,21 +37,6 @@ from guided_spec.models.target import capture_hidden
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.data.endpoint import Endpoint
 
-__all__ = [
-    "FeatureDtype",
-    "Features",
-    "KeptFeatures",
-    "OnlineFeatures",
-    "ServedFeatures",
-    "SplitFeatures",
-    "StoredFeatures",
-    "feature_file",
-    "pad_states",
-    "read_states",
-    "write_features",
-    "write_states",
-]
-
 FeatureDtype = Literal["target", "fp8"]
 """How files hold states: in the target's dtype, or in 8 bits with a scale each."""
 

@@ -25,18 +25,6 @@ from guided_spec.training.compiled import compiled_on_cuda
 from guided_spec.training.target_rows import TargetRows, TargetScores, forbid
 from guided_spec.types import require_int
 
-__all__ = [
-    "LOSSES",
-    "Confidence",
-    "DraftScorer",
-    "DraftStates",
-    "Loss",
-    "LossMixture",
-    "LossRows",
-    "Objective",
-    "measure",
-]
-
 
 class LossRows(NamedTuple):
     """What a loss sees of n rows.

@@ -10,8 +10,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import option
 from guided_spec.types import require_int
 
-__all__ = ["BEST", "TRACKERS", "TrainOptions", "read_device_map"]
-
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential")
 TRACKERS = ("tensorboard", "wandb", "trackio", "mlflow", "none")
 BEST = "best"  # in the output folder of a run: the draft of the best validation

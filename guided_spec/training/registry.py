@@ -14,15 +14,6 @@ from typing import Any, TypeVar
 from guided_spec.errors import ConfigError
 from guided_spec.training.algorithms.options import CONFIGS
 
-__all__ = [
-    "ALGORITHMS",
-    "ENTRY_POINT_GROUP",
-    "algorithm_names",
-    "find_algorithm",
-    "find_config",
-    "register",
-]
-
 ENTRY_POINT_GROUP = "guided_spec.algorithms"
 _Class = TypeVar("_Class", bound=type)
 _BUILT_IN = "guided_spec.training.algorithms"

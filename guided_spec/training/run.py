@@ -59,16 +59,6 @@ from guided_spec.training.trainer import (
 from guided_spec.training.validation import HeldoutDecoding
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "REPORT",
-    "TrainingReport",
-    "close_accelerator",
-    "make_accelerator",
-    "rehearse",
-    "shard_layers",
-    "train",
-]
-
 logger = logging.getLogger(__name__)
 
 FOLDER = "rehearsal"

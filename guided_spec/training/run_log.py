@@ -15,8 +15,6 @@ from tqdm import tqdm
 from guided_spec.errors import ConfigError
 from guided_spec.training.options import TrainOptions
 
-__all__ = ["LINES", "LOGS", "RunLog", "chosen_trackers"]
-
 LOGS, LINES = "logs", "metrics.jsonl"  # a folder in the output of a run, and a file in it
 PAUSE = 60.0  # seconds between lines on a stderr that is no terminal
 

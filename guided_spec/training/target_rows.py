@@ -22,13 +22,6 @@ from guided_spec.ops.mask_words import BITS
 from guided_spec.training.algorithm import TargetStates, TrainingBatch
 from guided_spec.training.compiled import compiled_on_cuda
 
-__all__ = [
-    "TargetHead",
-    "TargetRows",
-    "TargetScores",
-    "forbid",
-]
-
 TOLERANCE = 0.02  # relative to the largest logit: rounding of half precision, not a forgotten step
 
 

@@ -31,22 +31,6 @@ from guided_spec.training.options import BEST, TrainOptions
 from guided_spec.training.run_log import LOGS, RunLog
 from guided_spec.training.validation import MetricSums, acceptance_lengths, evaluate
 
-__all__ = [
-    "CHECKPOINTS",
-    "Checkpoints",
-    "Progress",
-    "StopRequest",
-    "Trainer",
-    "TrainingData",
-    "TrainingResult",
-    "WorkerSignals",
-    "check_folder",
-    "check_output",
-    "choose_layout",
-    "make_optimizer",
-    "rate_factor",
-]
-
 FLOOR = 0.1  # what is left of the learning rate at the end
 BETAS = (0.9, 0.95)  # as EAGLE-3 trains its heads: https://github.com/SafeAILab/EAGLE
 

@@ -21,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-__all__ = ["UNROLLED", "has_kernel", "unrolled_attention"]
-
 UNROLLED = "guided_spec_unroll"
 """The name under which transformers' layers find ``unrolled_attention``."""
 

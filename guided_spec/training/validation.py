@@ -22,13 +22,6 @@ from guided_spec.training.algorithm import Metric, TrainingBatch
 from guided_spec.training.features import Features
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "HeldoutDecoding",
-    "MetricSums",
-    "acceptance_lengths",
-    "evaluate",
-]
-
 
 class MetricSums:
     """Totals and counts by name, on the device they come from: adding never waits for it."""

@@ -20,8 +20,6 @@ from guided_spec.models.heads.export import save_head
 from guided_spec.models.loading import load_model
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
-__all__ = ["SMALL", "Folders", "small_target", "write_small", "write_small_block"]
-
 SMALL = Shape(32, 3, 4, 2, 8, 48, VOCAB_SIZE, 1024, 200)
 HEAD_SHAPE = HeadShape(1, 4, 2, 12, 40)  # another head size than the target's
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["write_stand_in"]
-
 _SOURCE = """
 import os
 from importlib import import_module

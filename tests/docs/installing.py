@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from tests.docs.pages import read_blocks
 
-__all__ = ["Installed", "install"]
-
 
 class Installed(NamedTuple):
     """The name that the entry point has, and the module it is in."""

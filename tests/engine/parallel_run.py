@@ -14,8 +14,6 @@ from guided_spec.engine.llm import LLM
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 
-__all__ = ["PARAMS", "PROMPTS", "generate"]
-
 PROMPTS = ["a", "The name", "1"]
 PARAMS = [
     SamplingParams(max_tokens=30, grammar=GrammarSpec.regex(r"[0-9]{3}-[a-z]{4,8}")),

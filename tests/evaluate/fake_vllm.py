@@ -10,8 +10,6 @@ from typing import Any
 
 from tests.answering import Answering, running
 
-__all__ = ["FakeVllm"]
-
 TOKENS, K = 5, 3  # of an answer: a token of the prompt's, a draft of K with 2 accepted, its bonus
 
 

@@ -22,8 +22,6 @@ from tests.fuzz.inputs import texts
 from tests.fuzz.schemas import adversarial, of_metaschema, values
 from tests.fuzz.targets import TARGETS
 
-__all__ = ["NAMES", "Finding", "Run", "draw", "follow_coverage"]
-
 NAMES = (*TARGETS, "validity")
 HANG_SECONDS = 90.0
 SLOW_SECONDS = 10.0  # of processor time here; workers have limits of their own

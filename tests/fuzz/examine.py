@@ -26,8 +26,6 @@ from tests.fuzz.targets import Target
 from tests.grammar.tools.test_tools import SPECIAL
 from tests.masks.walks import accepts, walk
 
-__all__ = ["Examiner", "FuzzFailureError"]
-
 LIMITS = GrammarLimits(compile_seconds=3.0, compile_bytes=2**29)
 LONGEST_MESSAGE = 4_000
 JUDGE_SECONDS = 1.0

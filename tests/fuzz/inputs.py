@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from tests.fuzz.targets import Target
 
-__all__ = ["texts"]
-
 _ANY = st.text(max_size=4) | st.text(st.characters(codec=None), max_size=2)
 _TIMES = st.sampled_from([2, 3, 9, 9, 60, 60, 300, 3000])
 

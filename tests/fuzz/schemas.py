@@ -9,8 +9,6 @@ from typing import Any
 import jsonschema
 from hypothesis import strategies as st
 
-__all__ = ["adversarial", "of_metaschema", "values"]
-
 _NAMES = st.sampled_from(["a", "b", "é", "", "a/b", "~", 'q"', "\0", "\\", "\n", "$ref", "a b"])
 _NUMBERS = st.one_of(
     st.integers(-5, 5),

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = ["TARGETS", "Target"]
-
 
 class Target(NamedTuple):
     """One kind of input.

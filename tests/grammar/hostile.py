@@ -14,8 +14,6 @@ if TYPE_CHECKING:  # they load torch, and every new worker imports this module
     from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["NO_VOCABULARY", "Compiled", "HostileBackend", "large"]
-
 NO_VOCABULARY = cast("Vocabulary", None)
 
 _PAD = "[ab]{1,300}"

@@ -9,8 +9,6 @@ from typing import Any
 from guided_spec.grammar.spec import GrammarSpec
 from tests.grammar.test_limits import HOSTILE, nested, raw_schema
 
-__all__ = ["CASES", "NOT_GRAMMARS"]
-
 
 def _tag(content: Any) -> GrammarSpec:
     return GrammarSpec.structural_tag({"type": "structural_tag", "format": content})

@@ -11,8 +11,6 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-__all__ = ["ENCODER", "FAMILIES", "NOT_BUILT", "build_family"]
-
 ENCODER = " as an encoder"
 
 # The largest value of a field, and the fields.

@@ -22,8 +22,6 @@ from guided_spec.models.causal_lm import CausalLM
 from tests.models.families import FAMILIES, NOT_BUILT, build_family
 from tests.models.speculation import Row, generate_alone, prefill, prompts_of, speculate
 
-__all__ = ["EQUAL", "NO_PACKED_FORM", "Outcome", "outcome_of", "write_text"]
-
 EQUAL = "equal"
 NO_PACKED_FORM = "has no packed form"
 PROMPTS = (5, 23)  # tokens; windows have 8

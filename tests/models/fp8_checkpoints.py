@@ -14,8 +14,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-__all__ = ["FORMS", "Form", "write_fp8"]
-
 EXPERT = re.compile(r"\.mlp\.experts\.(\d+)\.(gate|up|down)_proj\.weight$")
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 

@@ -11,8 +11,6 @@ from transformers import PreTrainedModel
 
 from guided_spec.models.causal_lm import CausalLM, SlotInputs
 
-__all__ = ["Row", "generate_alone", "prefill", "prompts_of", "speculate"]
-
 DRAFT_TOKENS = 4
 CHUNK = 7
 

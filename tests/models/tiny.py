@@ -9,8 +9,6 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-__all__ = ["ARCHITECTURES", "build"]
-
 BASE: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 64,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from tests.processes import run_forked
 
-__all__ = ["run_interpreted"]
-
 
 def run_interpreted(*arguments: str) -> str:
     """What Python prints, run with ``arguments``; asserts that it succeeds.

@@ -14,8 +14,6 @@ from guided_spec.grammar.tables.token_table import ANY_NUMBER, OUTSIDE, TokenTab
 from guided_spec.masks.rows import DeviceTables, TableStarts
 from guided_spec.ops import table_rows
 
-__all__ = ["Walked", "host_walk", "random_table", "start", "starts_of", "walk"]
-
 STEPS = 5
 
 

@@ -17,8 +17,6 @@ from guided_spec.engine.llm import LLM
 from guided_spec.server.app import build_server
 from guided_spec.server.service import ServerSettings
 
-__all__ = ["ASK", "BOOK", "LONG", "Contact", "Running", "running", "until"]
-
 PATIENCE = 60.0  # seconds; only a fault takes as long
 
 ASK: Any = [{"role": "user", "content": "Please call Maria Lopez at +49 170 5551234."}]

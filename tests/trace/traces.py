@@ -7,8 +7,6 @@ from typing import Any
 
 from guided_spec.trace.record import Outcome, StepTrace, TokenTrace, Trace
 
-__all__ = ["make_step", "make_token", "make_trace"]
-
 
 def make_token(text: str, outcome: Outcome, **fields: Any) -> TokenTrace:
     """A token that "ngram" drafted, or one of the target's."""

@@ -17,8 +17,6 @@ from guided_spec.training.algorithms.heads import unroll, unroll_mask
 from guided_spec.training.unroll_attention import has_kernel, unrolled_attention
 from tests.learned_heads import write_head
 
-__all__ = ["dense", "draw", "run", "unmasked"]
-
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 

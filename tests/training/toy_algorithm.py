@@ -23,8 +23,6 @@ from guided_spec.training.registry import ALGORITHMS, register
 from tests.models.tiny import build
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
-__all__ = ["ToyTraining", "make_options", "write_documents", "write_target"]
-
 ALGORITHMS.pop("toy", None)
 
 

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.schema.lowered import Report, Unenforced, all_parts, escape, unescape
 from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
 
-__all__ = ["AnyOrder", "any_order_grammar", "key_literal"]
-
 _DEEPEST = 16
 _CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 _MOST_BRANCHES = 128

@@ -28,8 +28,6 @@ from guided_spec.grammar.schema.lowered import is_narrowed
 from guided_spec.grammar.unique_keys import MaybeUnique
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["AutoBackend", "BackendChoice"]
-
 _MOST_CHARACTERS = 128  # that xgrammar 0.2.8 counts without looking at the whole vocabulary
 # Characters that lengths count, times tokens of the vocabulary: xgrammar looks at all tokens behind
 # every character that it counts, which takes 21 ms of 150,000 tokens, so that this is 0.2 s.

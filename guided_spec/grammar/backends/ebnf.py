@@ -17,13 +17,6 @@ import xgrammar
 from guided_spec.grammar.backends.any_order import AnyOrder, key_literal
 from guided_spec.grammar.schema.lowered import Report, Unenforced, change_parts, escape
 
-__all__ = [
-    "any_order_ebnf",
-    "any_order_notes",
-    "regex_ebnf",
-    "schema_ebnf",
-]
-
 _ESCAPED = re.compile(r"\\(?:x([0-9a-fA-F]{2})|.)", re.DOTALL)
 
 

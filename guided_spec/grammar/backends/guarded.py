@@ -34,13 +34,6 @@ from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import ids_of, num_mask_words
 
-__all__ = [
-    "GuardedBackend",
-    "GuardedGrammar",
-    "GuardedMatcher",
-    "check_grammar_backend",
-]
-
 _BACKEND = ("vocabulary", "compile")
 _GRAMMAR = ("excluded", "new_matcher", "new_style_matcher")
 _MATCHER = ("accept_token", "fill_next_token_bitmask", "fork", "rollback", "is_terminated")

@@ -55,14 +55,6 @@ from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row
 
-__all__ = [
-    "LLGuidanceBackend",
-    "LLGuidanceGrammar",
-    "LLGuidanceMatcher",
-    "LLGuidanceSource",
-    "prepare_for_llguidance",
-]
-
 _KEPT = HOLDS_PARTS | frozenset(
     {"type", "enum", "const", "$ref", "required", "minProperties"}
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}

@@ -15,19 +15,6 @@ from typing import Any, Literal, TypeAlias, cast
 
 from guided_spec.errors import ConfigError
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "GRAMMAR_BACKENDS",
-    "BackendFactory",
-    "GrammarBackendName",
-    "find_grammar_backend",
-    "grammar_backend_names",
-    "import_path",
-    "importable_backends",
-    "register_grammar_backend",
-    "require_grammar_backend",
-]
-
 GrammarBackendName = Literal["auto", "xgrammar", "llguidance"] | str  # or a registered one
 # Takes a ``Vocabulary`` and returns a ``GrammarBackend``. Both stand above: a spec, which a backend
 # compiles, asks here whether the backend that it names is known.

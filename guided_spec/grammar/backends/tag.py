@@ -19,13 +19,6 @@ from guided_spec.grammar.schema.values import values_within
 from guided_spec.grammar.tools.format import either, in_sequence, literal
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "TokenTag",
-    "bound_whitespace",
-    "prepare_tag",
-    "with_tokens",
-]
-
 _PLAIN = {"type", "json_schema", "style"}
 
 

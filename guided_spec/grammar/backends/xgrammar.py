@@ -24,8 +24,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.unique_keys import MaybeUnique, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = ["CACHE_BUG", "XGrammarBackend", "XGrammarGrammar"]
-
 # Of rules that several grammars have; whole ones are kept elsewhere. Host names and mail addresses
 # take 40 MB each, and seconds to compile.
 _CACHE_BYTES = 128 * 2**20

@@ -58,14 +58,6 @@ from guided_spec.grammar.tables.token_table import TablePlace
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import full_row, pack_row
 
-__all__ = [
-    "AfterEndings",
-    "CompletingGrammar",
-    "CompletingMatcher",
-    "EndingsCache",
-    "without_budget",
-]
-
 
 class _Free(NamedTuple):
     """Before the marker: the state of its automaton."""

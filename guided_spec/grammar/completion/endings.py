@@ -14,22 +14,6 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.protocol import Matcher
 
-__all__ = [
-    "LAST",
-    "NEVER",
-    "Call",
-    "EndLostError",
-    "Endings",
-    "Rests",
-    "RuleTexts",
-    "Rules",
-    "UnreadableGrammarError",
-    "byte_sequences",
-    "longest_rest",
-    "rest_of_call",
-    "shortest_texts",
-]
-
 NEVER = int(np.iinfo(np.int32).max)
 """The cost of what cannot be."""
 

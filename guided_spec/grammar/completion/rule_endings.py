@@ -26,18 +26,6 @@ from guided_spec.grammar.completion.spelling import Characters, Spelling
 from guided_spec.grammar.protocol import GrammarMatcher
 from guided_spec.ops.mask_words import pack_row
 
-__all__ = [
-    "NOWHERE",
-    "Frame",
-    "Longest",
-    "ParseState",
-    "ParseStates",
-    "ReadRules",
-    "RuleEndings",
-    "Run",
-    "read_source",
-]
-
 NOWHERE = -1
 _MOST_READINGS = 4096
 _MOST_STATES = 1 << 16

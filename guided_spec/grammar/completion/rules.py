@@ -19,18 +19,6 @@ from guided_spec.grammar.completion.endings import Call, Rules, UnreadableGramma
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.regex import JSON_PLAIN, complement, intersect, normalize
 
-__all__ = [
-    "FreeText",
-    "RegexReader",
-    "RuleSource",
-    "read_free_text",
-    "read_regex",
-    "read_rules",
-    "rules_of",
-    "source_of",
-    "tells_rules",
-]
-
 
 def tells_rules(compiled: CompiledGrammar) -> bool:
     """Whether ``rules_of`` may know the rules of a compiled grammar.

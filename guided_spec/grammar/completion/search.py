@@ -21,8 +21,6 @@ from guided_spec.grammar.protocol import (
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import add_tokens, bits_of, first_tokens, spread_tokens
 
-__all__ = ["SearchEndings", "Way"]
-
 RISE = 64  # tokens to spare, beyond which a row is not looked at
 _RISE_PER_TOKEN = 16  # that a few tokens are taken to add at most, each
 _FIRST_STEPS = 2048  # of the search from the start, which is made where grammars are compiled

@@ -14,13 +14,6 @@ from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.ops.mask_words import bits_of, pack_row
 
-__all__ = [
-    "Characters",
-    "MadeOf",
-    "SearchTokens",
-    "Spelling",
-]
-
 _LONGEST = 24  # bytes of a token that a shortest end is written with
 _MOST_SPELLED = 1 << 16
 _MOST_WRITTEN = 1 << 12

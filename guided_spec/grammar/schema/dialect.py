@@ -18,8 +18,6 @@ from referencing.jsonschema import (
     DRAFT202012,
 )
 
-__all__ = ["Document", "Target", "draft_of", "spell"]
-
 _DRAFTS: dict[Any, int] = {
     jsonschema.Draft3Validator: 3,
     jsonschema.Draft4Validator: 4,

@@ -10,13 +10,6 @@ from typing import Any, NamedTuple
 from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, to_fullmatch
 from guided_spec.grammar.schema.lowered import all_parts
 
-__all__ = [
-    "FreeKeys",
-    "free_keys",
-    "has_finite_value",
-    "other_keys",
-]
-
 _MOST_NODES = 64  # xgrammar 0.2.8 compiles each in some 30 ms, with a vocabulary of 150,000 tokens
 
 

@@ -19,8 +19,6 @@ from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, cl
 from guided_spec.grammar.schema.lowering import Applicator, At, Lowering
 from guided_spec.grammar.schema.values import any_of, join_all, unique_arrays
 
-__all__ = ["lower", "needs_lowering"]
-
 _CAUSES = frozenset(
     {"not", "if", "oneOf", "dependentRequired", "dependentSchemas", "dependencies", "contains"}
     | {"propertyNames", "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef"}

@@ -6,25 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import reduce
 from typing import Any, Literal, NamedTuple
 
-__all__ = [
-    "HOLDS_PARTS",
-    "AdditionalProperties",
-    "ClosedSchema",
-    "Lowered",
-    "Report",
-    "Unenforced",
-    "all_parts",
-    "change_parts",
-    "close_objects",
-    "describe",
-    "escape",
-    "find",
-    "is_narrowed",
-    "narrowing",
-    "parts_of",
-    "unescape",
-]
-
 _SHOWN = 5
 
 

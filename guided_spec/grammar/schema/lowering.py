@@ -20,8 +20,6 @@ from guided_spec.grammar.schema.values import (
     others,
 )
 
-__all__ = ["Applicator", "At", "Lowering"]
-
 _MAX_DEPTH = 64
 _LARGEST = 1_000_000  # characters
 _PLAIN = frozenset(

@@ -23,15 +23,6 @@ from guided_spec.grammar.schema.lower import lower
 from guided_spec.grammar.schema.lowered import AdditionalProperties, Lowered, describe, narrowing
 from guided_spec.grammar.schema.rewrite import normalize
 
-__all__ = [
-    "check_schema",
-    "examine_schema",
-    "is_plainly_valid",
-    "lower_checked",
-    "prepare_schema",
-    "require_enforced",
-]
-
 DRAFTS = {"https://json-schema.org/draft/2020-12/schema": 2020} | {
     f"http://json-schema.org/draft-0{draft}/schema{end}": draft
     for draft in (4, 6, 7)

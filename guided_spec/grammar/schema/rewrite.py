@@ -34,15 +34,6 @@ from guided_spec.grammar.schema.lowered import (
 )
 from guided_spec.grammar.schema.values import any_of, constant, keep_valid, merge, values_within
 
-__all__ = [
-    "find_unenforced",
-    "is_anchored",
-    "normalize",
-    "rewrite_number",
-    "rewrite_object",
-    "rewrite_string",
-]
-
 _MAX_VALUES = 1000
 _MAX_LENGTH = 2**31 - 2  # beyond, the backend's own limits end
 _INT64 = 2**63 - 1

@@ -20,23 +20,6 @@ import referencing.exceptions
 from guided_spec.grammar.regex import RE_PARSER
 from guided_spec.grammar.schema.dialect import Document, spell
 
-__all__ = [
-    "ALL_TYPES",
-    "Demands",
-    "Disjointness",
-    "Disjuncts",
-    "any_of",
-    "constant",
-    "join_all",
-    "keep_valid",
-    "merge",
-    "other_characters",
-    "others",
-    "type_of",
-    "unique_arrays",
-    "values_within",
-]
-
 ALL_TYPES = frozenset({"null", "boolean", "number", "string", "array", "object"})
 """The types; an integer is a number."""
 _TYPES: dict[type, str] = {

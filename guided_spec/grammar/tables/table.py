@@ -37,20 +37,6 @@ from guided_spec.grammar.tables.token_table import (
 from guided_spec.grammar.unique_keys import UniqueKeysGrammar
 from guided_spec.ops.mask_words import ids_of, num_mask_words, pack_row
 
-__all__ = [
-    "ByteAutomaton",
-    "Clock",
-    "Comparison",
-    "Difference",
-    "build_table",
-    "compare_steps",
-    "compare_texts",
-    "explore",
-    "proven_table",
-    "tabled_part",
-    "without_tokens",
-]
-
 
 class Clock:
     """Raises NoTableError at a look behind ``seconds`` of this thread's own time."""

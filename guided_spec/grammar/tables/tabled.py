@@ -30,8 +30,6 @@ from guided_spec.grammar.tables.table import tabled_part
 from guided_spec.grammar.tables.token_table import ENDED, OUTSIDE, REFUSED, TablePlace, TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
 
-__all__ = ["TableMaker", "TabledGrammar", "TabledMatcher", "table_bytes"]
-
 _LOG = logging.getLogger(__name__)
 
 

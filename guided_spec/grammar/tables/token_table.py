@@ -12,18 +12,6 @@ from numpy.typing import NDArray
 
 from guided_spec.ops.mask_words import full_row
 
-__all__ = [
-    "ANY_NUMBER",
-    "ENDED",
-    "MOST_AHEAD",
-    "OUTSIDE",
-    "REFUSED",
-    "UNBOUND",
-    "Steps",
-    "TablePlace",
-    "TokenTable",
-]
-
 REFUSED = -1
 """The token is illegal."""
 ENDED = -2

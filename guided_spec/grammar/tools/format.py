@@ -12,30 +12,6 @@ from typing import Any, Literal, NamedTuple
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "Arguments",
-    "BegunCall",
-    "BegunText",
-    "MarkedReader",
-    "MarkedText",
-    "ReadText",
-    "Tool",
-    "ToolCall",
-    "ToolChoice",
-    "ToolRules",
-    "arguments_content",
-    "begun_length",
-    "begun_object",
-    "either",
-    "in_sequence",
-    "literal",
-    "read_arguments",
-    "read_choice",
-    "read_json",
-    "read_tools",
-    "tool_dicts",
-]
-
 ToolChoice = Literal["auto", "required", "none", "named"]
 
 _NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)

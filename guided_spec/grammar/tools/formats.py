@@ -27,15 +27,6 @@ from guided_spec.grammar.tools.format import (
     read_json,
 )
 
-__all__ = [
-    "TOOL_FORMATS",
-    "DelimitedFormat",
-    "HarmonyFormat",
-    "ToolFormat",
-    "find_tool_format",
-    "get_tool_format",
-]
-
 
 class _CallRead(NamedTuple):
     """A whole call, its arguments as JSON text, and where it ends."""

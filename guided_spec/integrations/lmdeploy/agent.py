@@ -31,25 +31,6 @@ from guided_spec.integrations.lmdeploy.manager import (
     compile_ahead,
 )
 
-__all__ = [
-    "METHODS",
-    "Drafting",
-    "guided_logits",
-    "register_proposers",
-    "unregister_proposers",
-    "with_ended_rows",
-    "with_grammar_compiled",
-    "with_guided_blocks",
-    "with_guided_helper",
-    "with_no_draft_cache",
-    "with_no_draft_config",
-    "with_no_draft_graph",
-    "with_own_engine",
-    "with_own_workers",
-    "with_positions",
-    "with_turns",
-]
-
 METHODS = {
     "guided_spec_chain": "chain:grammar_forced+ngram",
     "guided_spec_grammar_forced": "grammar_forced",

@@ -33,8 +33,6 @@ from guided_spec.ops.sampling.verify import VERIFIERS, draw_noise, verify
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows, warp
 from guided_spec.types import Accepted, Draft
 
-__all__ = ["GuidedHelper", "RejectionSampler", "translate_for_draft"]
-
 _Processors = Mapping[int, GrammarProcessor]
 _Drafts = Mapping[int, DraftProcessor]
 

@@ -35,17 +35,6 @@ from guided_spec.masks.rows import MaskRows, row_allows
 from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = [
-    "TURN",
-    "DraftProcessor",
-    "GrammarProcessor",
-    "GuidedManager",
-    "compile_ahead",
-    "fit_bitmask",
-    "model_stop_ids",
-    "response_spec",
-]
-
 _CPU = torch.device("cpu")
 
 

@@ -15,8 +15,6 @@ from guided_spec.integrations.lmdeploy.helper import translate_for_draft
 from guided_spec.integrations.lmdeploy.manager import GuidedManager
 from guided_spec.integrations.patches import Patch, Target, find, replace
 
-__all__ = ["SUPPORTED_VERSION", "install", "is_installed", "uninstall"]
-
 SUPPORTED_VERSION = "0.18.0"
 
 _ENGINE = "lmdeploy.pytorch.engine"

@@ -23,15 +23,6 @@ from guided_spec.grammar.unique_keys import NotedGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
 
-__all__ = [
-    "ANY_JSON",
-    "GuidedBackend",
-    "GuidedGrammar",
-    "make_backend",
-    "spec_of",
-]
-
-
 ANY_JSON = "$$ANY$$"  # how SGLang writes "any JSON value"
 
 

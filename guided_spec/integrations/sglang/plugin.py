@@ -38,21 +38,6 @@ from guided_spec.masks.constraint import Constraint
 if TYPE_CHECKING:
     from guided_spec.grammar.vocabulary import Vocabulary
 
-__all__ = [
-    "ALGORITHM",
-    "BACKENDS",
-    "NUM_NODES",
-    "TESTED_VERSIONS",
-    "Drafts",
-    "Trees",
-    "chains",
-    "check_server",
-    "create_backend",
-    "register",
-    "vocabulary_of",
-    "worker_class",
-]
-
 TESTED_VERSIONS = ("0.5.23",)
 BACKENDS = {
     "guided_spec": "auto",

@@ -13,8 +13,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = ["Asked", "Ends"]
-
 Fields = dict[str, Any]
 """Of ``SamplingParams``."""
 

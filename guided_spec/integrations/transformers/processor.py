@@ -29,15 +29,6 @@ from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = [
-    "Generation",
-    "GrammarLogitsProcessor",
-    "Grammars",
-    "TrackedText",
-    "common_length",
-    "list_grammars",
-]
-
 KEPT_ROWS = 64  # of a text; more than drafts are long
 
 

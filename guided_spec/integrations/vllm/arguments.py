@@ -16,16 +16,6 @@ from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.vllm.plugin import FEATURES, requested
 
-__all__ = [
-    "METHODS",
-    "NO_DRAFTS",
-    "RENAMED",
-    "Arguments",
-    "read_arguments",
-    "require_own_start",
-    "speculative",
-]
-
 RENAMED = {
     "data_parallel_size": "data_parallel_size",
     "dtype": "dtype",

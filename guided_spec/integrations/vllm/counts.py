@@ -19,8 +19,6 @@ from guided_spec.grammar.backends.xgrammar import CACHE_BUG
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import count
 
-__all__ = ["PARTS", "PATCHES", "Remembering", "compile_again"]
-
 _PLACE = "guided_spec_compilers"
 _MOST_REMEMBERED = 256
 

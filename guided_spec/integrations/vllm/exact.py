@@ -22,15 +22,6 @@ from weakref import WeakKeyDictionary
 from guided_spec.integrations.patches import OneOf, Patch
 from guided_spec.integrations.vllm.plugin import count
 
-__all__ = [
-    "PARTS",
-    "PATCHES",
-    "acceptable_drafts",
-    "keep_refused_draft",
-    "keep_refused_in_step",
-    "mark_refused",
-]
-
 _PADDING = -1  # vLLM's placeholder for a draft token that is not there
 
 # scheduler -> request id -> how many of its draft tokens stand before the refused one

@@ -30,15 +30,6 @@ from guided_spec.grammar.unique_keys import UniqueKeysGrammar, with_unique_keys
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.integrations.vllm.requests import VllmGrammars
 
-__all__ = [
-    "GrammarText",
-    "HandedGrammar",
-    "HandingBackend",
-    "behind",
-    "grammars_for_vllm",
-    "written",
-]
-
 # Literals, character classes and comments stand as they are.
 _ROOT = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\]|\\.)*\]|\#[^\n]*|(?<![\w.-])(root)(?![\w.-])')
 

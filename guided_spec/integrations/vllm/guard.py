@@ -41,20 +41,6 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.rows import row_allows
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = [
-    "COUNTER",
-    "PARTS",
-    "PATCHES",
-    "WORKER_PATCHES",
-    "Guard",
-    "Step",
-    "guard_masks_v1",
-    "guard_masks_v2",
-    "guard_of",
-    "guard_runner",
-    "legal_rows",
-]
-
 COUNTER = "guided_spec_vllm_mask_rows"
 Rows = NDArray[np.int32]
 _PLACE = "guided_spec_guard"  # on the runner

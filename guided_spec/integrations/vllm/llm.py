@@ -53,8 +53,6 @@ from guided_spec.integrations.vllm.requests import GRAMMARS, VllmGrammars
 from guided_spec.models.loading import load_tokenizer
 from guided_spec.step import Committed
 
-__all__ = ["PARTS", "VllmModel", "VllmRunner", "start"]
-
 METRICS = "per_request_spec_decode_metrics"  # an argument of newer releases
 PROCESSES = "VLLM_WORKER_MULTIPROC_METHOD"  # how vLLM starts its engine and its workers
 

@@ -24,29 +24,6 @@ from typing import Any
 from guided_spec.errors import ConfigError
 from guided_spec.integrations.patches import OneOf, Patch, Wrapper, find, probe, replace
 
-__all__ = [
-    "COUNTER",
-    "ENTRY_POINT",
-    "FEATURES",
-    "FORCED",
-    "PROMISES",
-    "RAY_VARIABLE",
-    "VARIABLE",
-    "around_drafting",
-    "count",
-    "counter",
-    "in_workers",
-    "install",
-    "installed_root",
-    "installed_version",
-    "label",
-    "log",
-    "register",
-    "requested",
-    "require_plugin",
-    "warn",
-]
-
 VARIABLE = "GUIDED_SPEC_VLLM"
 ENTRY_POINT = "guided_spec"  # in the group vllm.general_plugins
 RAY_VARIABLE = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"  # where vLLM looks for names to copy

@@ -28,8 +28,6 @@ from guided_spec.integrations.vllm.requests import (
     note_states,
 )
 
-__all__ = ["PATCHES", "GuidedProposer", "show_requests"]
-
 
 class GuidedProposer:
     """Drafts on the host, without a model; vLLM makes it by its dotted name.

@@ -15,8 +15,6 @@ from typing import Any, NamedTuple
 
 from guided_spec.integrations.patches import OneOf, Patch
 
-__all__ = ["REASONING", "TELLS", "Bounds", "Reasoning", "ReasoningSpan", "tell_reasoning"]
-
 _TOLD = "guided_spec_reasoning"  # in the extra_args of a request's SamplingParams
 _MANAGER = "vllm.v1.structured_output"
 

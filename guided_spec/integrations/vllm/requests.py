@@ -31,22 +31,6 @@ from guided_spec.integrations.vllm.reasoning import REASONING, Bounds, Reasoning
 from guided_spec.integrations.vllm.shadows import ShadowConstraint
 from guided_spec.masks.constraint import Constraint
 
-__all__ = [
-    "GRAMMARS",
-    "NOTES_V1",
-    "NOTES_V2",
-    "STATES_V1",
-    "Beginning",
-    "GrammarRequests",
-    "VllmGrammars",
-    "follow_requests",
-    "note_requests",
-    "note_sampled_v1",
-    "note_sampled_v2",
-    "note_states",
-    "requests_of",
-]
-
 _KINDS: dict[str, GrammarKind] = {
     "JSON": "json_schema",
     "JSON_OBJECT": "json_object",

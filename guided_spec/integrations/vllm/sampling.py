@@ -13,8 +13,6 @@ from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.grammars import GrammarText
 from guided_spec.types import SamplingParams, TokenLogprobs, TopLogprob
 
-__all__ = ["PATCHES", "SamplingFacts", "read_logprobs", "require_honoured", "to_vllm"]
-
 LEAST_TEMPERATURE = 0.01  # vLLM raises what is lower, and not 0, to it
 MOST_TOKENS = 1024  # of a bias, of those that are allowed, and of all bad words
 MOST_WORDS = 128

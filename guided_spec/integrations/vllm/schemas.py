@@ -18,8 +18,6 @@ from guided_spec.grammar.schema.prepare import prepare_schema
 from guided_spec.integrations.patches import Patch
 from guided_spec.integrations.vllm.plugin import count
 
-__all__ = ["PARTS", "PATCHES", "check_schemas", "refuse_schemas"]
-
 
 def check_schemas(params: Any) -> None:
     """Look at what vLLM's StructuredOutputsParams ask for; other kinds than schemas pass.

@@ -19,8 +19,6 @@ from guided_spec.integrations.vllm.plugin import (
     require_plugin,
 )
 
-__all__ = ["Place", "ServeCommand", "run", "serve_command"]
-
 _PROGRAM = ("-m", "vllm.entrypoints.cli.main", "serve")
 _KEY_VARIABLE = "VLLM_API_KEY"
 

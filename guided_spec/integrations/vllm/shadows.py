@@ -16,8 +16,6 @@ from guided_spec.grammar.backends.xgrammar import XGrammarGrammar
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.masks.constraint import Constraint
 
-__all__ = ["ShadowConstraint"]
-
 _logger = logging.getLogger("vllm.guided_spec")
 
 

@@ -17,17 +17,6 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.target import TargetLayers
 from guided_spec.types import require_int
 
-__all__ = [
-    "HeadShape",
-    "Initialize",
-    "build_head_config",
-    "check_fit",
-    "copy_layers",
-    "derive_head_config",
-    "start_head",
-    "start_modules",
-]
-
 CLASSES: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 
 # What shapes a layer. The rest of a config.json (dtypes, token ids, a quantization) is not passed

@@ -25,16 +25,6 @@ from guided_spec.models.heads.config import start_head
 from guided_spec.models.heads.weights import fill_head, match_biases, read_tensors
 from guided_spec.models.target import TargetEnds
 
-__all__ = [
-    "MASK",
-    "DraftHead",
-    "DraftVocabulary",
-    "HeadArguments",
-    "LayoutHead",
-    "layer_run",
-]
-
-
 MASK = "mask_hidden"  # P-EAGLE's, for a state that is not known; stored in any shape
 
 

@@ -60,8 +60,6 @@ from guided_spec.models.heads.draft_head import (
 from guided_spec.models.transformers_version import cache_keyword
 from guided_spec.types import require_int
 
-__all__ = ["LAYER_IDS", "NORM_FLAGS", "Eagle3Head", "Eagle3Layout", "EagleHead", "EagleLayout"]
-
 
 class EagleLayout(NamedTuple):
     """An EAGLE head without its weights; config: LlamaConfig of its layers."""

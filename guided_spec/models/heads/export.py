@@ -37,15 +37,6 @@ from guided_spec.models.heads.weights import check_tensors, split_experts
 from guided_spec.models.target import TargetEnds, TargetLayers
 from guided_spec.types import require_int
 
-__all__ = [
-    "Embedding",
-    "SaveKeywords",
-    "SaveOptions",
-    "head_layouts",
-    "rope_fields",
-    "save_head",
-]
-
 Embedding = Literal["auto", "omit", "copy"]
 
 # The release whose files these are.

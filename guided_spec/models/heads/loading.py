@@ -15,8 +15,6 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.heads.eagle import Eagle3Head, EagleHead
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 
-__all__ = ["find_method", "forget_head", "load_head"]
-
 Load = Callable[[Checkpoint, PreTrainedModel], Any]
 
 

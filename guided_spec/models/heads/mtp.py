@@ -32,8 +32,6 @@ from guided_spec.models.target import TargetEnds, TargetLayers, cut_config
 from guided_spec.models.transformers_version import cache_keyword
 from guided_spec.types import require_int
 
-__all__ = ["OWN_NAMES", "MtpHead", "QwenMtpHead"]
-
 # What a module holds besides its decoder layer, and what transformers' MtpLayer calls it.
 OWN_NAMES = {
     "enorm.": "enorm.",

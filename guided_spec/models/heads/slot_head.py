@@ -22,8 +22,6 @@ from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 from guided_spec.ops.host import pad_ids, to_device
 
-__all__ = ["HeadRunner", "SlotHead", "SlotLimits"]
-
 
 class SlotLimits(NamedTuple):
     """How much a head over slots holds.

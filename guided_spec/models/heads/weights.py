@@ -18,18 +18,6 @@ from guided_spec.errors import ConfigError, ModelError
 from guided_spec.models.checkpoint import Checkpoint
 from guided_spec.ops.linear.fp8_linear import FP8, Fp8Weight, multiply_out
 
-__all__ = [
-    "check_quantization",
-    "check_tensors",
-    "dequantize",
-    "fill_head",
-    "fuse_experts",
-    "load_tensors",
-    "match_biases",
-    "read_tensors",
-    "split_experts",
-]
-
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 FUSED = re.compile(r"(.+\.experts)\.gate_up_proj")
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")

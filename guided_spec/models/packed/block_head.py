@@ -21,8 +21,6 @@ from guided_spec.models.packed.weights import PackedWeights, pack
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["PackedBlock", "places_of_blocks"]
-
 
 class PackedBlock:
     """What ``BlockHead`` computes, up to rounding; made by ``of``.

@@ -31,15 +31,6 @@ from guided_spec.models.packed.packed_lm import LARGEST_GRAPH, UNCAPTURED, Rows
 from guided_spec.models.packed.slot_head import HeadSlots, PackedSlotHead, ReadAhead
 from guided_spec.ops.slot_attention import SlotPlaces
 
-__all__ = [
-    "BlockForward",
-    "BlockGraphs",
-    "BlockRows",
-    "PackedContextReader",
-    "PackedMaskedReader",
-    "has_graph",
-]
-
 
 class BlockForward(Protocol):
     """What a graph holds; nothing in it waits for the device.

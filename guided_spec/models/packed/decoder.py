@@ -44,17 +44,6 @@ from guided_spec.ops.delta_rule import DeltaStates
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
-__all__ = [
-    "FAMILY",
-    "LayerStates",
-    "PackedDecoder",
-    "PackedOutput",
-    "has_hooks",
-    "has_static_rope",
-    "has_whole_rope",
-    "refusing_waits",
-]
-
 FAMILY = (
     *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
     *(MixtralForCausalLM, Qwen3MoeForCausalLM, GptOssForCausalLM),

@@ -22,21 +22,6 @@ from torch.nn import functional
 
 from guided_spec.ops.host import host_integers
 
-__all__ = [
-    "NOTHING",
-    "ROW_SIZES",
-    "SIZES",
-    "CaptureWindow",
-    "GraphPool",
-    "Inputs",
-    "Stage",
-    "bucket",
-    "pack_places",
-    "pad_rows",
-    "pad_to",
-    "upload",
-]
-
 # Sizes that batches and widths are padded to: few enough to capture, close enough to waste little.
 SIZES = (
     *(1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128),

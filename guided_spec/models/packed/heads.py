@@ -16,8 +16,6 @@ from guided_spec.models.stock.experts import using_few_experts
 from guided_spec.ops.pointwise import add_rms_norm, rms_norm
 from guided_spec.ops.slot_attention import KeyValues, Rotation, SlotPlaces
 
-__all__ = ["PackedEagle3", "PackedMtp"]
-
 
 class PackedEagle3:
     """What ``Eagle3Head`` computes, up to rounding; made by ``of``.

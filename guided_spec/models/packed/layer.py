@@ -57,8 +57,6 @@ from guided_spec.ops.slot_attention import (
     slot_attention,
 )
 
-__all__ = ["Norm", "PackedDelta", "PackedExperts", "PackedLayer", "feed_of", "rotation_table"]
-
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Whose weights lie around 0.

@@ -28,16 +28,6 @@ from guided_spec.ops.host import to_device
 from guided_spec.ops.slot_attention import CHAIN, KeyValues, SharedPositions, SlotPlaces
 from guided_spec.ops.trees.kept_branch import LayerMemory, keep_branch
 
-__all__ = [
-    "LARGEST_GRAPH",
-    "UNCAPTURED",
-    "LineOutput",
-    "LineShape",
-    "PackedLM",
-    "Rows",
-    "split_places",
-]
-
 LARGEST_GRAPH = SIZES[-1]  # tokens of a forward; more take longer than their launches
 # Tokens of the forwards without a graph that run beforehand, for their kernels: Triton compiles one
 # for a number that is a multiple of 16, and texts are cut into more parts where tokens are few.

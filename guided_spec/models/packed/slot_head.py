@@ -40,8 +40,6 @@ from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces
 
-__all__ = ["HeadLine", "HeadSlots", "PackedHead", "PackedSlotHead", "ReadAhead"]
-
 
 class HeadLine(NamedTuple):
     """Positions of texts, one behind another. rows: where they go. cuts: of which of the texts each

@@ -16,8 +16,6 @@ from torch.nn import functional
 from guided_spec.models.fp8 import Fp8Linear
 from guided_spec.ops.linear.fp8_linear import Fp8Weight, fp8_linear
 
-__all__ = ["PackedWeights", "can_be_joined", "is_plain", "join", "pack"]
-
 
 class PackedWeights(NamedTuple):
     """Of several linear maps of one input: weight [sum of outputs, inputs], and their biases."""

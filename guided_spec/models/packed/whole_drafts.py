@@ -21,8 +21,6 @@ from guided_spec.models.packed.graph_pool import (
     upload,
 )
 
-__all__ = ["DraftForward", "DraftStart", "Pick", "Picker", "WholeDrafts"]
-
 Pick = Callable[[int, Tensor], Tensor]
 """A depth and its logits [R, D] to the tokens that the draft goes on with, int64 [R] target ids."""
 

@@ -37,13 +37,6 @@ from guided_spec.models.stock.slot_trial import CheckedEmbeddings
 from guided_spec.models.target import capture_hidden, find_decoder, implementing
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, slot_attention
 
-__all__ = [
-    "SLOT_ATTENTION",
-    "StockDecoder",
-    "attending",
-    "using_slot_attention",
-]
-
 SLOT_ATTENTION = "guided_spec_slots"
 
 # What an attention function may be given that changes its result, and what to call it.

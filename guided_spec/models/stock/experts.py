@@ -31,8 +31,6 @@ from guided_spec.ops.linear.experts import (
     open_experts,
 )
 
-__all__ = ["EXPERTS", "few_experts", "has_silu_gate", "using_few_experts"]
-
 EXPERTS = "guided_spec_experts"
 DEFAULT_GATE = _default_apply_gate  # which modules have that do not bring their own
 REPLACED = ("grouped_mm", "batched_mm")  # who asked for another has a reason

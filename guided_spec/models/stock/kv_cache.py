@@ -43,15 +43,6 @@ from guided_spec.models.attention import UNMASKED
 from guided_spec.ops.host import to_device, zeros_on_demand
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = [
-    "SavedState",
-    "SlotCache",
-    "SlotLinearLayer",
-    "StepPlan",
-    "record_delta_rules",
-    "recording",
-]
-
 VIEW_BUCKET = 64
 
 

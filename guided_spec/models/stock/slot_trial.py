@@ -31,14 +31,6 @@ from guided_spec.errors import ModelError
 from guided_spec.models.stock.slots import LogitsKind, SlotInputs, SlotOutput, StockSlots
 from guided_spec.models.transformers_version import name_of_cache
 
-__all__ = [
-    "CheckedEmbeddings",
-    "SlotTrial",
-    "errors_naming",
-    "likely_cause",
-    "refusal",
-]
-
 
 @contextmanager
 def errors_naming(model: PreTrainedModel, what: str, cause: str = "") -> Iterator[None]:

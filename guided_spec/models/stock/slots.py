@@ -15,8 +15,6 @@ from guided_spec.models.stock.kv_cache import SlotCache, StepPlan, record_delta_
 from guided_spec.models.target import capture_hidden, find_decoder
 from guided_spec.models.transformers_version import cache_keyword
 
-__all__ = ["LogitsKind", "SlotInputs", "SlotOutput", "StockSlots"]
-
 LogitsKind = Literal["all", "last", "none"]
 
 

@@ -21,17 +21,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import kernels_of
 from guided_spec.ops.linear.fp8_linear import can_read_fp8
 
-__all__ = [
-    "Gating",
-    "Projection",
-    "Routes",
-    "are_served",
-    "close_experts",
-    "expert_linear",
-    "open_experts",
-    "route",
-]
-
 
 class Routes(NamedTuple):
     """experts: int64 [N, K], the largest first, and behind them one that all tokens take, if any.

@@ -14,8 +14,6 @@ from torch import Tensor
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.experts import Gating, Projection, Routes
 
-__all__ = ["close_experts", "expert_linear", "open_experts", "route", "serves"]
-
 ROWS = 8  # outputs of a program
 OPENING_BYTES, CLOSING_BYTES = 1024, 2048  # of an output that it reads at once, at most
 STAGES = 3

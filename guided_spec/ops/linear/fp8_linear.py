@@ -22,17 +22,6 @@ from torch.nn import functional
 from guided_spec.errors import ConfigError
 from guided_spec.ops.kernels import has_triton, kernels_of
 
-__all__ = [
-    "COUNTED",
-    "FP8",
-    "Fp8Weight",
-    "can_read_fp8",
-    "fp8_linear",
-    "multiply_out",
-    "scales_shape",
-    "whole_matrix",
-]
-
 FP8 = torch.float8_e4m3fn
 COUNTED = 64  # outputs of a program of a kernel, or more
 

@@ -19,8 +19,6 @@ from torch.nn import functional
 from guided_spec.ops.launch_triton import await_previous, launch
 from guided_spec.ops.linear.fp8_linear import COUNTED, Fp8Weight
 
-__all__ = ["fp8_linear", "multiply", "multiply_out", "serves"]
-
 MOST_TOKENS = 256  # behind which a product takes longer than multiplying its weight out
 PROGRAMS = 264  # two for each of an H100's multiprocessors
 FEWEST_STEPS = 4  # of a slice

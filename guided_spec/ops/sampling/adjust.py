@@ -21,17 +21,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.ops.host import to_device
 from guided_spec.types import SamplingParams
 
-__all__ = [
-    "ANY",
-    "Adjustments",
-    "Bans",
-    "Penalties",
-    "RuleTable",
-    "TokenRules",
-    "check_token_ids",
-    "spell_bad_words",
-]
-
 ANY = -2  # in a ban's prefix: any token, or none
 FOR_EVER = 2**62
 

@@ -16,8 +16,6 @@ from guided_spec.ops.sampling.noise import DraftNoise, exponential_noise
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling, warp
 
-__all__ = ["choose_draft", "choose_draft_reference"]
-
 _KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 

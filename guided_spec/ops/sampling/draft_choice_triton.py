@@ -18,8 +18,6 @@ from guided_spec.ops.sampling.noise import DraftNoise, Stream
 from guided_spec.ops.sampling.rejection import DraftChoice
 from guided_spec.ops.sampling.warp import Sampling
 
-__all__ = ["choose_draft"]
-
 WORDS = 32  # mask words a program, 32 logits each
 WARPS = 4
 

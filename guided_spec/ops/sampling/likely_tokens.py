@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from guided_spec.ops.bitmask import apply_token_bitmask, translate_bitmask
 
-__all__ = ["LISTED", "Likeliest", "likeliest", "list_likely_tokens"]
-
 LISTED = 8
 GROUP = 32  # tokens, of which the likeliest is looked at first
 

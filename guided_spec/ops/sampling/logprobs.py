@@ -22,16 +22,6 @@ from guided_spec.ops.sampling.rejection import proposed_probs
 from guided_spec.ops.sampling.warp import Sampling, warp
 from guided_spec.types import Draft, LogprobsMode, SamplingParams, TokenLogprobs, TopLogprob
 
-__all__ = [
-    "Logprobs",
-    "LogprobsPlan",
-    "PositionProbs",
-    "Scores",
-    "StepProbs",
-    "gather_logprobs",
-    "gather_step_probs",
-]
-
 
 class Scores(NamedTuple):
     """What one step's tokens were chosen from, on one device.

@@ -23,16 +23,6 @@ from guided_spec.ops.kernels import has_triton, kernels_of
 if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = [
-    "DraftNoise",
-    "NoiseKeys",
-    "Stream",
-    "exponential_noise",
-    "noise_key",
-    "philox",
-    "uniform_noise",
-]
-
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57
 _WEYL_0 = 0x9E3779B9

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
 
-__all__ = ["philox"]
-
 BLOCK = 256  # counters a program, four columns each
 
 

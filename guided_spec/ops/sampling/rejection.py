@@ -19,15 +19,6 @@ from torch import Tensor
 
 from guided_spec.types import Accepted, Draft, Noise
 
-__all__ = [
-    "DraftChoice",
-    "dense_probs",
-    "draft_at",
-    "draw",
-    "proposed_probs",
-    "rejection_sample",
-]
-
 
 class DraftChoice(NamedTuple):
     """One drafted token for each request, on the device of the logits.

@@ -36,8 +36,6 @@ from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.ops.trees.token_tree import TokenTree
 from guided_spec.types import Accepted, Draft, Noise
 
-__all__ = ["TREE_VERIFIERS", "couple_tree", "reject_tree", "require_tree_verifier", "verify_tree"]
-
 
 def reject_tree(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     """Accept a branch of every row's tree and draw one more token; exact for any draft.

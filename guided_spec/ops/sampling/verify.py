@@ -25,14 +25,6 @@ from guided_spec.ops.sampling.tree import verify_tree
 from guided_spec.ops.sampling.warp import VerifyRows, warp
 from guided_spec.types import Accepted, Draft, Noise
 
-__all__ = [
-    "KERNEL_VERIFIERS",
-    "VERIFIERS",
-    "coupled_sample",
-    "draw_noise",
-    "verify",
-]
-
 
 def coupled_sample(target_probs: Tensor, draft: Draft, noise: Noise) -> Accepted:
     """Accept the draft tokens that equal the target's own draws, and emit the first that differs.

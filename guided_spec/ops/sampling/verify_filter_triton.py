@@ -28,8 +28,6 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
     num_draft_of,
 )
 
-__all__ = ["find_kept"]
-
 SHORT = 512  # depths that are searched without looking at what room there is for more
 SAMPLED = 8192  # tokens of a filtered row that bracket its threshold
 SURENESS = 5.0  # standard errors between the bracket and its estimate

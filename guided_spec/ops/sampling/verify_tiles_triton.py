@@ -20,31 +20,6 @@ from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.ops.sampling.warp import VerifyRows
 from guided_spec.types import Draft
 
-__all__ = [
-    "ACCEPTED",
-    "DRAW",
-    "FILTERED",
-    "NO_TOKEN",
-    "OPEN",
-    "Rules",
-    "Shape",
-    "Step",
-    "Work",
-    "depth_of",
-    "exponential",
-    "load_groups",
-    "load_points",
-    "load_tile",
-    "make_rules",
-    "make_step",
-    "make_work",
-    "mask_of",
-    "num_draft_of",
-    "philox_points",
-    "philox_tile",
-    "tile_tokens",
-]
-
 LEAST_WIDTH = 8  # rows of a request that a program holds: with fewer there would be more kernels
 AT_ONCE = 1024  # programs of eight warps that a large device runs at once
 

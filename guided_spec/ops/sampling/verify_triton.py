@@ -44,8 +44,6 @@ from guided_spec.ops.sampling.verify_tiles_triton import (
 from guided_spec.ops.sampling.warp import VerifyRows
 from guided_spec.types import Accepted, Draft
 
-__all__ = ["verify"]
-
 MOST_WORDS = 64  # of a tile
 CAPACITY = 8192  # depths of a filtered row that are listed; rows of more are searched slowly
 BAN_BLOCK = 64

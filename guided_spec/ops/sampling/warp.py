@@ -19,8 +19,6 @@ from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.noise import NoiseKeys
 from guided_spec.types import Noise, SamplingParams, Verifier
 
-__all__ = ["Sampling", "VerifyRows", "warp"]
-
 
 @dataclass(frozen=True, slots=True)
 class Sampling:

@@ -15,8 +15,6 @@ from torch import Tensor
 from guided_spec.ops.kernels import has_triton, kernels_of
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["LayerMemory", "keep_branch"]
-
 
 class LayerMemory(NamedTuple):
     """Layers whose buffers are alike.

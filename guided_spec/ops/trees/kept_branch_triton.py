@@ -9,8 +9,6 @@ from torch import Tensor
 
 from guided_spec.ops.launch_triton import launch
 
-__all__ = ["keep_branch"]
-
 
 def keep_branch(
     addresses: Tensor, like: Tensor, tables: Tensor, rows: Tensor, path: Tensor

@@ -13,8 +13,6 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenTree", "tree_share"]
-
 # Of all trees of a step, which take a GPU hardly longer than one token: its time goes to the
 # weights (docs/performance.md, "Other families"). More of them cost what they bring.
 TREE_TOKENS = 64

@@ -9,17 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-__all__ = [
-    "ChatBody",
-    "CompletionBody",
-    "ReasoningOptions",
-    "ResponsesBody",
-    "SamplingBody",
-    "StreamOptions",
-    "StructuredOutputs",
-    "TokenizeBody",
-]
-
 _STRICT = ConfigDict(extra="forbid", allow_inf_nan=False)
 
 # Each of these costs every step of the engine something, and so every other client.

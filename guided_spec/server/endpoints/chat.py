@@ -43,8 +43,6 @@ from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 
-__all__ = ["ChatAnswer", "ChatRun", "finish_reason"]
-
 
 class ChatRun:
     """One conversation on its way through the engine, for any endpoint."""

@@ -26,8 +26,6 @@ from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
 
-__all__ = ["CompletionAnswer"]
-
 _OPENAIS_MAX_TOKENS = 16  # of free text where the request does not say
 
 

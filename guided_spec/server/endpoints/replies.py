@@ -17,48 +17,6 @@ from guided_spec.trace.page import StepMarkup, summary
 from guided_spec.trace.record import StepTrace, Trace
 from guided_spec.types import TokenLogprobs
 
-__all__ = [
-    "CallDelta",
-    "CallFunction",
-    "CallItem",
-    "CallReply",
-    "ChatChoice",
-    "ChatChunkChoice",
-    "ChatChunkReply",
-    "ChatLogprobs",
-    "ChatReply",
-    "CompletionChoice",
-    "CompletionLogprobs",
-    "CompletionReply",
-    "Delta",
-    "FinishReason",
-    "IncompleteDetails",
-    "InputDetails",
-    "ItemStatus",
-    "LikelyToken",
-    "MessageItem",
-    "MessageReply",
-    "ModelCard",
-    "ModelList",
-    "OutputDetails",
-    "OutputItem",
-    "OutputText",
-    "PromptDetails",
-    "ReasoningItem",
-    "ReasoningText",
-    "Reply",
-    "ResponseEvent",
-    "ResponseReply",
-    "ResponseUsage",
-    "SampleTraces",
-    "TokenLogprob",
-    "TokenizeReply",
-    "TraceReply",
-    "Usage",
-    "chat_logprobs",
-    "completion_logprobs",
-]
-
 FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 

@@ -31,8 +31,6 @@ from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
-__all__ = ["ResponseAnswer", "ResponseItems", "as_chat"]
-
 _LOGPROBS = "message.output_text.logprobs"
 _NAMES = {"message": "output_text", "reasoning": "reasoning_text"}
 _PARAMS = {"response_format": "text.format", "max_tokens": "max_output_tokens", "messages": "input"}

@@ -18,15 +18,6 @@ from guided_spec.server.faults import ApiError, api_error, invalid_value
 from guided_spec.server.middleware import cache_salt
 from guided_spec.types import MAX_SEED, SamplingParams
 
-__all__ = [
-    "AskedGrammar",
-    "asked_grammar",
-    "plain_messages",
-    "require_length",
-    "sampling_params",
-    "template_variables",
-]
-
 _SAME_NAMES = (
     *("n", "temperature", "top_p", "frequency_penalty", "presence_penalty", "logit_bias", "stop"),
     *("top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),

@@ -55,8 +55,6 @@ from guided_spec.training.objective import (
 from guided_spec.training.target_rows import TargetRows
 from guided_spec.types import require_int
 
-__all__ = ["BlockTraining", "DFlashTraining", "DSparkTraining", "PEagleTraining", "read_and_mask"]
-
 
 class BlockTraining(HeadTraining):
     """A ``HeadTraining`` by anchors; see ``drafts``. Its options have ``anchors``."""

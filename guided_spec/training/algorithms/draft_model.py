@@ -33,8 +33,6 @@ from guided_spec.training.algorithms.options import DraftModelConfig
 from guided_spec.training.objective import DraftScorer, DraftStates, Objective, measure
 from guided_spec.training.target_rows import TargetHead, TargetRows
 
-__all__ = ["DraftModelTraining"]
-
 
 class DraftModelTraining(nn.Module):
     """See ``DraftAlgorithm``; made by ``from_training_args``."""

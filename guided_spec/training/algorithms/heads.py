@@ -54,26 +54,6 @@ from guided_spec.training.objective import DraftScorer, DraftStates, Objective, 
 from guided_spec.training.target_rows import TargetHead, TargetRows
 from guided_spec.training.unroll_attention import UNROLLED, has_kernel
 
-__all__ = [
-    "Eagle3Training",
-    "EagleTraining",
-    "FrozenTarget",
-    "HeadTraining",
-    "MtpTraining",
-    "eagle3_layout",
-    "forward_head",
-    "head_masks",
-    "head_shape",
-    "make_trainable",
-    "own_tensors",
-    "pick",
-    "shift",
-    "source_of",
-    "trainer_kwargs",
-    "unroll",
-    "unroll_mask",
-]
-
 
 def unroll(
     head: DraftHead, token_ids: Tensor, states: Tensor, steps: int, *, recompute: bool = False

@@ -8,21 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = [
-    "CONFIGS",
-    "DFlashConfig",
-    "DSparkConfig",
-    "DraftModelConfig",
-    "Eagle3Config",
-    "EagleConfig",
-    "HeadOptions",
-    "LossOptions",
-    "MtpConfig",
-    "PEagleConfig",
-    "ShapeOptions",
-    "option",
-]
-
 LOSS_HELP = (
     "What is minimised: kl, reverse_kl, total_variation, cross_entropy (with the likeliest "
     "token of the target), token_cross_entropy (with the document's token), or a mixture such as "

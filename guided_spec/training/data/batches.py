@@ -29,8 +29,6 @@ from guided_spec.training.algorithm import TrainingBatch
 from guided_spec.training.data.dataset import read_grammar_text
 from guided_spec.types import require_int
 
-__all__ = ["Collator", "GrammarMasks", "MaskTable", "TokenBatches", "padded_length"]
-
 logger = logging.getLogger(__name__)
 
 MULTIPLE = 16

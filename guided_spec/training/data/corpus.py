@@ -59,16 +59,6 @@ from guided_spec.types import MAX_SEED, SamplingParams
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "Corpus",
-    "Regenerated",
-    "Writer",
-    "count_tokens",
-    "forced_tokens",
-    "regenerate",
-    "select_draft_vocabulary",
-]
-
 logger = logging.getLogger(__name__)
 
 CALL_RECORDS = 512  # a call's last requests run alone: it is worth many batches

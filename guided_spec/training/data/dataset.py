@@ -38,17 +38,6 @@ from guided_spec.training.data.records import (
 if TYPE_CHECKING:
     from datasets import Dataset
 
-__all__ = [
-    "Encoded",
-    "Split",
-    "encode_prompt",
-    "encode_record",
-    "load_examples",
-    "read_grammar_text",
-    "split_heldout",
-    "write_grammar_text",
-]
-
 # Some tokenizers put a space before a text; behind one of these they cannot.
 ANCHORS = ("\n", "a", '"')
 

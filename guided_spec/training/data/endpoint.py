@@ -15,8 +15,6 @@ from guided_spec.errors import ConfigError, RequestError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.types import SamplingParams
 
-__all__ = ["Endpoint"]
-
 _AT_ONCE = 64  # requests; a server batches what comes together
 _SENT = ("max_tokens", "temperature", "seed", "grammar")
 _NAMES = {  # of vLLM's ``structured_outputs``

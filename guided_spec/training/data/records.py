@@ -19,22 +19,6 @@ from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import GRAMMAR_KEYS, NOTE_KEYS, read_grammar, refuse_unknown
 from guided_spec.grammar.spec import GrammarSpec
 
-__all__ = [
-    "ANSWER_NAMES",
-    "CHAT_NAMES",
-    "PRESETS",
-    "RECORD_KEYS",
-    "SHAREGPT_ROLES",
-    "TOKEN_KEYS",
-    "Example",
-    "Line",
-    "Preset",
-    "check_sources",
-    "read_example",
-    "read_lines",
-    "require_datasets",
-]
-
 ANSWER_NAMES = ("response", "completion", "answer")
 """Where the answer to a prompt stands; the first one that is there counts."""
 

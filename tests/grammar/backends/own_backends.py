@@ -12,8 +12,6 @@ from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from tests.toys import ToyCompiled, ToyMatcher, text_rule
 
-__all__ = ["Broken", "Handing", "Listed", "faulty"]
-
 
 class Listed:
     """One of a few texts, by a matcher that asserts that it is used as the protocol says."""

@@ -17,8 +17,6 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.toys import EOS, TEXTS, VOCAB_SIZE
 
-__all__ = ["Drawn", "Requests", "closed_form", "toy_tokenizer", "world"]
-
 REASON = "lmdeploy 0.18.0 is not installed"
 
 

@@ -15,21 +15,6 @@ from torch import Tensor
 
 from tests.tiny_llm import VOCAB_SIZE, tiny_tokenizer
 
-__all__ = [
-    "END",
-    "SCHEMA",
-    "TOKENIZER",
-    "allows",
-    "compile_json",
-    "encode",
-    "legal_of",
-    "logits_after",
-    "make_request",
-    "mask_of",
-    "sgl",
-    "use_portable_kernels",
-]
-
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "ok": {"type": "boolean"}},

@@ -24,8 +24,6 @@ from tests.models import tiny
 from tests.models.heads import mtp_checkpoints
 from tests.tiny_llm import VOCAB_SIZE, near_copy, tiny_model, tiny_tokenizer
 
-__all__ = ["KINDS", "Assisted", "build", "left_padded", "run"]
-
 KINDS = (
     "assistant",
     "other_tokenizer",

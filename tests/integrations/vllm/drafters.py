@@ -34,8 +34,6 @@ from tests.integrations.vllm.parts import (
     wait_for_grammar,
 )
 
-__all__ = ["CPU", "V1", "V2", "Drafter", "Table", "config_of", "use_loops"]
-
 CPU = torch.device("cpu")
 WIDTH = 256  # of the bundled head's hidden states
 VOCABULARY = 4096

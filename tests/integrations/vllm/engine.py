@@ -16,8 +16,6 @@ from typing import Any
 
 import guided_spec
 
-__all__ = ["main"]
-
 ASSETS = Path(guided_spec.__file__).parent / "assets"
 NUM_DRAFT = 4
 COUNTERS = {

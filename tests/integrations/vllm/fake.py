@@ -23,8 +23,6 @@ from guided_spec.integrations.vllm import llm as integration
 from guided_spec.integrations.vllm import plugin
 from guided_spec.integrations.vllm.arguments import RENAMED
 
-__all__ = ["MODEL", "FakeEngine", "Grammars", "install"]
-
 MODEL = Path(guided_spec.__file__).parent / "assets" / "target"
 STEP = 3  # tokens of a delta
 

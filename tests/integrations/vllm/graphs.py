@@ -11,8 +11,6 @@ from typing import Any
 from guided_spec.integrations.vllm.drafts.heads import drafting_of
 from tests.integrations.vllm.parts import NUM_DRAFT
 
-__all__ = ["SLOTS", "SWITCHES", "make_graphs"]
-
 SLOTS = 8
 SWITCHES = ("use_fused_multi_step_decode", "supports_decode_metadata_update")  # of two forms
 

@@ -32,11 +32,6 @@ from tests.integrations.vllm.parts import (
     tokenizer,
 )
 
-__all__ = [
-    "DRAFTS", "HISTORIES", "LEGAL", "REASONING_ENDS", "REGEXES", "WRITTEN", "Make", "NewRunner",
-    "Runner", "World", "add_parser", "first_letter", "ids",
-]  # fmt: skip
-
 REGEXES = {"x": "a[bc]d[ef]g+", "y": "h[ij]k[lm]n+"}
 WRITTEN = {"x": "a", "y": "h"}
 DRAFTS = {"x": "bd", "y": "ik"}

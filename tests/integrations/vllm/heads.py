@@ -20,8 +20,6 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Loaded", "load_draft"]
-
 DTYPE = "float32"
 LOADERS = {
     "eagle": ("eagle", "load_eagle_model"),

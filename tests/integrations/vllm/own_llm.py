@@ -14,8 +14,6 @@ from typing import Any
 import guided_spec
 from guided_spec import LLM, GrammarSpec, SamplingParams
 
-__all__ = ["PARAMS", "PROMPTS", "main"]
-
 ASSETS = Path(guided_spec.__file__).parent / "assets"
 SCHEMA = {
     "type": "object",

@@ -21,26 +21,6 @@ from torch import Tensor
 import guided_spec
 from guided_spec.integrations.vllm.plugin import installed_version
 
-__all__ = [
-    "BLOCK",
-    "NUM_DRAFT",
-    "PROMPT",
-    "RELEASE",
-    "Step",
-    "add_request",
-    "end_step",
-    "first_step",
-    "interpreted",
-    "make_config",
-    "make_scheduler",
-    "next_step",
-    "sampling_params",
-    "tokenizer",
-    "use_cpu",
-    "verify",
-    "wait_for_grammar",
-]
-
 NUM_DRAFT = 4
 BLOCK = 16  # tokens of the cache that requests may share
 RELEASE = tuple(map(int, (installed_version() or "0.0").split(".")[:2]))

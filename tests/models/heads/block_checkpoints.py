@@ -24,8 +24,6 @@ from tests.models.heads.heads import (
     write_eagle3,
 )
 
-__all__ = ["DIALECTS", "GROUP", "TAPS", "TOP_K", "write_block", "write_dflash", "write_p_eagle"]
-
 MASK, RANK, TAPS, GROUP, TOP_K = 3, 4, 2, 8, 5
 # kind: the dialects that it is published in
 DIALECTS = {

@@ -13,8 +13,6 @@ from guided_spec.models.heads.draft_head import DraftHead
 from tests.models.heads.head_steps import HeadSteps
 from tests.models.heads.heads import HEAD_DIM, NORM_EPS
 
-__all__ = ["Text", "cached_logits", "draw_texts", "eagle", "eagle3", "unroll"]
-
 Tensors = Mapping[str, Tensor]
 Pass = Callable[[Tensor, Tensor], Tensor]
 

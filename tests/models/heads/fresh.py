@@ -15,8 +15,6 @@ from guided_spec.models.heads.eagle import Eagle3Head, Eagle3Layout, EagleHead, 
 from guided_spec.models.heads.export import save_head
 from guided_spec.models.heads.mtp import MtpHead, QwenMtpHead
 
-__all__ = ["KINDS", "fresh_head", "spread", "vocabulary_of", "write_mtp"]
-
 KINDS = ("eagle", "eagle3", "mtp", "qwen_mtp")
 
 

@@ -13,8 +13,6 @@ from guided_spec.models.attention import MaskBuilder
 from guided_spec.models.heads.draft_head import DraftHead
 from guided_spec.models.stock.kv_cache import SlotCache, StepPlan
 
-__all__ = ["HeadSteps", "draft_logits"]
-
 MAX_LENGTH = 64
 
 

@@ -14,22 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-__all__ = [
-    "HEADS",
-    "HEAD_DIM",
-    "KV_HEADS",
-    "NORM_EPS",
-    "SPECULATORS_CONFIG",
-    "WIDTH",
-    "Eagle3Form",
-    "EagleForm",
-    "Files",
-    "Layout",
-    "save",
-    "write_eagle",
-    "write_eagle3",
-]
-
 Files = Literal["safetensors", "sharded", "bin", "sharded_bin", "legacy_bin"]
 Layout = Literal["safeailab", "specforge", "speculators"]
 

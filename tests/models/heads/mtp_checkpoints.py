@@ -21,18 +21,6 @@ from transformers import PreTrainedModel
 from guided_spec.models.checkpoint import Checkpoint
 from tests.models.tiny import build
 
-__all__ = [
-    "BLOCK",
-    "DRAFT_STEPS",
-    "TEXTS",
-    "Written",
-    "expand_blocks",
-    "names_read",
-    "reference_logits",
-    "save",
-    "write",
-]
-
 DRAFT_STEPS = 4
 # Longer and shorter than what the sparse attention of the tiny DeepSeek-V3.2 selects.
 TEXTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9, 7, 9, 3], [23, 8, 46], [26, 43, 38, 32, 7, 9, 50, 2]]

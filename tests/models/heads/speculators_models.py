@@ -11,8 +11,6 @@ from torch import Tensor
 
 from tests.models.heads.equations import Text
 
-__all__ = ["eagle3_logits"]
-
 
 def eagle3_logits(folder: Path, text: Text, steps: int) -> list[Tensor]:
     """[P, D] for each of ``steps``; rows whose token would lie behind the last are not right."""

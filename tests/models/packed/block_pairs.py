@@ -20,8 +20,6 @@ from guided_spec.models.packed.heads import PackedEagle3
 from guided_spec.models.packed.slot_head import PackedSlotHead
 from tests.models.heads.block_checkpoints import DIALECTS, write_block, write_p_eagle
 
-__all__ = ["FORMS", "LENGTH", "WIDTH", "BlockPair"]
-
 SLOTS, LENGTH, WIDTH = 6, 3 * BLOCK, 6
 KINDS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5}
 # kind, dialect, and fields of config.json: all that are served

@@ -14,8 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["BlockDrafting", "draws_blocks", "guide_blocks"]
-
 _PROPOSER, _FLASH, _SPARK = "SpecDecodeBaseProposer", "DFlashSpeculator", "DSparkSpeculator"
 # What a drafter has to have from these, the first that it is of: a DSpark is a DFlash too.
 _DRAWN_BY = {

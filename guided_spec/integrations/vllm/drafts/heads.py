@@ -49,20 +49,6 @@ from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import num_mask_words
 
-__all__ = [
-    "PARTS",
-    "PATCHES",
-    "WORKER_PATCHES",
-    "Drafting",
-    "draft_legal",
-    "drafting_of",
-    "guide_proposer",
-    "guide_speculator",
-    "is_covered",
-    "propose_legal",
-    "split_graphs",
-]
-
 _PLACE = "guided_spec_drafting"  # on the drafter, so that the two go together
 
 # Requests under a grammar; the host searches for the text of more of them longer than that saves.

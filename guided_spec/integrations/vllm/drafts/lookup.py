@@ -27,8 +27,6 @@ from guided_spec.integrations.vllm.plugin import FORCED, log, requested, warn
 from guided_spec.integrations.vllm.requests import follow_requests
 from guided_spec.ops.host import to_device
 
-__all__ = ["LOOKUP_PATCHES", "Lookup", "guide_lookup", "has_lookup", "propose_lookup"]
-
 _PLACE = "guided_spec_lookup"  # on the speculator
 
 

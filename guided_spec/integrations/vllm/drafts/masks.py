@@ -21,8 +21,6 @@ from guided_spec.ops.bitmask import apply_token_bitmask
 from guided_spec.ops.host import to_device
 from guided_spec.ops.mask_words import ids_of, num_mask_words, row_of
 
-__all__ = ["DraftMasks", "Lead"]
-
 # Words of a row that are looked at first: common tokens stand in front in most vocabularies.
 _FIRST = 64
 

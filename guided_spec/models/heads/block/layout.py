@@ -23,8 +23,6 @@ from guided_spec.models.heads.config import (
 )
 from guided_spec.types import require_int
 
-__all__ = ["BlockLayout", "ConvShape"]
-
 SECTION = "dflash_config"
 KNOWN = (
     "block_size",

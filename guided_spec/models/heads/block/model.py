@@ -41,8 +41,6 @@ from guided_spec.models.heads.block.transitions import (
 from guided_spec.models.heads.draft_head import LayoutHead, layer_run
 from guided_spec.ops.slot_attention import KeyValues
 
-__all__ = ["BlockContext", "BlockHead", "BlockPlaces", "Sight"]
-
 
 class BlockContext(NamedTuple):
     """What the places of a block see of the text before it.

@@ -33,8 +33,6 @@ from guided_spec.models.packed.whole_drafts import DraftStart, Pick, WholeDrafts
 from guided_spec.ops.host import host_integers, to_device
 from guided_spec.ops.slot_attention import KeyValues, SlotPlaces, store_keys_values
 
-__all__ = ["AheadReader", "BlockReader", "BlockRunner", "ContextReader", "MaskedReader"]
-
 
 class BlockReader(Protocol):
     """Reads verified tokens, and computes the places behind them; see ``HeadRunner``.

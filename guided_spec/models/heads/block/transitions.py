@@ -26,15 +26,6 @@ from torch import Tensor, nn
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.ops.sampling.likely_tokens import likeliest
 
-__all__ = [
-    "CandidateSelector",
-    "ConfidenceHead",
-    "MarkovHead",
-    "MarkovShape",
-    "SelectorShape",
-    "Transition",
-]
-
 
 class Transition(Protocol):
     """How the token of a place depends on the one before it; all ids are the target's."""
