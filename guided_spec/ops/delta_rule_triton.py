@@ -131,12 +131,13 @@ def _convolved(  # type: ignore[no-untyped-def] # noqa: PLR0913
 
     What is before the position ``start`` is kept, what is behind it stands in rows of the line.
     """
-    total = tl.zeros(inside.shape, tl.float32)
+    total, each = tl.zeros(inside.shape, tl.float32), tl.zeros(inside.shape, tl.int32)
     for tap in tl.static_range(TAPS):
         before = position - (TAPS - 1 - tap)
-        is_here = before >= start
+        # Of tensors: the interpreter spreads what one number compares to as another kind of number.
+        is_here = before + each >= start
         x = tl.load(line + (before - start) * packed_row, mask=inside & is_here, other=0.0)
-        is_kept = inside & (before >= 0) & (is_here == 0)
+        is_kept = inside & (before + each >= 0) & (before + each < start)
         x += tl.load(kept + (before % places) * width, mask=is_kept, other=0.0)
         total += x.to(tl.float32) * tl.load(taps + tap, mask=inside, other=0.0).to(tl.float32)
     out = line.dtype.element_ty
@@ -282,7 +283,8 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         inside = is_key[:, None] & is_value[None, :]
         stored = states + (slot * VALUES + head) * KEY_SIZE * VALUE_SIZE
         stored += at_key[:, None] * VALUE_SIZE + at_value[None, :]
-        state = tl.load(stored, mask=inside & (start > 0), other=0.0)
+        is_old = inside & (at_key[:, None] * 0 + start > 0)
+        state = tl.load(stored, mask=is_old, other=0.0)
         behind = tl.where(start > 0, start - tl.load(extent + 2 * slot), 0)
         staying = tl.minimum(tl.maximum(behind, 0), tl.load(extent + 2 * slot + 1))
         kept = recent + slot * places * width
