@@ -283,8 +283,7 @@ def _fold_rows(  # type: ignore[no-untyped-def] # noqa: PLR0913, PLR0915
         inside = is_key[:, None] & is_value[None, :]
         stored = states + (slot * VALUES + head) * KEY_SIZE * VALUE_SIZE
         stored += at_key[:, None] * VALUE_SIZE + at_value[None, :]
-        is_old = inside & (at_key[:, None] * 0 + start > 0)
-        state = tl.load(stored, mask=is_old, other=0.0)
+        state = tl.load(stored, mask=inside & (at_key[:, None] * 0 + start > 0), other=0.0)
         behind = tl.where(start > 0, start - tl.load(extent + 2 * slot), 0)
         staying = tl.minimum(tl.maximum(behind, 0), tl.load(extent + 2 * slot + 1))
         kept = recent + slot * places * width
