@@ -108,8 +108,12 @@ class GrammarCompileQueue:
 
     @property
     def cached_bytes(self) -> int:
-        """What the finished grammars that are remembered take together."""
+        """What the finished grammars that are remembered take together, at most ``cache_bytes``.
+
+        They grow while they are used: what is too much by now is forgotten first.
+        """
         with self._lock:
+            self._forget_old()
             return sum(map(self._bytes_of, self._entries.values()))
 
     def submit(self, spec: GrammarSpec) -> Future[CompiledGrammar]:

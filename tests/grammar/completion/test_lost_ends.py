@@ -152,6 +152,7 @@ def test_what_hangs_on_grammars_keeps_to_the_bound_as_it_grows() -> None:
                 endings.row(state, 99, as_matcher(grammar.new_matcher()))
                 state = endings.after(state, (token,), as_matcher(grammar.new_matcher()))
             assert cache.size_of(grammar) > before
+            assert queue.cached_bytes <= bound  # though nothing was asked for since it grew
             alive.append(weakref.ref(grammar))
             del grammar, endings, state
         queue.submit(GrammarSpec.regex("x")).result()
