@@ -144,15 +144,10 @@ class TablePlace:
 
     def advance(self, token_ids: Sequence[int]) -> bool:
         """Go on by some tokens; False where they leave the table, or end the text."""
-        classes, then, width = self.table.steps
-        state, size = self.state, len(classes)
-        for token_id in token_ids:
-            if not 0 <= token_id < size:
-                return False
-            state = then[state * width + classes[token_id]]
-            if state < 0:
-                return False
-        self.state = state
+        states = self.table.states(self.state, token_ids)
+        if len(states) < len(token_ids):
+            return False
+        self.state = states[-1] if states else self.state
         self.spare -= len(token_ids)
         self.room -= len(token_ids)
         return True

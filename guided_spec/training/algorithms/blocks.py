@@ -42,6 +42,7 @@ from guided_spec.training.algorithms.heads import (
     make_trainable,
     pick,
     shift,
+    trained_drafts,
     unroll_mask,
 )
 from guided_spec.training.algorithms.options import DFlashConfig, DSparkConfig, PEagleConfig
@@ -200,8 +201,7 @@ class PEagleTraining(BlockTraining):
             *(self.head, anchors.token_ids, anchors.starts, width, states),
             recompute=self._config.gradient_checkpointing,
         )
-        places = targets.at_depth(0) >= 0
-        yield DraftStates(places, pick(read, places.flatten().nonzero().squeeze(1)))
+        yield trained_drafts(read, targets.at_depth(0) >= 0)
         for depth, output in enumerate(masked.unbind(2), 1):
             yield anchors.pick(output, targets, depth)
 

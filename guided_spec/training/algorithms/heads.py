@@ -263,8 +263,12 @@ def forward_head(
 
 def _drafts(unrolled: Iterator[Tensor], targets: TargetRows) -> Iterator[DraftStates]:
     for depth, hidden in enumerate(unrolled):
-        places = targets.at_depth(depth) >= 0
-        yield DraftStates(places, pick(hidden, places.flatten().nonzero().squeeze(1)))
+        yield trained_drafts(hidden, targets.at_depth(depth) >= 0)
+
+
+def trained_drafts(hidden: Tensor, places: Tensor) -> DraftStates:
+    """Of states [B, A, H], those of the trained places, bool [B, A]."""
+    return DraftStates(places, pick(hidden, places.flatten().nonzero().squeeze(1)))
 
 
 def pick(hidden: Tensor, at: Tensor) -> Tensor:
