@@ -92,6 +92,8 @@ def _is_closed(url: str) -> bool:
         httpx.get(f"{url}/health")
     except httpx.ConnectError:
         return True
+    except (httpx.ReadError, httpx.RemoteProtocolError):
+        return False  # it came while the door was closing; the next one finds it closed
     return False
 
 
