@@ -128,4 +128,4 @@ def test_vllm_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("guided_spec.integrations.vllm.plugin.installed_root", lambda: None)
     result = serve("--engine", "vllm")
     assert result.exit_code != 0
-    assert "pip install 'guided-spec[vllm]'" in " ".join(result.output.split())
+    assert "vLLM is not installed: pip install vllm" in " ".join(result.output.split())

@@ -59,7 +59,7 @@ def requested() -> list[str]:
 def require_plugin() -> None:
     """Raise ConfigError where vLLM is not installed, or its processes would not find the plugin."""
     if installed_root() is None:
-        fix = "vLLM is not installed: pip install 'guided-spec[vllm]'"
+        fix = "vLLM is not installed: pip install vllm"
         raise ConfigError("engine", "vllm", fix)
     allowed = os.environ.get("VLLM_PLUGINS")
     if allowed is not None and ENTRY_POINT not in allowed.split(","):
