@@ -6,6 +6,7 @@ downloaded as a wheel with pip; a folder has vLLM's package in it. vLLM is not i
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import subprocess
 import sys
@@ -70,4 +71,6 @@ def main(releases: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tools.check_vllm")
+    parser.add_argument("releases", nargs="+", metavar="VERSION|FOLDER")
+    sys.exit(main(parser.parse_args().releases))

@@ -5,9 +5,9 @@ One is of a trace's page, one of the server's playground, both with the bundled 
 
 from __future__ import annotations
 
+import argparse
 import shutil
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Iterator
@@ -120,7 +120,9 @@ def _served(llm: LLM) -> Iterator[str]:
 
 def main() -> None:
     """Write the pictures."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else PICTURES
+    parser = argparse.ArgumentParser(prog="python -m tools.pictures")
+    parser.add_argument("folder", nargs="?", type=Path, default=PICTURES)
+    folder: Path = parser.parse_args().folder
     found = find_browser()
     if found is None:
         raise SystemExit("chromium and chromedriver are needed: apt-get install chromium-driver")

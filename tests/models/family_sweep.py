@@ -6,6 +6,7 @@ packed form, and what it writes is compared with transformers' own generate.
 
 from __future__ import annotations
 
+import argparse
 import random
 import re
 import sys
@@ -133,14 +134,16 @@ def _reason(message: str) -> str:
 
 def main() -> None:
     """Write the tables anew in the page at the path given, behind its MARK."""
+    parser = argparse.ArgumentParser(prog="python -m tests.models.family_sweep")
+    parser.add_argument("page", type=Path, help="whose end is written anew: docs/models.md")
+    page: Path = parser.parse_args().page
+    head, _ = page.read_text().split(MARK)  # before the many minutes that follow
     outcomes = {}
     for family in FAMILIES:
         if family not in NOT_BUILT:
             outcomes[family] = outcome_of(family)
             sys.stderr.write(f"{family}: {outcomes[family]}\n")
-    path = Path(sys.argv[1])
-    head, _ = path.read_text().split(MARK)
-    path.write_text(head + MARK + tables(outcomes))
+    page.write_text(head + MARK + tables(outcomes))
 
 
 if __name__ == "__main__":
