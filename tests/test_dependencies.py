@@ -52,6 +52,13 @@ def imported(source: str) -> set[str]:
     return {name.partition(".")[0] for name in names} - known
 
 
+def imported_at_once(source: str) -> set[str]:
+    """Those of the names that stand outside of every function and block."""
+    nodes = ast.parse(source).body
+    at_once = [node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom)]
+    return imported("\n".join(map(ast.unparse, at_once)))
+
+
 def _is_text(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
@@ -72,6 +79,17 @@ def test_imports_are_declared(path: Path) -> None:
     part = path.relative_to(PACKAGE).parts[0]
     allowed = declared(*EXTRAS.get(part, ())) | HOSTS.get(part, set())
     assert sorted(imported(path.read_text()) - allowed) == []
+
+
+@pytest.mark.parametrize("part", ["evaluate", "models", "training"])
+def test_an_extra_is_imported_where_it_is_used(part: str) -> None:
+    """What does without it runs without it, and the rest says which extra is missing."""
+    there = declared() | {"huggingface_hub"}  # transformers brings it
+    found = {
+        path.name: sorted(imported_at_once(path.read_text()) - there)
+        for path in (PACKAGE / part).rglob("*.py")
+    }
+    assert {name: extras for name, extras in found.items() if extras} == {}
 
 
 def test_dependencies_are_imported() -> None:

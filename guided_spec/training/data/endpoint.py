@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-
-import httpx
 
 from guided_spec.engine.outputs import Completion, OnError, RequestOutput, RequestStats
 from guided_spec.errors import ConfigError, RequestError
@@ -33,7 +32,7 @@ class Endpoint:
     tokenizer: of that model. option: that ``url`` was given by, for errors. at_once: requests.
         The environment variable ``OPENAI_API_KEY`` holds the key, if there is one.
 
-    Raises ConfigError where nothing answers.
+    Raises ConfigError where nothing answers, and where httpx is not installed.
     """
 
     def __init__(
@@ -47,9 +46,10 @@ class Endpoint:
         self.tokenizer = tokenizer
         self.url = url.rstrip("/")
         self._option, self._at_once = option, at_once
+        self._http = _require_httpx(option, url)
         key = os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._client = httpx.Client(headers=headers, timeout=None)  # noqa: S113 - as long as it takes
+        self._client = self._http.Client(headers=headers, timeout=None)  # noqa: S113 - as long as it takes
         try:
             self._model = self._served_model()
         except ConfigError:
@@ -99,7 +99,8 @@ class Endpoint:
         reply = self._send("GET", self.url.removesuffix("/v1") + "/metrics")
         if reply.is_error:
             raise self._refuse(f"answers with status {reply.status_code} at /metrics")
-        return reply.text
+        text: str = reply.text
+        return text
 
     def close(self) -> None:
         """Close the connections."""
@@ -136,15 +137,26 @@ class Endpoint:
             return Completion(choice["text"], [], "stop", None, stats, is_complete=True)
         return Completion(choice["text"], [], "length", None, stats)
 
-    def _send(self, method: str, url: str, body: Any = None) -> httpx.Response:
+    def _send(self, method: str, url: str, body: Any = None) -> Any:
+        """The ``httpx.Response``. Raises ConfigError where there is none."""
         try:
             return self._client.request(method, url, json=body)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (self._http.HTTPError, self._http.InvalidURL) as error:
             raise self._refuse(f"does not answer: {error}") from error
 
     def _refuse(self, why: str) -> ConfigError:
         fix = f"{why}; pass the address of a running server, such as http://127.0.0.1:8000/v1"
         return ConfigError(self._option, self.url, fix)
+
+
+def _require_httpx(option: str, url: str) -> Any:
+    """The library, which is of an extra: who asks no server does without."""
+    if importlib.util.find_spec("httpx") is None:
+        fix = "asking it needs the httpx library: pip install 'guided-spec[train]'"
+        raise ConfigError(option, url, fix)
+    import httpx
+
+    return httpx
 
 
 def _sent(params: SamplingParams) -> dict[str, Any]:

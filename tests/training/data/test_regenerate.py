@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -165,6 +166,12 @@ def test_a_server_writes_what_its_model_writes(llm: LLM, tmp_path: Path) -> None
     assert sum(here) == sum(there) == len(records)
     with pytest.raises(ConfigError, match="regenerate_url=.*does not answer"):
         Endpoint(f"{served.url}/v1", llm.tokenizer)
+
+
+def test_asking_a_server_says_what_it_needs(monkeypatch: pytest.MonkeyPatch, llm: LLM) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"url='http.*httpx.*'guided-spec\[train\]'"):
+        Endpoint("http://127.0.0.1:1/v1", llm.tokenizer, option="url")
 
 
 def test_errors(llm: LLM, tmp_path: Path) -> None:
