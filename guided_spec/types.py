@@ -6,7 +6,7 @@ D draft vocabulary, W = ceil(V / 32) mask words, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
@@ -183,8 +183,9 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _read_list("stop", self.stop))
+        stops = _read_list("stop_token_ids", self.stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", stops)
         require_int("max_tokens", self.max_tokens, low=1)
         require_int("top_k", self.top_k, low=0)
         require_int("n", self.n, low=1)
@@ -240,9 +241,10 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
         object.__setattr__(self, "bad_words", _read_words(self.bad_words))
         if self.allowed_token_ids is not None:
-            for token in self.allowed_token_ids:
+            tokens = _read_list("allowed_token_ids", self.allowed_token_ids)
+            for token in tokens:
                 require_int("allowed_token_ids", token, low=0)
-            allowed = tuple(sorted(set(self.allowed_token_ids)))
+            allowed = tuple(sorted(set(tokens)))
             if not allowed:
                 raise ConfigError("allowed_token_ids", (), "allow a token, or pass None for all")
             object.__setattr__(self, "allowed_token_ids", allowed)
@@ -262,6 +264,13 @@ def require_int(name: str, value: object, *, low: int, high: int | None = None) 
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"between {low} and {high}"
         raise ConfigError(name, value, f"must be {bound}")
+
+
+def _read_list(name: str, values: Iterable[Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(values)
+    except TypeError:
+        raise ConfigError(name, values, "must be a list") from None
 
 
 def _require_range(name: str, value: object, *, low: float, high: float) -> None:

@@ -33,7 +33,7 @@ def bench(
     load: ModelOptions,
     reports: ReportOptions,
     batch_size: Annotated[str, typer.Option(help="Requests at a time, such as 1,8.")] = "1",
-    limit: Annotated[int | None, typer.Option(help="Requests to run at most.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Requests to run at most.")] = None,
     verifier: Annotated[str, typer.Option(help="rejection or coupled.")] = "rejection",
     as_json: Json = False,
     _verbose: Verbose = False,
@@ -87,9 +87,9 @@ def _batch_sizes(text: str) -> list[int]:
 
 def _default_proposers(model: str | None) -> str:
     """With the bundled model its draft heads too."""
-    from guided_spec.engine.setup import bundled_asset
+    from guided_spec.engine.setup import bundled_asset, named_model
 
-    if model is not None:
+    if named_model(model) != bundled_asset("target"):
         return DEFAULT_PROPOSERS
     heads = [f"chain:grammar_forced+{name}={bundled_asset(name)}" for name in ("eagle3", "mtp")]
     return ",".join([DEFAULT_PROPOSERS, *heads])

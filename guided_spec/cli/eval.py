@@ -44,7 +44,7 @@ def evaluate(
         typer.Option(help="Measure a vLLM server that runs --model: http://host:8000/v1."),
     ] = None,
     batch_size: Annotated[int, typer.Option(help="Requests that decode together.")] = 8,
-    limit: Annotated[int, typer.Option(help="Prompts of each source.")] = 64,
+    limit: Annotated[int, typer.Option(min=1, help="Prompts of each source.")] = 64,
     as_json: Json = False,
     _verbose: Verbose = False,
 ) -> None:

@@ -7,7 +7,7 @@ import time
 import warnings
 from typing import Any
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.engine.setup import named_model
 from guided_spec.errors import (
     GrammarCompileError,
     UnsatisfiableGrammarError,
@@ -39,7 +39,7 @@ def report_schema(
 
     Raises ConfigError and ModelError; what is wrong with the schema is under ``error``.
     """
-    vocabulary = _vocabulary(tokenizer or bundled_asset("target"))
+    vocabulary = _vocabulary(named_model(tokenizer))
     backend = BackendChoice(grammar_backend, vocabulary)
     started = time.perf_counter()
     compiled = _compile(spec, backend)

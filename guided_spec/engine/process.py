@@ -43,7 +43,7 @@ from guided_spec.engine.outputs import (
 from guided_spec.engine.prompt import Message, Prompt, PromptEncoder, Prompts, split_prompts
 from guided_spec.engine.request import Request, State
 from guided_spec.engine.runner import Load
-from guided_spec.engine.setup import Options, bundled_asset, find_tokenizer
+from guided_spec.engine.setup import Options, find_tokenizer, named_model
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError
 from guided_spec.grammar.isolation import start_interpreter
 from guided_spec.grammar.vocabulary import Vocabulary
@@ -121,9 +121,8 @@ class EngineProcess:
         level = logging.getLogger(_LOGGER).getEffectiveLevel()
         self._child = _Child(_Start({"model": model, **arguments}, level))
         try:
-            named = bundled_asset("target") if model is None else model
             ready = self._child.await_ready()
-            self.tokenizer = find_tokenizer(named, options)
+            self.tokenizer = find_tokenizer(named_model(model), options)
         except BaseException:
             self._child.close()
             raise

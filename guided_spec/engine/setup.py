@@ -230,9 +230,17 @@ CHAIN_OF_GRAPHS = "chain:grammar_forced+eagle3"
 BUNDLED_HEADS = ("eagle3", "mtp")
 
 
+BUNDLED = "bundled"
+
+
 def bundled_asset(name: str) -> str:
     """The path of what comes with the package: ``target``, ``draft`` or ``heldout.jsonl``."""
     return str(files("guided_spec") / "assets" / name)
+
+
+def named_model(model: Any) -> Any:
+    """What a user calls a model, with the folder of the bundled one for None and its name."""
+    return bundled_asset("target") if model in (None, BUNDLED) else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +305,7 @@ class Setup:
     def build(cls, model: Any, proposer: str | None, draft: Any, options: Options) -> Setup:
         """Load what has to be loaded and put the engine together."""
         require_grammar_backend("grammar_backend", options.config.grammar_backend)
-        model = bundled_asset("target") if model is None else model
+        model = named_model(model)
         loaded = _loaded(model, options.load)
         if draft is None and loaded.config.name_or_path == bundled_asset("target"):
             draft = _bundled_draft(proposer or DEFAULT_PROPOSER)
@@ -397,6 +405,8 @@ def _loaded(model: Any, load: dict[str, Any]) -> Any:
     for name, value in load.items():
         fix = "the model is loaded already: load it that way, or pass its folder or hub id"
         raise ConfigError(name, value, fix)
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError("model", model, "must be a hub id, a folder, or a loaded model")
     return model
 
 

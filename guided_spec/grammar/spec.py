@@ -146,6 +146,9 @@ class GrammarSpec:
             return cls.regex(regex_of(wanted))
         if isinstance(wanted, Mapping):
             return cls.json_schema(wanted)
+        if isinstance(wanted, str):
+            fix = "text may be of any kind: say which, as GrammarSpec.regex(...) does"
+            raise ConfigError("grammar", wanted, fix)
         return replace(cls.json_schema(schema_of(wanted)), value_type=wanted)
 
     @classmethod

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from guided_spec.engine.setup import bundled_asset
+from guided_spec.engine.setup import named_model
 from guided_spec.errors import ConfigError, GuidedSpecError, ModelError, TrainingStoppedError
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.heads.loading import forget_head
@@ -162,7 +162,6 @@ def shard_layers(accelerator: Any, layers: nn.ModuleList) -> None:
 
 
 REPORT = "training.json"
-BUNDLED = "bundled"  # as a target: the one that comes with the package
 
 
 @dataclass(frozen=True)
@@ -209,8 +208,7 @@ def train(options: TrainOptions, algorithm_options: Mapping[str, Any]) -> Traini
     writes the files. What can be refused is refused before the first step, by ConfigError and
     ModelError: see ``rehearse``. Raises TrainingStoppedError as ``Trainer.run`` does.
     """
-    if options.target == BUNDLED:
-        options = replace(options, target=bundled_asset("target"))
+    options = replace(options, target=named_model(options.target))
     algorithm = _algorithm(options)
     masked = options.grammar_masks == "loss"
     forward = algorithm.get_trainer_kwargs(masked=masked, **algorithm_options)

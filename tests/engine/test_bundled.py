@@ -50,7 +50,7 @@ def test_another_draft_is_taken_at_its_word() -> None:
 
 
 def test_most_answers_are_right() -> None:
-    with LLM() as llm:
+    with LLM("bundled") as llm:
         outputs = llm.generate(PROMPTS, PARAMS)
     right = [output.text == item.answer for output, item in zip(outputs, ITEMS, strict=True)]
     assert sum(right) >= 0.6 * len(right)

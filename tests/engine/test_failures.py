@@ -249,6 +249,19 @@ def test_options_out_of_range(options: dict[str, Any], message: str) -> None:
         make_llm("llama", options.pop("proposer", "none"), **options)
 
 
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "allowed_token_ids"])
+def test_a_list_that_is_none(name: str) -> None:
+    given: dict[str, Any] = {name: 3}
+    with pytest.raises(ConfigError, match=f"{name}=3: must be a list"):
+        SamplingParams(**given)
+
+
+@pytest.mark.parametrize("model", [3, {"model": "llama"}, [1]])
+def test_a_model_that_is_none(model: Any) -> None:
+    with pytest.raises(ConfigError, match="must be a hub id, a folder, or a loaded model"):
+        LLM(model)
+
+
 @pytest.mark.parametrize("name", ["medusa", "chain:ngram+medusa", "NGRAM", ""])
 def test_an_unknown_proposer(name: str) -> None:
     if not name:

@@ -103,7 +103,9 @@ def test_what_is_given_besides_types() -> None:
     ("wanted", "reason"),
     [
         (5, "grammar=5: "),
-        ("a", "a JSON schema as a dict"),
+        (b"a", "a JSON schema as a dict"),
+        ("a", "say which, as GrammarSpec.regex"),
+        ("[0-9]+", "say which, as GrammarSpec.regex"),
         (re.compile("a", re.IGNORECASE), "without flags"),
         (re.compile(b"a"), "must be of text"),
         (object, "pass a GrammarSpec, a type"),
