@@ -88,10 +88,12 @@ class Matcher(GrammarMatcher):
         """One at the same place whose rows cost less, and may hold tokens that are refused here."""
         return self
 
-    @property
-    def may_repeat(self) -> bool:
-        """Whether tokens that are alike may differ: one may begin a key that is there already."""
-        return False
+    def alike(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [W]: of some legal tokens those that others like them may stand for.
+
+        The rest may begin or complete a key that is there already.
+        """
+        return row
 
     @property
     def budget(self) -> Budget | None:

@@ -29,7 +29,7 @@ from guided_spec.grammar.protocol import (
 from guided_spec.grammar.schema.keys import free_keys
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import ids_of
+from guided_spec.ops.mask_words import ids_of, row_of
 
 _JUDGED = 4  # long ways of one state that are remembered
 
@@ -157,14 +157,19 @@ class UniqueKeysMatcher(WrappedMatcher):
                     forbids = True
         return forbids
 
-    @property
-    def may_repeat(self) -> bool:
-        """Whether tokens that are alike may differ: one may begin a key that is there already."""
+    def alike(self, row: NDArray[np.int32]) -> NDArray[np.int32]:
+        """int32 [W]: of some legal tokens those that surely write no key that is there already."""
         state = self._states[-1]
         keys = state.frame.keys if state.frame else None
         if not keys or not (keys.new or keys.old):
-            return False
-        return state.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or _is_near(state)
+            return row
+        if state.mode in (Mode.OUTSIDE, Mode.BEFORE_KEY) or state.is_pending:
+            return np.zeros_like(row)
+        if not _is_near(state):
+            return row
+        beginnings = self._beginnings(state.key, keys.starting(state.key))
+        found = list(dict.fromkeys([*self._suspects(state, row), *beginnings]))
+        return row & ~row_of(found, len(self._tokens.data))
 
     def takes(self, token_ids: Sequence[int]) -> bool:
         """Most ways end at once in the grammar, whose own code is the faster one."""
@@ -230,9 +235,13 @@ class UniqueKeysMatcher(WrappedMatcher):
                 if keys.holds(state.key + rest):
                     yield from closers
         if self._grammar.run_out:
-            for key in near:
-                for end in range(len(state.key) + 1, len(key) + 1):
-                    yield from tokens.texts.get(key[len(state.key) : end], ())
+            yield from self._beginnings(state.key, near)
+
+    def _beginnings(self, key: bytes, near: Sequence[bytes]) -> Iterator[int]:
+        """Tokens that write more of one of ``near``, which ``key`` begins, and nothing else."""
+        for other in near:
+            for end in range(len(key) + 1, len(other) + 1):
+                yield from self._tokens.texts.get(other[len(key) : end], ())
 
     def _takes(self, token_id: int) -> bool:
         """Whether a token that the inner matcher takes is legal."""

@@ -135,10 +135,9 @@ class SearchEndings(Endings):
 
     def _scan(self, state: Way, remaining: int, matcher: Matcher) -> Scan:
         """Inside a string what was found out one token earlier mostly holds."""
-        known, legal = state.scan, legal_row(matcher, self.vocab_size)
-        if known is None or not (
-            self.fits(state.text, remaining) and np.array_equal(known.legal, legal)
-        ):
+        known, row = state.scan, legal_row(matcher, self.vocab_size)
+        legal = _Legal(row, matcher.alike(row))
+        if known is None or not (self.fits(state.text, remaining) and known.legal.is_like(legal)):
             state.scan = known = Scan(self, state, remaining, legal)
             known.look(matcher)
         return known
@@ -259,18 +258,27 @@ class _Group(NamedTuple):
     way: bytes
 
 
+class _Legal(NamedTuple):
+    """The grammar's own row, and what ``Matcher.alike`` says of it; both int32 [W]."""
+
+    row: NDArray[np.int32]
+    alike: NDArray[np.int32]
+
+    def is_like(self, other: _Legal) -> bool:
+        """Whether both rows are the same."""
+        return all(map(np.array_equal, self, other))
+
+
 class Scan:
     """What was found out about the next token of a text near the end of its budget.
 
     A token is in a group if it begins a known way, if a known way still fits behind it, or if a
     search finds one. Ways are kept as they are found, so that tokens that begin them need no trial.
 
-    legal: int32 [W], the grammar's own row.
+    legal: what the grammar allows.
     """
 
-    def __init__(
-        self, endings: SearchEndings, state: Way, remaining: int, legal: NDArray[np.int32]
-    ) -> None:
+    def __init__(self, endings: SearchEndings, state: Way, remaining: int, legal: _Legal) -> None:
         self.legal = legal
         self._endings, self._state, self._remaining = endings, state, remaining
         self._ways: dict[int, bytes] = {}
@@ -279,9 +287,10 @@ class Scan:
 
     def row(self, remaining: int) -> NDArray[np.int32]:
         """int32 [W]: the tokens whose way costs less than ``remaining``, and the stop tokens."""
-        endings, row = self._endings, np.zeros_like(self.legal)
+        endings, legal = self._endings, self.legal.row
+        row = np.zeros_like(legal)
         stops = endings.tokens.stops
-        add_tokens(row, stops[bits_of(self.legal, stops)])
+        add_tokens(row, stops[bits_of(legal, stops)])
         for group in self._groups:
             if not endings.fits(group.way, remaining):
                 continue
@@ -294,39 +303,41 @@ class Scan:
 
     def look(self, matcher: Matcher) -> None:
         """Find out, once; the matcher stands at the state, and does so again afterwards."""
-        tokens, legal = self._endings.tokens, self.legal
         self.add_beginnings(b"", self._state.text)
         self._test_turns(matcher)
-        self._test_content(legal & tokens.content, matcher)
+        self._test_content(matcher)
         by_way: dict[bytes, list[int]] = {}
         for token, way in self._ways.items():
             by_way.setdefault(way, []).append(token)
         for way, found in by_way.items():
             self._groups.append(_Group(np.array(found, dtype=np.int64), way))
 
-    def _test_content(self, content: NDArray[np.int32], matcher: Matcher) -> None:
-        way = self._state.text
-        probes = spread_tokens(content, _PROBES)
-        is_alike = self._fits(way) and not matcher.may_repeat
-        if is_alike and all(self._completes(matcher, token, way) for token in probes):
-            self._groups.append(_Group(content, way))
-        else:
-            self._test(first_tokens(content, _TESTED), matcher)
+    def _test_content(self, matcher: Matcher) -> None:
+        way, content = self._state.text, self._endings.tokens.content
+        alike, rest = self.legal.alike & content, self.legal.row & content
+        probes = spread_tokens(alike, _PROBES)
+        if self._fits(way) and all(self._completes(matcher, token, way) for token in probes):
+            self._groups.append(_Group(alike, way))
+            rest &= ~alike
+        self._test(first_tokens(rest, _TESTED), matcher)
 
     def _test_turns(self, matcher: Matcher) -> None:
         tokens = self._endings.tokens
-        is_legal = bits_of(self.legal, tokens.turns)
+        is_legal = bits_of(self.legal.row, tokens.turns)
         turns, kinds = tokens.turns[is_legal], tokens.kinds[is_legal]
+        is_alike = bits_of(self.legal.alike, turns)
         for kind in np.unique(kinds)[:_KINDS].tolist():
-            alike = turns[kinds == kind]
+            of_kind = kinds == kind
+            alike, single = turns[of_kind & is_alike], turns[of_kind & ~is_alike]
             first = alike[:_ALIKE].tolist()
             self._test(first, matcher)
-            if kind >= tokens.num_plain or matcher.may_repeat:
+            if kind >= tokens.num_plain:
                 self._test(alike[_ALIKE : 8 * _ALIKE].tolist(), matcher)
-            elif all(token in self._ways for token in first):
+            elif first and all(token in self._ways for token in first):
                 self._groups.append(_Group(alike, self._ways[first[0]]))
             else:
                 self._test(alike[_ALIKE : 2 * _ALIKE].tolist(), matcher)
+            self._test(single[: 8 * _ALIKE].tolist(), matcher)
 
     def _test(self, token_ids: list[int], matcher: Matcher) -> None:
         data = self._endings.spelling.token_bytes
@@ -362,7 +373,7 @@ class Scan:
     def add_beginnings(self, data: bytes, text: bytes) -> None:
         """The tokens that begin a known way, ``data`` and then ``text``."""
         for token, rest in self._endings.spelling.beginnings(data + text):
-            if self.legal[token >> 5] >> (token & 31) & 1 and self._fits(rest):
+            if self.legal.row[token >> 5] >> (token & 31) & 1 and self._fits(rest):
                 self._ways.setdefault(token, rest)
                 self._state.behind.setdefault((token,), Way(rest))
 

@@ -55,6 +55,22 @@ def endings_of(compiled: CompiledGrammar) -> SearchEndings:
     return SearchEndings(compiled, VOCABULARY, SPELLING, TOKENS)
 
 
+@pytest.mark.parametrize(
+    "text", ['{"name": 0, "', '{"name": 0, "n', '{"name": 0, "cat": {}, "na', '{"a": 0, "']
+)
+def test_a_key_is_free_but_for_those_that_are_there(text: str) -> None:
+    """Of words for a key a few are tested, and those that may repeat one; the others are alike."""
+    compiled = compiled_of("keys")
+    endings = endings_of(compiled)
+    matcher = CompletingGrammar(compiled, endings, len(text) + 30).new_matcher()
+    plain = compiled.new_matcher()
+    for byte in text.encode():
+        assert matcher.accept_token(byte)
+        assert plain.accept_token(byte)
+    assert legal(matcher, EOS + 1) == legal(plain, EOS + 1)
+    assert len(text) not in matcher.steered
+
+
 @pytest.mark.parametrize(("name", "order"), CASES)
 def test_texts_end_in_time_and_rows_agree_with_the_matcher(name: str, order: str) -> None:
     compiled = compiled_of(name, order)
