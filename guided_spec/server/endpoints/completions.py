@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -14,8 +15,10 @@ from guided_spec.server.endpoints.bodies import CompletionBody
 from guided_spec.server.endpoints.chat import finish_reason
 from guided_spec.server.endpoints.replies import (
     CompletionChoice,
+    CompletionLogprobs,
     CompletionReply,
     SampleTraces,
+    TextOffsets,
     Usage,
     completion_logprobs,
 )
@@ -25,6 +28,7 @@ from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
 from guided_spec.server.streaming import event
+from guided_spec.types import TokenLogprobs
 
 _OPENAIS_MAX_TOKENS = 16  # of free text where the request does not say
 
@@ -39,7 +43,7 @@ class CompletionAnswer:
         self._traces = SampleTraces(service, body.trace)
         self._prompts = _listed(body.prompt)
         self._n = body.n or 1
-        self._offsets: dict[int, int] = {}  # characters of each choice so far
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(TextOffsets)  # of each choice
         self._head = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -110,22 +114,20 @@ class CompletionAnswer:
         return CompletionChoice(
             index=index,
             text=completion.text,
-            logprobs=None if tokens is None else completion_logprobs(self._service, tokens, 0),
+            logprobs=None if tokens is None else self._logprobs(index, tokens),
             finish_reason=finish_reason(completion.finish_reason),
             trace=self._traces.whole(index, completion),
         )
 
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprobs]) -> CompletionLogprobs:
+        return completion_logprobs(self._service, tokens, self._offsets[index])
+
     def _event(self, chunk: Chunk) -> bytes:
-        index, logprobs = self._index(chunk), None
-        if chunk.logprobs:
-            offset = self._offsets.get(index, 0)
-            logprobs = completion_logprobs(self._service, chunk.logprobs, offset)
-            self._offsets[index] = offset + sum(map(len, logprobs.tokens))
-        last = chunk.completion
+        index, last = self._index(chunk), chunk.completion
         choice = CompletionChoice(
             index=index,
             text=chunk.text,
-            logprobs=logprobs,
+            logprobs=self._logprobs(index, chunk.logprobs) if chunk.logprobs else None,
             finish_reason=None if last is None else finish_reason(last.finish_reason),
             trace=self._traces.piece(index, chunk),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -191,7 +192,11 @@ class ChatChunkReply(Reply):
 
 
 class CompletionLogprobs(Reply):
-    """In step with the tokens. text_offset: in characters of the choice's text."""
+    """In step with the tokens. text_offset: in characters of the choice's text.
+
+    A token of a part of a character is written as its bytes, such as ``bytes:\\xf0\\x9f``, and
+    begins where the character does.
+    """
 
     tokens: list[str]
     token_logprobs: list[float]
@@ -403,26 +408,43 @@ def _likely(service: Service, token_id: int, logprob: float) -> LikelyToken:
     return LikelyToken(token=text, bytes=list(data), logprob=max(logprob, _LEAST))
 
 
+class TextOffsets:
+    """Where the tokens of a text begin in it, in characters; takes them one after another."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_characters = 0
+
+    def next(self, data: bytes) -> int:
+        """Of the token that shows these bytes."""
+        begin = self._num_characters
+        self._num_characters += len(self._decoder.decode(data))
+        return begin
+
+
 def completion_logprobs(
-    service: Service, tokens: Sequence[TokenLogprobs], offset: int
+    service: Service, tokens: Sequence[TokenLogprobs], offsets: TextOffsets
 ) -> CompletionLogprobs:
-    """Of the tokens that are part of the text. offset: characters of it before them."""
+    """Of the tokens that are part of the text. offsets: behind the tokens before them."""
     found = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+    shown = service.llm.vocabulary.text_bytes
     for one in tokens:
         if service.ends_text(one.token_id):
             continue
-        text = _text(service, one.token_id)
-        found.tokens.append(text)
+        found.tokens.append(_text(service, one.token_id))
         found.token_logprobs.append(max(one.logprob, _LEAST))
         tops = {_text(service, top.token_id): max(top.logprob, _LEAST) for top in one.top}
         found.top_logprobs.append(tops)
-        found.text_offset.append(offset)
-        offset += len(text)
+        found.text_offset.append(offsets.next(shown[one.token_id]))
     return found
 
 
 def _text(service: Service, token_id: int) -> str:
-    return service.token_bytes(token_id).decode("utf-8", errors="replace")
+    data = service.token_bytes(token_id)
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
 class SampleTraces:

@@ -79,6 +79,38 @@ def test_echo_and_logprobs(client: openai.OpenAI) -> None:
         client.completions.create(model="bundled", prompt=[])
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_logprobs_of_characters_in_several_tokens(served: Running, *, is_streamed: bool) -> None:
+    body = {
+        "prompt": "x",
+        "logprobs": 3,
+        "guided_regex": "\U0001f469\u2603\u00e9",
+        "max_tokens": 20,
+    }
+    reply = served.post("/v1/completions", {**body, "stream": is_streamed})
+    if is_streamed:
+        lines = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        choices = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    else:
+        choices = reply.json()["choices"]
+    found = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    tokens = [token for each in found for token in each["tokens"]]
+    offsets = [offset for each in found for offset in each["text_offset"]]
+    data = [text_bytes(token) for token in tokens]
+    text = b"".join(data).decode()
+    assert text == "".join(choice["text"] for choice in choices) == "\U0001f469\u2603\u00e9"
+    begins = [sum(map(len, data[:at])) for at in range(len(data))]
+    assert offsets == [len(text.encode()[:begin].decode(errors="ignore")) for begin in begins]
+    assert len(offsets) > len(text)
+
+
+def text_bytes(token: str) -> bytes:
+    """What a token of a reply writes."""
+    if not token.startswith("bytes:"):
+        return token.encode()
+    return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
+
+
 SCHEMA = Contact.model_json_schema()
 
 
