@@ -121,18 +121,18 @@ class BudgetTooSmallError(RequestError):
     """No text of the grammar is known that is as short as the request wants it.
 
     max_tokens: what the request may get. least: tokens of the shortest known text, the one that
-    ends it among them; None if no end was found at all.
+    ends it among them; None if no end was found at all. reason: in words.
     """
 
     def __init__(self, max_tokens: int, least: int | None) -> None:
         self.max_tokens = max_tokens
         self.least = least
-        reason = "no way to end a text of the grammar was found"
-        fix = "pass complete=False"
+        self.reason = "no way to end a text of the grammar was found"
         if least is not None:
-            reason = f"the grammar's shortest text takes {least} tokens, with the one that ends it"
-            fix = f"allow at least {least}, or {fix}"
-        super().__init__(f"max_tokens={max_tokens}: {reason}; {fix}")
+            texts = f"the grammar's shortest text takes {least} tokens, with the one that ends it"
+            self.reason = f"{texts}; allow at least {least}"
+        fix = "; pass complete=False" if least is None else ", or pass complete=False"
+        super().__init__(f"max_tokens={max_tokens}: {self.reason}{fix}")
 
 
 class NoTokenLeftError(RequestError):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -86,7 +88,9 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
     for kind, code, argument in _CODES:
         if isinstance(error, kind):
             found = error.argument if isinstance(error, ConfigError) else argument
-            return ApiError(400, str(error), code=code, param=found or param)
+            # What else the library would take, clients cannot send.
+            message = error.reason if isinstance(error, BudgetTooSmallError) else str(error)
+            return ApiError(400, message, code=code, param=found or param)
     if isinstance(error, RequestCancelledError):
         return ApiError(503, "the server is stopping; ask again", code="stopping")
     return ApiError(500, str(error), code=type(error).__name__)
@@ -95,6 +99,35 @@ def api_error(error: GuidedSpecError, param: str | None = None) -> ApiError:
 def invalid_value(message: str, param: str | None) -> ApiError:
     """A value of the request that is not taken. param: the argument that it came in."""
     return ApiError(400, message, code="invalid_value", param=param)
+
+
+def unknown_parameter(param: str) -> ApiError:
+    """A field of the request that this server does not have."""
+    message = f"{param}: this server does not know it; leave it out"
+    return ApiError(400, message, code="unknown_parameter", param=param)
+
+
+@contextmanager
+def named_as_sent(names: Mapping[str, str]) -> Iterator[None]:
+    """Faults of an argument, or of a part of one, name what the client sent in its place.
+
+    names: of arguments, with those that the client knows. Raises ApiError.
+    """
+    try:
+        yield
+    except GuidedSpecError as error:
+        raise _renamed(api_error(error), names) from error
+    except ApiError as fault:
+        raise _renamed(fault, names) from fault
+
+
+def _renamed(fault: ApiError, names: Mapping[str, str]) -> ApiError:
+    place = fault.param or ""
+    name = names.get(re.split(r"[.\[]", place)[0])
+    if name is not None:
+        fault.message = re.sub(f"^{re.escape(place)}[^=: ]*", name, fault.message)
+        fault.param = name
+    return fault
 
 
 def json_response(
@@ -153,9 +186,7 @@ def _validation_fault(error: RequestValidationError) -> ApiError:
             message = f"the body is no JSON: {reason} at character {first['loc'][-1]}"
             return ApiError(400, message, code="invalid_json")
         case "extra_forbidden":
-            shown = ".".join(place)
-            message = f"{shown}: this server does not know it; leave it out"
-            return ApiError(400, message, code="unknown_parameter", param=shown)
+            return unknown_parameter(".".join(place))
     reasons = [first["msg"]]
     others = [e["msg"] for e in error.errors()[1:] if e["loc"][:2] == first["loc"][:2]]
     if others:  # none of the kinds of values that the argument may have

@@ -37,7 +37,7 @@ from guided_spec.server.endpoints.sampling import (
     sampling_params,
     template_variables,
 )
-from guided_spec.server.faults import api_error
+from guided_spec.server.faults import api_error, named_as_sent
 from guided_spec.server.metrics import Tally
 from guided_spec.server.service import Service
 from guided_spec.server.spans import current_span
@@ -58,7 +58,14 @@ class ChatRun:
         service.require_samples(self.num_samples)
 
     async def requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
-        """What is generated. Raises ApiError and GuidedSpecError."""
+        """What is generated. Raises ApiError."""
+        is_new = self._body.max_completion_tokens is not None
+        with named_as_sent({"max_tokens": "max_completion_tokens"} if is_new else {}):
+            async with aclosing(self._requests()) as found:
+                async for one in found:
+                    yield one
+
+    async def _requests(self) -> AsyncGenerator[tuple[ChatRequest, Chunk], None]:
         service = self._service
         with service.admission.enter(self.num_samples):
             asked = asked_grammar(self._body, service.settings.max_schema_bytes)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing
 from typing import Any
 
 from guided_spec.engine.chat import ChatChunk, ChatStream, ToolCallDelta
-from guided_spec.errors import GuidedSpecError
 from guided_spec.server.endpoints.bodies import ChatBody, ResponsesBody
 from guided_spec.server.endpoints.chat import ChatRun
 from guided_spec.server.endpoints.replies import (
@@ -27,7 +26,7 @@ from guided_spec.server.endpoints.replies import (
     ResponseReply,
     ResponseUsage,
 )
-from guided_spec.server.faults import ApiError, api_error, invalid_value
+from guided_spec.server.faults import ApiError, invalid_value, named_as_sent, unknown_parameter
 from guided_spec.server.service import Service
 from guided_spec.server.streaming import event
 
@@ -63,7 +62,7 @@ class ResponseAnswer:
                 yield event(one, one.type)
 
     async def _events(self) -> AsyncGenerator[ResponseEvent, None]:
-        with _named_as_here():
+        with named_as_sent(_PARAMS):
             async with aclosing(self._unnamed_events()) as events:
                 async for one in events:
                     yield one
@@ -220,22 +219,6 @@ class ResponseItems:
         return {"item_id": self.items[-1].id, "output_index": len(self.items) - 1}
 
 
-@contextmanager
-def _named_as_here() -> Iterator[None]:
-    """Faults name the argument of this endpoint, not that of the chat which it asked for."""
-    try:
-        yield
-    except GuidedSpecError as error:
-        raise _renamed(api_error(error)) from error
-    except ApiError as fault:
-        raise _renamed(fault) from fault
-
-
-def _renamed(fault: ApiError) -> ApiError:
-    fault.param = None if fault.param is None else _PARAMS.get(fault.param, fault.param)
-    return fault
-
-
 def _message() -> MessageItem:
     return MessageItem(id=_id("msg"), status="in_progress", content=[OutputText(text="")])
 
@@ -346,7 +329,7 @@ def _tool_choice(choice: Any) -> Any:
 def _response_format(text: Mapping[str, Any]) -> dict[str, Any] | None:
     unknown = sorted(text.keys() - {"format"})
     if unknown:
-        raise _fault(f"text.{unknown[0]}", "this server does not know it; leave it out")
+        raise unknown_parameter(f"text.{unknown[0]}")
     wanted = text.get("format")
     if wanted is None:
         return None

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from guided_spec.errors import GuidedSpecError
+from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.server.endpoints.bodies import (
     ChatBody,
@@ -60,10 +60,7 @@ def asked_grammar(body: SamplingBody, max_bytes: int) -> AskedGrammar:
     for param, make in _MAKERS.items():
         value = getattr(body, param)
         if value is not None:
-            try:
-                spec = make(value)
-            except GuidedSpecError as error:
-                raise api_error(error, param) from error
+            spec = _made(param, make, value)
             found += [AskedGrammar(spec, param)] if spec is not None else []
     if len(found) > 2:
         names = " and ".join(str(one.param) for one in found[1:])
@@ -72,6 +69,17 @@ def asked_grammar(body: SamplingBody, max_bytes: int) -> AskedGrammar:
     if asked.spec is not None:
         require_length(asked.spec.source, max_bytes, asked.param)
     return asked
+
+
+def _made(param: str, make: Callable[[Any], GrammarSpec | None], value: Any) -> GrammarSpec | None:
+    """The spec of an argument. Raises ApiError, which names it and not what ``make`` calls it."""
+    try:
+        return make(value)
+    except ConfigError as error:
+        argument = error.argument if error.argument.startswith(param) else param
+        raise api_error(ConfigError(argument, error.value, error.fix)) from error
+    except GuidedSpecError as error:
+        raise api_error(error, param) from error
 
 
 def require_length(source: str, max_bytes: int, param: str | None) -> None:
@@ -101,7 +109,7 @@ def _structured(outputs: StructuredOutputs) -> GrammarSpec | None:
         "structural_tag": GrammarSpec.structural_tag,
     }
     ((name, value),) = given.items()
-    return makers[name](value)
+    return _made(f"structured_outputs.{name.rstrip('_')}", makers[name], value)
 
 
 def _grammar(text: str) -> GrammarSpec:

@@ -229,6 +229,29 @@ def test_mistakes_are_named(
     assert reason in error["message"]
 
 
+@pytest.mark.parametrize(
+    ("options", "param", "message"),
+    [
+        (
+            {"max_completion_tokens": 3, "max_tokens": 99, "guided_regex": "[ab]{30}"},
+            *("max_completion_tokens", "the grammar's shortest text takes"),
+        ),
+        ({"guided_choice": []}, "guided_choice", "guided_choice=[]: must be a non-empty"),
+        (
+            {"structured_outputs": {"choice": [""]}},
+            *("structured_outputs.choice", "structured_outputs.choice='': each option"),
+        ),
+        ({"guided_json": "{x"}, "guided_json", "the json_schema is not JSON"),
+        ({"response_format": {}}, "response_format.type", "response_format.type=None: "),
+    ],
+)
+def test_faults_name_what_was_sent(served: Running, options: Any, param: str, message: str) -> None:
+    error = served.post("/v1/chat/completions", {**CREATE, **options}).json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(message)
+    assert "complete=" not in error["message"]  # which is of Python
+
+
 def test_errors_are_openai_s(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(**CREATE, response_format=schema_format(UNIQUE))

@@ -114,7 +114,7 @@ def test_the_shape_is_openai_s(served: Running) -> None:
         ({"tools": [{"type": "web_search"}]}, "tools[0].type: 'web_search'"),
         ({"text": {"verbosity": "low"}}, "text.verbosity"),
         ({"text": {"format": "json"}}, "text.format"),
-        ({"text": {"format": {"type": "json_schema"}}}, "response_format.json_schema"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format={}: must be"),
         ({"include": ["message.output_text.logprobs"]}, "/v1/chat/completions"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
@@ -149,6 +149,12 @@ UNIQUE = {"type": "function", "name": "x", "parameters": {"properties": {"k": SC
             *("max_output_tokens", "allow at least"),
         ),
         ({"input": "a " * 2000}, "input", "only 1023"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format", "text.format="),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "does not know it"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            *("input", "input: this model reads text, not 'input_image'"),
+        ),
     ],
 )
 @pytest.mark.parametrize("is_streamed", [False, True])
