@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
@@ -13,6 +14,8 @@ from numpy.typing import NDArray
 
 from guided_spec.errors import ModelError
 from guided_spec.grammar.key_tokens import KeyTokens
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,12 @@ class Vocabulary:
                 # The backend would let "<|im_end|>" stand inside a JSON string.
                 token_bytes[token_id] = b""
                 text_bytes[token_id] = b"" if added.special else added.content.encode()
+        special = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         for token_id in stop:
+            if token_id not in special and decoded[token_id]:
+                word = decoded[token_id].decode("utf-8", errors="replace")
+                fix = "see whether eos_token_id of the model is right for this tokenizer"
+                _LOG.warning("token %d ends texts, so none can hold %r: %s", token_id, word, fix)
             token_bytes[token_id] = text_bytes[token_id] = b""
         return cls(tuple(token_bytes), stop, vocab_size, tuple(text_bytes), tuple(names))
 
@@ -125,7 +133,8 @@ def _decode_tokens(tokenizer: Any, vocab_size: int, stop: tuple[int, ...]) -> li
 
 def _check_stop_tokens(stop_token_ids: tuple[int, ...], vocab_size: int) -> None:
     if not stop_token_ids:
-        raise ModelError("no stop token: pass stop_token_ids, a text could never end without one")
+        fix = "name one as eos_token_id in the model's generation config, or pass stop_token_ids"
+        raise ModelError(f"no stop token, without which no text could end: {fix}")
     for token_id in stop_token_ids:
         if not 0 <= token_id < vocab_size:
             reason = f"stop token {token_id} is outside the model's vocabulary of {vocab_size}"

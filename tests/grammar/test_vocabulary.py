@@ -68,6 +68,19 @@ def test_added_tokens_never_stand_in_constrained_text(tokenizer: PreTrainedToken
     assert vocabulary.decode([think, end]) == "</think>"
 
 
+def test_an_end_that_is_a_word_is_told(
+    tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Such as the default of a model's configuration, with a tokenizer from elsewhere."""
+    end = tokenizer.get_vocab()["<|end|>"]
+    Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [end])
+    assert not caplog.messages
+    word = tokenizer.get_vocab()["h"]
+    Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [word, end])
+    (said,) = caplog.messages
+    assert said.startswith(f"token {word} ends texts, so none can hold 'h': see whether")
+
+
 def test_ids_past_the_logits_are_left_out(tokenizer: PreTrainedTokenizerFast) -> None:
     vocabulary = Vocabulary.from_tokenizer(tokenizer, 100, [5, 5, 3])
     assert len(vocabulary.token_bytes) == 100
