@@ -24,6 +24,9 @@ _LOG = logging.getLogger(__name__)
 # Tokens after which the matchers of a text in its table read all the same: many at once cost each
 # less, and too many would hold up the other texts.
 MOST_UNREAD = 64
+# A fork that is further behind is made anew, unless the text is as long as to copy it costs more:
+# to read a token costs as much as to copy eight.
+READ_BY_A_COPY = 8
 
 
 class Fork:
@@ -192,20 +195,26 @@ class Constraint:
         Where one refuses a token, both are rebuilt, as by ``commit``. Those of a text whose table
         says where it stands may stay behind.
         """
-        if self._place is None or len(self.committed) - self._num_read >= MOST_UNREAD:
+        if self._place is None:
             self._read_committed()
+        elif len(self.committed) - self._num_read >= MOST_UNREAD:
+            self._advance_original()  # nobody may ever ask for the fork
         return self._failure
 
     def _read_committed(self) -> GrammarStateError | None:
-        """``catch_up``, in any case."""
+        """``catch_up`` of both, in any case."""
         self._advance_fork()
+        self._advance_original()
+        return self._failure
+
+    def _advance_original(self) -> None:
+        """Bring the original to the end of the committed text."""
         behind = self.committed[self._num_read :]
         if behind:
             self._num_read = len(self.committed)
             is_refused = self._original.read(behind) < len(behind)
             if is_refused or self._original.is_terminated():
                 self._rebuild()
-        return self._failure
 
     def _advance_fork(self) -> None:
         """Bring the fork to the end of the committed text."""
@@ -214,14 +223,24 @@ class Constraint:
         if not behind:
             return
         self._num_fork_read = len(self.committed)
-        fork = self._fork
-        is_refused = fork.advance(behind) < len(behind)
+        fork, is_refused = self._fork, False
+        if fork.token_ids or len(behind) <= MOST_UNREAD + len(self.committed) // READ_BY_A_COPY:
+            is_refused = fork.advance(behind) < len(behind)
+        else:  # it has no draft: one of the original's stands there, too
+            self._settle_fork(fork, start)
+            self._advance_original()
+            fork = self._fork
+            fork.matcher = self._original.fork()
+        self._settle_fork(fork, start)
+        if is_refused or fork.matcher.is_terminated():
+            self._rebuild()
+
+    def _settle_fork(self, fork: Fork, start: int) -> None:
+        """``_commit_fork`` of a text that is committed; why that cannot be is kept."""
         try:
             self._commit_fork(fork, start)
         except GrammarStateError as error:
             self._failure = error
-        if is_refused or fork.matcher.is_terminated():
-            self._rebuild()
 
     def _commit_fork(self, fork: Fork, start: int) -> None:
         """The draft of ``fork`` is committed from ``start`` on.

@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import closing
 from functools import cache, partial
@@ -35,7 +36,7 @@ from guided_spec.grammar.tables.tabled import (
 )
 from guided_spec.grammar.tables.token_table import TokenTable
 from guided_spec.grammar.unique_keys import NotedGrammar, UniqueKeysGrammar
-from guided_spec.masks.constraint import MOST_UNREAD, Constraint
+from guided_spec.masks.constraint import MOST_UNREAD, Constraint, Fork
 from tests.grammar.tables.test_table import RECORD, SMALL, STOPS, backend
 
 SPECS = {
@@ -320,6 +321,64 @@ def test_matchers_of_a_text_in_its_table_read_many_tokens_at_once(max_tokens: in
     assert constraint.is_terminated
     assert constraint.num_tabled == len(constraint.committed) == 152
     assert constraint.resyncs == 0
+
+
+@pytest.mark.parametrize("max_tokens", [None, 330])
+def test_a_fork_that_nobody_asked_for_is_made_anew(
+    max_tokens: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It stands where one stands that is asked for in every step, and has read little."""
+    compiled, table = parts("regex")
+    grammar: Any = TabledGrammar(compiled, lambda: finished(table), 0)
+    if max_tokens is not None:
+        grammar = EndingsCache(SMALL).bound(grammar, max_tokens, is_required=True)
+    rare, often = Constraint(grammar, STOPS), Constraint(grammar, STOPS)
+    advance, read = Fork.advance, Counter[Fork]()
+
+    def counted(fork: Fork, token_ids: Sequence[int]) -> int:
+        read[fork] += len(token_ids)
+        return advance(fork, token_ids)
+
+    monkeypatch.setattr(Fork, "advance", counted)
+    for step in range(100):
+        for constraint in (rare, often):
+            assert constraint.table_place(5) is not None
+            if constraint is often or step % 40 == 39:
+                row = row_of(constraint.fork().matcher)
+                assert constraint.fork().token_ids == []
+            assert constraint.commit_ahead([97, 97, 98]) == [97, 97, 98]
+            assert constraint.catch_up() is None
+        if step % 40 == 39:
+            assert row == row_of(rare._fork.matcher)
+    while len(often.committed) < (max_tokens or 330) - 2:  # a budget takes tokens out of these rows
+        for constraint in (rare, often):
+            row = row_of(constraint.fork().matcher)
+            constraint.commit_ahead([97])
+        assert row == row_of(rare._fork.matcher)
+    assert all(one.commit([48, STOPS[0]]) == [48, STOPS[0]] for one in (rare, often))
+    assert rare.steered == often.steered
+    assert bool(rare.steered) == (max_tokens is not None)
+    assert read[often._fork] == len(often.committed)
+    since = 237  # tokens of the text when it was made anew last
+    assert (read[rare._fork], rare.resyncs) == (len(rare.committed) - since, 0)
+
+
+def test_what_a_fork_cut_is_known_when_it_is_made_anew() -> None:
+    """A budget leaves no room for the first branch; behind the first token it is far away."""
+    compiled = tabled_part(backend("auto").compile(GrammarSpec.regex("a{90}|b*c")))
+    table = proven_table(compiled, Spelling(SMALL), TableLimits())
+    grammar: Any = TabledGrammar(compiled, lambda: finished(table), 0)  # type: ignore[arg-type]
+    grammar = EndingsCache(SMALL).bound(grammar, 85, is_required=True)
+    constraint = Constraint(grammar, STOPS)
+    assert constraint.table_place(5) is None
+    assert legal(constraint.fork().matcher) == [98, 99]
+    assert constraint.commit_ahead([98]) == [98]
+    for _ in range(78):
+        assert constraint.table_place(1) is not None
+        assert constraint.commit_ahead([98]) == [98]
+        assert constraint.catch_up() is None
+    assert legal(constraint.fork().matcher) == [98, 99]
+    assert constraint.steered == [0]
 
 
 def test_a_token_that_a_table_refuses_is_found_at_the_next_commit() -> None:
