@@ -189,14 +189,19 @@ def commit(
         if constraint is not None:
             constraint.catch_up()
     return [
-        _commit_row(batch, request, num_accepted, row)
-        for request, (num_accepted, *row) in enumerate(packed.wait().tolist())
+        _commit_row(batch, request, row[0], row[1 : row[0] + 2])
+        for request, row in enumerate(packed.wait().tolist())
     ]
 
 
-def _commit_row(batch: DecodeBatch, request: int, num_accepted: int, row: list[int]) -> Committed:
+def _commit_row(
+    batch: DecodeBatch, request: int, num_accepted: int, token_ids: list[int]
+) -> Committed:
+    """token_ids: those that were accepted, and the one that was drawn, -1 for none."""
     constraint = batch.constraints[request]
-    token_ids = [token for token in row[: num_accepted + 1] if token >= 0]
+    is_at_an_end = token_ids[-1] < 0
+    if is_at_an_end:
+        token_ids.pop()
     if constraint is not None:
         try:
             # The room was counted with one token less: a text that fills it ends.
@@ -204,7 +209,7 @@ def _commit_row(batch: DecodeBatch, request: int, num_accepted: int, row: list[i
             token_ids = (constraint.commit_ahead if goes_on else constraint.commit)(token_ids)
         except GrammarStateError as error:
             return Committed([], num_accepted, error)
-    if row[num_accepted] < 0 and not (constraint is not None and constraint.is_terminated):
+    if is_at_an_end and not (constraint is not None and constraint.is_terminated):
         return Committed(token_ids, num_accepted, _no_token(batch, request, num_accepted))
     return Committed(token_ids, num_accepted)
 

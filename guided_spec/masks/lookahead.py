@@ -86,7 +86,8 @@ class Lookahead:
         more than ``rows.depths - 1``, since the last row belongs to the token after the draft.
         """
         rows.clear(len(constraints))
-        walks = [Walk(at, None, min(limit, rows.depths - 1)) for at, limit in enumerate(limits)]
+        most = rows.depths - 1
+        walks = [Walk(at, None, min(limit, most)) for at, limit in enumerate(limits)]
         for walk, constraint in zip(walks, constraints, strict=True):
             if constraint is not None and constraint.is_terminated:
                 walk.end()

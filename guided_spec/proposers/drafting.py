@@ -32,10 +32,10 @@ def no_draft(batch: DecodeBatch) -> Draft:
 def draft_ends(batch: DecodeBatch, lookahead: Lookahead, rows: Sequence[int]) -> list[int]:
     """[B]: tokens that the drafts hold at most once the requests of ``rows`` have drafted."""
     ends, is_open = [len(drafted) for drafted in lookahead.drafted], lookahead.is_open
+    limits, most, count = batch.limits, batch.mask_rows.depths - 1, batch.num_draft_tokens
     for row in rows:
         if is_open[row]:
-            limit = min(batch.limits[row], batch.mask_rows.depths - 1)
-            ends[row] = min(ends[row] + batch.num_draft_tokens, limit)
+            ends[row] = min(ends[row] + count, limits[row], most)
     return ends
 
 
