@@ -155,7 +155,7 @@ class LearnedHead(Proposer):
             yield from self._packed.capture(self._longest)
         if self._block is not None and self._longest:
             yield from self._block.capture(0 if self._whole is None else self._longest)
-        if self._masked is not None and self._can_wait and self._longest:
+        if self._masked is not None and self._longest:
             yield from self._masked.capture()
 
     @property
