@@ -2,7 +2,8 @@
 
 Steps whose drafts a device draws under masks, without the device: it would draw the tokens of the
 right texts, which are told at once. So all of the time is the host's, and a device would wait for
-what ``positions`` and ``tree`` take.
+what ``positions`` and ``tree`` take. With tables that are always there it would take the masks from
+them, and would wait for ``begin``, which says where the texts stand.
 """
 
 from __future__ import annotations
@@ -89,20 +90,29 @@ class Told(Proposer):
             told[: len(tokens), row] = torch.tensor(tokens)
         ends = draft_ends(batch, lookahead, range(len(batch)))
         ends = [min(end, len(tokens)) for end, tokens in zip(ends, self.right, strict=True)]
-        buffers = DraftBuffers(told, told, None, None)
+        buffers = DraftBuffers(told, torch.zeros(len(told) + 1, len(batch)).long(), None, None)
         ticket = self._mailbox.begin()
-        turn = MaskedTurn(lookahead, ends, None)
-        draft = self._times.of("begin", lambda: self._launch(turn, buffers))
+        draft = self._times.of("begin", lambda: self._launch(lookahead, ends, buffers))
         self._mailbox.answers[:, : len(batch)] = (ticket << 32) | (told + 1)
-        draft.accept_drawn(1)
+        if draft.needs_host:
+            draft.accept_drawn(1)
         self._times.of("positions", draft.accept_drawn)
         if lookahead.wants_options:
             self._know(lookahead)
         return FinishedDraft(host_draft(batch, lookahead.drafted), tuple(lookahead.lengths))
 
-    def _launch(self, turn: MaskedTurn, buffers: DraftBuffers) -> MaskedDraft:
+    def _launch(
+        self, lookahead: Lookahead, ends: Sequence[int], buffers: DraftBuffers
+    ) -> MaskedDraft:
+        texts = lookahead.tabled(range(len(ends)), self._depths)
+        turn = MaskedTurn(lookahead, ends, None, texts)
         draft = MaskedDraft(self._mailbox, turn, buffers, *buffers.ids.shape)
-        draft.begin()
+        if texts is not None:
+            lookahead.leave(texts, buffers.sources)
+        if draft.needs_host:
+            draft.begin()
+        else:
+            draft.release()
         return draft
 
     def _know(self, lookahead: Lookahead) -> None:
@@ -177,7 +187,8 @@ class Steps:
         flight = self.times.of("tree", lambda: self._proposer.begin(batch, lookahead))
         self.times.seconds["tree"][-1] -= self._told.seconds
         width = flight.draft.token_ids.shape[1]
-        self.times.of("rows", lambda: lookahead.finish(width))
+        if not all(lookahead.is_tabled):  # else a device copies them
+            self.times.of("rows", lambda: lookahead.finish(width))
         counts = [(step + slot) * 5 % (drafted + 1) for slot in range(len(rests))]
         ids = torch.full((len(rests), drafted + 1), -1)
         for row, (rest, count) in enumerate(zip(rests, counts, strict=True)):
@@ -197,6 +208,7 @@ def main(
     trees: Annotated[str, typer.Option(help="Tokens of a tree, separated by commas.")] = "0,15",
     steps: Annotated[int, typer.Option(help="That are timed.")] = 200,
     vocab_size: Annotated[int, typer.Option(help="V of the target.")] = 128_256,
+    tables: Annotated[str, typer.Option(help="Of grammars, off or always.")] = "off",
 ) -> None:
     """Median microseconds of a step's parts, all requests together."""
     with failures_as_messages():
@@ -209,11 +221,11 @@ def main(
                     num_draft_tokens=num_draft_tokens,
                     tree_nodes=nodes,
                     max_batch_size=count,
-                    grammar_tables="off",
+                    grammar_tables=tables,  # type: ignore[arg-type]
                 )
                 guide = Guide(vocabulary, tokenizer, config, device=torch.device("cpu"))
                 times = time_steps(guide, tokenizer, count, steps)
-                shown = (f"{statistics.median(times[part]) * 1e6:.0f}" for part in PARTS)
+                shown = (f"{statistics.median(times[part] or [0]) * 1e6:.0f}" for part in PARTS)
                 table.add_row(str(count), str(nodes), *shown)
                 guide.close()
     stdout().print(table)

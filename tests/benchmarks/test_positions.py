@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from benchmarks.positions import PARTS, time_steps
@@ -12,13 +14,22 @@ from guided_spec.guide import Guide
 from guided_spec.models.loading import load_tokenizer
 
 
-def test_every_part_of_a_step_is_timed() -> None:
+def timed(**options: Any) -> dict[str, list[float]]:
     tokenizer = load_tokenizer(bundled_asset("target"))
     vocabulary = Vocabulary.from_tokenizer(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    config = EngineConfig(num_draft_tokens=3, tree_nodes=7, max_batch_size=2)
+    config = EngineConfig(num_draft_tokens=3, max_batch_size=2, **options)
     guide = Guide(vocabulary, tokenizer, config, device=torch.device("cpu"))
     times = time_steps(guide, tokenizer, 2, 4)
     guide.close()
+    return times
+
+
+def test_every_part_of_a_step_is_timed() -> None:
+    times = timed(tree_nodes=7)
     assert set(times) == set(PARTS)
     assert {len(times[part]) for part in ("batch", "positions", "tree", "commit")} == {4}
     assert all(second >= 0 for part in PARTS for second in times[part])
+
+
+def test_with_tables_the_host_fills_no_rows() -> None:
+    assert set(timed(grammar_tables="always")) == {*PARTS} - {"rows"}
