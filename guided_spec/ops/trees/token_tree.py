@@ -99,7 +99,8 @@ class TokenTree(NamedTuple):
         found = np.full((*self.depths.shape, self.depth), -1, dtype=np.int64)
         for row, (parents, ranks) in enumerate(zip(self.parents, self.ranks, strict=True)):
             own = parents[ranks >= 0].tolist()
-            before, behind = [list[int]()], [list[int]() for _ in range(len(own) + 1)]
+            before: list[list[int]] = [[]]
+            behind: list[list[int]] = [[] for _ in range(len(own) + 1)]
             for place, parent in enumerate(own, 1):
                 before.append([*before[parent], place])
             for place in range(len(own), 0, -1):  # the first of those that follow comes last
