@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
@@ -35,10 +35,28 @@ Key = Annotated[
 ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LimitOptions:
+    """What bounds a client of this package's own server, see ``ServerSettings``."""
+
+    tool_format: Annotated[str | None, typer.Option(help="If the template tells none.")] = None
+    max_queue: Annotated[int, typer.Option(help="Texts that may wait for a slot.")] = 64
+    max_samples: Annotated[int, typer.Option(help="Texts of one request.")] = 16
+    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 4 * 2**20
+    body_seconds: Annotated[float, typer.Option(help="In which a body must have come.")] = 30.0
+    max_schema_bytes: Annotated[int, typer.Option(help="Of a schema or grammar.")] = 256 * 2**10
+    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt.")] = None
+    max_output_tokens: Annotated[int | None, typer.Option(help="Of one text.")] = None
+    max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000
+    drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0
+    playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True
+
+
 @with_options
 def serve(
     load: ModelOptions,
     proposer: Proposer = None,
+    *,
     max_batch_size: Annotated[
         int | None, typer.Option(help="Texts that run at once; 16, or vLLM's own.")
     ] = None,
@@ -47,17 +65,7 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
     served_model_name: Name = None,
     api_key: Key = None,
-    tool_format: Annotated[str | None, typer.Option(help="If the template tells none.")] = None,
-    max_queue: Annotated[int, typer.Option(help="Texts that may wait for a slot.")] = 64,
-    max_samples: Annotated[int, typer.Option(help="Texts of one request.")] = 16,
-    max_body_bytes: Annotated[int, typer.Option(help="Of a request.")] = 4 * 2**20,
-    body_seconds: Annotated[float, typer.Option(help="In which a body must have come.")] = 30.0,
-    max_schema_bytes: Annotated[int, typer.Option(help="Of a schema or grammar.")] = 256 * 2**10,
-    max_prompt_tokens: Annotated[int | None, typer.Option(help="Of one prompt.")] = None,
-    max_output_tokens: Annotated[int | None, typer.Option(help="Of one text.")] = None,
-    max_connections: Annotated[int, typer.Option(help="Open at the same time.")] = 1000,
-    drain_seconds: Annotated[float, typer.Option(help="For what runs, on SIGTERM.")] = 60.0,
-    playground: Annotated[bool, typer.Option(help="A page to try things on, at /.")] = True,
+    limits: LimitOptions,
     engine: Annotated[str, typer.Option(help="guided_spec; vllm is vLLM's own server.")] = OWN,
     engine_options: Annotated[str | None, typer.Option(help="JSON: further ones of vLLM.")] = None,
     _verbose: Verbose = False,
@@ -68,27 +76,22 @@ def serve(
     otherwise.
     """
     names, keys = tuple(served_model_name or [load.model or "bundled"]), tuple(api_key or ())
-    given: dict[str, Any] = {"tool_format": tool_format, "playground": playground}
-    given |= {"max_queue": max_queue, "max_samples": max_samples, "body_seconds": body_seconds}
-    given |= {"max_body_bytes": max_body_bytes, "max_schema_bytes": max_schema_bytes}
-    given |= {"max_connections": max_connections, "drain_seconds": drain_seconds}
-    given |= {"max_prompt_tokens": max_prompt_tokens, "max_output_tokens": max_output_tokens}
     sizes = {"max_model_len": max_model_len, "max_batch_size": max_batch_size}
     arguments = {"proposer": proposer, **sizes}
     if engine not in SERVERS:
         raise ConfigError("--engine", engine, f"must be one of {', '.join(SERVERS)}")
-    site = Site(host, port, names, keys, given)
+    site = Site(host, port, names, keys, limits)
     SERVERS[engine](load, arguments, site, engine_options)
 
 
 class Site(NamedTuple):
-    """Where a server is and who may use it. limits: the further options of this package's own."""
+    """Where a server is and who may use it. limits: of this package's own."""
 
     host: str
     port: int
     names: tuple[str, ...]
     keys: tuple[str, ...]
-    limits: dict[str, Any]
+    limits: LimitOptions
 
 
 def _serve_own(
@@ -100,7 +103,7 @@ def _serve_own(
     _require_packages()
     from guided_spec.server.service import ServerSettings
 
-    settings = ServerSettings(model_names=site.names, api_keys=site.keys, **site.limits)
+    settings = ServerSettings(model_names=site.names, api_keys=site.keys, **asdict(site.limits))
     _serve(load, others, settings, site.host, site.port)
 
 
@@ -109,17 +112,18 @@ def _serve_vllm(
 ) -> None:
     """Start vLLM's server in place of this program; its limits are its own."""
     from guided_spec.engine.runner import Wanted
-    from guided_spec.integrations.vllm.serve import Place, run, serve_command
+    from guided_spec.integrations.vllm.arguments import run, serve_command
 
-    plain = {name: one.default for name, one in inspect.signature(serve).parameters.items()}
-    for name, value in site.limits.items():
-        if value != plain[name] and (name, value) != ("playground", False):
+    for field in fields(site.limits):
+        name, value = field.name, getattr(site.limits, field.name)
+        if value != field.default and (name, value) != ("playground", False):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(option, value, "vLLM's server has no such option: leave it out")
     given = load.arguments(**others)
     model, proposer, draft = (given.pop(name, None) for name in ("model", "proposer", "draft"))
     wanted = Wanted(model, proposer, draft, given, _read_options(engine_options))
-    run(serve_command(wanted, Place(site.host, site.port, site.names, site.keys)))
+    place: dict[str, Any] = {"host": site.host, "port": site.port}
+    run(serve_command(wanted, **place, names=site.names, api_keys=site.keys))
 
 
 def _read_options(text: str | None) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def test_without_the_extra(
 def executed(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What would be run in place of this program."""
     calls: list[Any] = []
-    monkeypatch.setattr("guided_spec.integrations.vllm.serve.run", calls.append)
+    monkeypatch.setattr("guided_spec.integrations.vllm.arguments.run", calls.append)
     monkeypatch.delenv("GUIDED_SPEC_VLLM", raising=False)
     return calls
 

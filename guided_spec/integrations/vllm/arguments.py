@@ -1,12 +1,18 @@
-"""The arguments of ``LLM(engine="vllm")`` as vLLM's own; what does not translate is refused."""
+"""The arguments of ``LLM(engine="vllm")`` as vLLM's own; what does not translate is refused.
+
+Also as the command line of vLLM's own server, for ``guided-spec serve --engine vllm``.
+"""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterator, Mapping
+import json
+import os
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -14,7 +20,14 @@ from guided_spec.config import EngineConfig
 from guided_spec.engine.runner import Wanted
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.vllm.plugin import FEATURES, requested
+from guided_spec.integrations.vllm.drafts import lookup
+from guided_spec.integrations.vllm.plugin import (
+    FEATURES,
+    VARIABLE,
+    installed_root,
+    requested,
+    require_plugin,
+)
 
 RENAMED = {
     "data_parallel_size": "data_parallel_size",
@@ -247,3 +260,72 @@ def _path(argument: str, value: Any) -> str:
         fix = "vLLM loads it itself, in processes of its own: pass a hub id or a folder"
         raise ConfigError(argument, type(value).__name__, fix)
     return str(value)
+
+
+_PROGRAM = ("-m", "vllm.entrypoints.cli.main", "serve")
+_KEY_VARIABLE = "VLLM_API_KEY"
+
+
+class ServeCommand(NamedTuple):
+    """arguments: behind the interpreter. variables: of the environment, beside this one's."""
+
+    arguments: list[str]
+    variables: dict[str, str]
+
+
+def serve_command(
+    wanted: Wanted,
+    *,
+    host: str,
+    port: int,
+    names: Sequence[str] = (),
+    api_keys: Sequence[str] = (),
+) -> ServeCommand:
+    """vLLM's server for what is ``wanted``; options that it does not know are refused by itself.
+
+    names: what requests call the model. api_keys: that they must bring.
+
+    Schemas that cannot be enforced are answered with 400, and JSON has no free whitespace unless
+    ``structured_outputs_config`` says otherwise.
+
+    Raises ConfigError for what does not translate.
+    """
+    found = read_arguments(wanted, None, has_lookup=lookup.has_lookup(installed_root()))
+    engine = dict(found.engine)
+    outputs = {"disable_any_whitespace": True, **engine.pop("structured_outputs_config")}
+    engine |= {"structured_outputs_config": outputs, "host": host, "port": port}
+    if names:
+        engine["served_model_name"] = list(names)
+    features = [name for name in FEATURES if name in (*found.features, "schemas")]
+    variables = {VARIABLE: ",".join(features)}
+    if len(api_keys) > 1:
+        fix = "vLLM takes one from the environment: pass one"
+        raise ConfigError("--api-key", f"{len(api_keys)} keys", fix)
+    if api_keys:  # not among the arguments, which other users of the machine can read
+        variables[_KEY_VARIABLE] = api_keys[0]
+    model = engine.pop("model")
+    return ServeCommand([*_PROGRAM, model, *_flags(engine)], variables)
+
+
+def run(command: ServeCommand) -> NoReturn:
+    """Become vLLM's server. Raises ConfigError where vLLM or the plugin is missing."""
+    require_plugin()
+    program = [sys.executable, *command.arguments]
+    os.execve(sys.executable, program, {**os.environ, **command.variables})
+
+
+def _flags(engine: Mapping[str, Any]) -> Iterator[str]:
+    """vLLM's options on a command line, as its parser reads them."""
+    for name, value in engine.items():
+        flag = name.replace("_", "-")
+        match value:
+            case None:
+                pass
+            case bool():
+                yield f"--{flag}" if value else f"--no-{flag}"
+            case dict():
+                yield from (f"--{flag}", json.dumps(value))
+            case list() | tuple():
+                yield from (f"--{flag}", *map(str, value))
+            case _:
+                yield from (f"--{flag}", str(value))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from guided_spec.integrations.vllm.shadows import ShadowConstraint
+from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.lookahead import Lookahead
 
 vllm = pytest.importorskip("vllm", reason="vLLM is not installed")

@@ -13,7 +13,7 @@ from guided_spec.errors import GrammarCompileError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.vllm.shadows import ShadowConstraint
+from guided_spec.integrations.vllm.requests import ShadowConstraint
 from guided_spec.masks.constraint import Constraint
 from tests.toys import EOS, VOCABULARY
 
