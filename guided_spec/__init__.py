@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from guided_spec.grammar.spec import GrammarSpec
     from guided_spec.grammar.tools.format import ToolCall
     from guided_spec.grammar.vocabulary import Vocabulary
-    from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor, generate
+    from guided_spec.integrations.transformers.generate import generate
+    from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor
     from guided_spec.masks.lookahead import Lookahead
     from guided_spec.ops.sampling.rejection import rejection_sample
     from guided_spec.proposers import PROPOSERS, register_proposer

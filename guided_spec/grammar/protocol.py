@@ -260,6 +260,11 @@ class WrappedGrammar:
     inner: CompiledGrammar
 
     @property
+    def excluded(self) -> frozenset[int]:
+        """Of the one inside."""
+        return self.inner.excluded
+
+    @property
     def memory_size_bytes(self) -> int:
         """Of the one inside."""
         return self.inner.memory_size_bytes

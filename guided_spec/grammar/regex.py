@@ -75,6 +75,15 @@ def category(kind: str, *, ascii_only: bool) -> Ranges:
     return normalize((code, code) for code in range(_LAST + 1) if holds(chr(code)))
 
 
+_CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
+
+
+def readable(written: str) -> str:
+    """What ``to_fullmatch`` has written, anchored or not, as ``re.fullmatch`` reads it."""
+    pattern = _CODE.sub(lambda found: f"\\U{int(found[1], 16):08x}", written)
+    return pattern.removeprefix("^").removesuffix("$")
+
+
 Context = Literal["text", "json_string"]
 
 RE_PARSER: Any = importlib.import_module("re._parser")

@@ -69,11 +69,6 @@ class UniqueKeysGrammar(WrappedGrammar, Generic[BackendGrammar]):
     run_out: bool = True
     notes: tuple[Unenforced, ...] = ()
 
-    @property
-    def excluded(self) -> frozenset[int]:
-        """As the one inside has it."""
-        return self.inner.excluded
-
     def new_matcher(self) -> UniqueKeysMatcher:
         """A matcher at the start of the grammar."""
         return UniqueKeysMatcher(self, self.inner.new_matcher())

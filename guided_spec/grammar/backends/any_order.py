@@ -13,11 +13,11 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from guided_spec.grammar.regex import readable
 from guided_spec.grammar.schema.lowered import Report, Unenforced, all_parts, escape, unescape
 from guided_spec.grammar.schema.values import constant, keep_valid, merge, values_within
 
 _DEEPEST = 16
-_CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 _MOST_BRANCHES = 128
 _MOST_LOOKED_AT = 20_000
 _PREFIX = "#/$defs/"
@@ -205,8 +205,7 @@ def _one_by_one(node: dict[str, Any]) -> list[Any] | None:
 
 def _matches(pattern: str, text: str) -> bool:
     """Whether a pattern as llguidance gets it, anchored at both ends, matches ``text``."""
-    readable = _CODE.sub(lambda match: f"\\U{int(match[1], 16):08x}", pattern)
-    return re.fullmatch(readable.removeprefix("^").removesuffix("$"), text) is not None
+    return re.fullmatch(readable(pattern), text) is not None
 
 
 _MOST_KEYS = 63  # of 64 bits; one more marks further keys

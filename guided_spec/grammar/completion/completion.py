@@ -267,11 +267,6 @@ class CompletingGrammar(WrappedGrammar):
         if least > self.max_tokens:
             raise BudgetTooSmallError(self.max_tokens, None if least >= NEVER else least)
 
-    @property
-    def excluded(self) -> frozenset[int]:
-        """As the grammar has it."""
-        return self.inner.excluded
-
     def new_matcher(self) -> CompletingMatcher:
         """A matcher at the start of the grammar, with the whole budget."""
         return CompletingMatcher(self, self.inner.new_matcher())

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from itertools import chain
 from typing import Any, NamedTuple
 
-from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, to_fullmatch
+from guided_spec.grammar.regex import JSON_PLAIN, RE_PARSER, readable, to_fullmatch
 from guided_spec.grammar.schema.lowered import all_parts
 
 _MOST_NODES = 64  # xgrammar 0.2.8 compiles each in some 30 ms, with a vocabulary of 150,000 tokens
@@ -46,7 +46,6 @@ def _is_plain(name: str) -> bool:
     return all(any(low <= ord(char) <= high for low, high in JSON_PLAIN) for char in name)
 
 
-_CODE = re.compile(r"\\u\{([0-9a-f]+)\}")
 _OWN = frozenset({"type", "properties", "additionalProperties", "patternProperties", "items"})
 _COMBINED = frozenset({"$ref", "anyOf", "allOf"})
 _SETS = (["IN"], ["ANY"], ["LITERAL"], ["NOT_LITERAL"])
@@ -133,8 +132,7 @@ def _runs_out(node: Any, definitions: dict[str, Any]) -> bool:
 
 def _parse(pattern: str) -> Any:
     """A pattern that covers the whole key, as ``to_fullmatch`` writes it, anchored or not."""
-    readable = _CODE.sub(lambda match: f"\\U{int(match[1], 16):08x}", pattern)
-    return _flat(RE_PARSER.parse(readable.removeprefix("^").removesuffix("$")))
+    return _flat(RE_PARSER.parse(readable(pattern)))
 
 
 def _is_endless(nodes: list[Any]) -> bool:

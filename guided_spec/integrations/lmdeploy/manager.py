@@ -33,7 +33,7 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead
 from guided_spec.masks.rows import MaskRows, row_allows
 from guided_spec.ops.bitmask import apply_token_bitmask
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import first_tokens, num_mask_words
 
 _CPU = torch.device("cpu")
 
@@ -120,7 +120,8 @@ class GrammarProcessor:
             return token_id
         row = self._ahead.peek(0)
         if row is not None and not row_allows(row, token_id):
-            token_id = _only_token(row, token_id)
+            legal = first_tokens(row, 2)
+            token_id = legal[0] if len(legal) == 1 else token_id
         self._ahead.extend([[token_id]])
         self._told += 1
         return token_id
@@ -203,15 +204,6 @@ class DraftProcessor:
     def draft(self, token_id: int) -> int:
         """See ``GrammarProcessor.draft``."""
         return self._processor.draft(token_id)
-
-
-def _only_token(row: NDArray[np.int32], otherwise: int) -> int:
-    """The one legal token of a row; ``otherwise`` where there is another number of them."""
-    words = row.view(np.uint32)
-    if np.bitwise_count(words).sum() != 1:
-        return otherwise
-    word = int(np.flatnonzero(words)[0])
-    return word * 32 + int(words[word]).bit_length() - 1
 
 
 TURN = "guided_spec_turn"

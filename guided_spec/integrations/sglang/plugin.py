@@ -20,23 +20,16 @@ import operator
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.errors import ConfigError
-from guided_spec.integrations.host_drafter import (
-    CHECKED,
-    HostDrafter,
-    HostRequest,
-    HostTexts,
-)
-from guided_spec.integrations.sglang.backend import GuidedGrammar
+from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.host_drafter import CHECKED, HostDrafter, HostRequest, HostTexts
+from guided_spec.integrations.sglang.backend import GuidedGrammar, make_backend
 from guided_spec.masks.constraint import Constraint
-
-if TYPE_CHECKING:
-    from guided_spec.grammar.vocabulary import Vocabulary
 
 TESTED_VERSIONS = ("0.5.23",)
 BACKENDS = {
@@ -94,9 +87,6 @@ def create_backend(
     check_version(version("sglang"))
     serving = importlib.import_module("sglang.srt.runtime_context").get_serving()
     check_options(serving)
-    # Imported here: SGLang calls ``register`` in processes that need no grammars.
-    from guided_spec.integrations.sglang.backend import make_backend
-
     vocabulary = vocabulary_of(tokenizer, vocab_size, eos_token_ids)
     is_free = not serving.constrained_json_disable_any_whitespace
     return make_backend(kind, vocabulary, any_whitespace=is_free)
@@ -110,8 +100,6 @@ def vocabulary_of(tokenizer: Any, vocab_size: int, eos_token_ids: Any = None) ->
 
     Raises ModelError for a tokenizer that cannot be read.
     """
-    from guided_spec.grammar.vocabulary import Vocabulary
-
     ends = eos_token_ids or tokenizer.eos_token_id
     stop_ids = [ends] if isinstance(ends, int) else sorted(ends or ())
     return Vocabulary.from_tokenizer(tokenizer, vocab_size, stop_ids)
@@ -250,7 +238,6 @@ class GuidedAlgorithm:
 def worker_class() -> Any:
     """SGLang's n-gram worker with our drafts, a subclass of its own: made when SGLang is there."""
     ngram = importlib.import_module("sglang.srt.speculative.ngram_worker")
-    from guided_spec.integrations.host_drafter import HostDrafter
 
     class GuidedWorker(ngram.NGRAMWorker):  # type: ignore[misc, name-defined]
         """Drafts from each request's text and grammar; everything else is SGLang's."""

@@ -31,26 +31,10 @@ from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.integrations.transformers.params import Asked
-from guided_spec.integrations.transformers.processor import (
-    GrammarLogitsProcessor,
-    Grammars,
-    list_grammars,
-)
+from guided_spec.integrations.transformers.processor import Grammars, list_grammars
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.models.transformers_version import CACHE_NAMES
 from guided_spec.types import SamplingParams
-
-__all__ = [
-    "GrammarLogitsProcessor",
-    "LeftOut",
-    "Wanted",
-    "check_call",
-    "find_left_out",
-    "generate",
-    "read_prompts",
-    "release",
-    "using_engine",
-]
 
 PREPARED = ("attention_mask", "cache_position", "logits_to_keep", "position_ids", "use_cache")
 """What transformers adds to a call itself, or what does not change the result."""

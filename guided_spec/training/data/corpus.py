@@ -28,12 +28,12 @@ from guided_spec.engine.outputs import OnError, RequestOutput
 from guided_spec.engine.prompt import PromptEncoder
 from guided_spec.errors import ConfigError, GuidedSpecError
 from guided_spec.evaluate.measurement import WorkItem
-from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.grammar.protocol import CompiledGrammar, legal_row
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.models.heads.draft_head import DraftVocabulary
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import only_legal_token
-from guided_spec.ops.mask_words import num_mask_words
+from guided_spec.ops.mask_words import ids_of
 from guided_spec.training.card import CorpusFigures
 from guided_spec.training.data.batches import Collator, GrammarMasks, MaskTable, TokenBatches
 from guided_spec.training.data.dataset import (
@@ -265,20 +265,17 @@ def _walk(
     compiled: CompiledGrammar, vocabulary: Vocabulary, dice: np.random.Generator
 ) -> Sequence[int]:
     """The tokens that were the only legal one along a random text of the grammar."""
-    row = np.zeros((1, num_mask_words(vocabulary.vocab_size)), dtype=np.int32)
     closing = [token for token in vocabulary.single_byte_ids[list(CLOSING)] if token >= 0]
     matcher = compiled.new_matcher()
     found: list[int] = []
     for _ in range(LONGEST_WALK):
         if matcher.is_terminated():
             break
-        matcher.fill_next_token_bitmask(row, 0)
-        bits = np.unpackbits(row.view(np.uint8)[0], bitorder="little")
-        legal = np.flatnonzero(bits[: vocabulary.vocab_size])
-        if not len(legal):
+        legal = ids_of(legal_row(matcher, vocabulary.vocab_size))
+        if not legal:
             break
         if len(legal) == 1:
-            found.append(int(legal[0]))
+            found += legal
         liked = np.intersect1d(legal, closing) if dice.random() < 0.5 else legal
         token = int(dice.choice(liked if len(liked) else legal))
         if not matcher.accept_token(token):

@@ -19,7 +19,7 @@ from guided_spec.grammar.backends.registry import GRAMMAR_BACKENDS, register_gra
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.guide import Guide
-from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor
+from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor
 from guided_spec.proposers import build_proposer
 from guided_spec.step import commit, speculative_step
 from guided_spec.types import DraftPolicy, SamplingParams

@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor
+from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor
 from tests.models import tiny
 from tests.models.heads import mtp_checkpoints
 from tests.tiny_llm import VOCAB_SIZE, near_copy, tiny_model, tiny_tokenizer

@@ -22,7 +22,8 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList, Stop
 from guided_spec.engine.setup import bundled_asset
 from guided_spec.errors import ConfigError, UnsupportedSchemaError
 from guided_spec.grammar.spec import GrammarSpec
-from guided_spec.integrations.transformers.generate import GrammarLogitsProcessor, generate, release
+from guided_spec.integrations.transformers.generate import generate, release
+from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor
 from guided_spec.types import MAX_SEED, SamplingParams
 from tests.integrations.transformers.assisted import left_padded
 from tests.tiny_llm import make_llm, near_copy, tiny_model, tiny_tokenizer
