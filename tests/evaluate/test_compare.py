@@ -14,10 +14,10 @@ from guided_spec.evaluate.measurement import (
     WorkItem,
     is_valid,
     load_workload,
-    read_grammar,
     run_plan,
 )
 from guided_spec.grammar.spec import GrammarSpec
+from guided_spec.training.data.records import read_grammar
 from guided_spec.types import SamplingParams
 from tests.tiny_llm import make_llm, near_copy
 

@@ -25,13 +25,14 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from guided_spec.engine.prompt import Message, PromptEncoder, text_ids
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
-from guided_spec.evaluate.measurement import read_grammar, refuse_unknown
 from guided_spec.grammar.spec import GrammarSpec, Start
 from guided_spec.training.data.records import (
     RECORD_KEYS,
     Example,
     read_example,
+    read_grammar,
     read_lines,
+    refuse_unknown,
     require_datasets,
 )
 

@@ -9,15 +9,38 @@ import importlib.util
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from guided_spec.engine.prompt import Message
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.measurement import GRAMMAR_KEYS, NOTE_KEYS, read_grammar, refuse_unknown
 from guided_spec.grammar.spec import GrammarSpec
+
+# How a record names its grammar: the constructor, of one argument or of several.
+GRAMMARS: dict[str, Callable[..., GrammarSpec | None]] = {
+    "schema": GrammarSpec.json_schema,
+    "regex": GrammarSpec.regex,
+    "choice": GrammarSpec.choice,
+    "ebnf": GrammarSpec.ebnf,
+    "lark": GrammarSpec.lark,
+    "structural_tag": GrammarSpec.structural_tag,
+    "response_format": GrammarSpec.from_response_format,
+}
+# What may stand beside which of them.
+SETTINGS = {
+    "any_whitespace": "schema",
+    "unsupported": "schema",
+    "key_order": "schema",
+    "additional_properties": "schema",
+    "root": "ebnf",
+}
+GRAMMAR_KEYS = (*GRAMMARS, *SETTINGS, "after", "reasoning_budget")
+"""The members of a record that ``read_grammar`` reads."""
+
+NOTE_KEYS = ("id", "kind", "metadata", "source")
+"""What a record may say of itself; nothing reads it."""
 
 ANSWER_NAMES = ("response", "completion", "answer")
 """Where the answer to a prompt stands; the first one that is there counts."""
@@ -58,6 +81,45 @@ SHAREGPT_ROLES = {
     "user": "user",
 }
 """What ``from`` says in ShareGPT's form, as the role of a message."""
+
+
+def read_grammar(record: Mapping[str, Any]) -> GrammarSpec | None:
+    """What a record asks of its answer, by the keys of ``GRAMMAR_KEYS``; None for free text.
+
+    At most one of ``schema``, ``regex``, ``choice``, ``ebnf``, ``lark``, ``structural_tag`` and
+    ``response_format``; each is the argument of its constructor of ``GrammarSpec``, and so are
+    ``any_whitespace``, ``unsupported``, ``key_order`` and ``additional_properties`` beside a schema
+    and ``root`` beside EBNF.
+    ``after`` and ``reasoning_budget``: of ``GrammarSpec.after``; ``after`` true is the model's own
+    marker. Members that are null count as absent. Raises ConfigError for two grammars, for a
+    setting without its grammar, and for one of the wrong type.
+    """
+    given = {key: record[key] for key in GRAMMAR_KEYS if record.get(key) is not None}
+    asked = [key for key in GRAMMARS if key in given]
+    if len(asked) > 1:
+        raise ConfigError("grammar", asked, "a record has at most one; leave one of them")
+    settings = {key: given[key] for key in SETTINGS if key in given}
+    for key, value in settings.items():
+        if SETTINGS[key] not in given:
+            raise ConfigError(key, value, f"goes with {SETTINGS[key]} only; leave it out")
+    spec = GRAMMARS[asked[0]](given[asked[0]], **settings) if asked else None
+    if "after" not in given and "reasoning_budget" not in given:
+        return spec
+    if spec is None:
+        raise ConfigError("after", given.get("after"), "needs a grammar; give one")
+    marker = given.get("after", True)
+    budget = given.get("reasoning_budget")
+    return spec.after(None if marker is True else marker, reasoning_budget=budget)
+
+
+def refuse_unknown(record: Mapping[str, Any], known: Collection[str]) -> None:
+    """Raise ConfigError for a member that nothing reads, naming it and ``known``.
+
+    Members that are null count as absent.
+    """
+    for key, value in record.items():
+        if key not in known and value is not None:
+            raise ConfigError(key, value, f"is unknown; the keys are {', '.join(sorted(known))}")
 
 
 class Example(NamedTuple):
@@ -251,6 +313,31 @@ def require_datasets() -> Any:
     return datasets
 
 
+def read_file(path: Path, argument: str = "data") -> Iterator[Line]:
+    """Every record of a file of JSON Lines.
+
+    Raises ConfigError, about ``argument``, naming the file and the line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, text in enumerate(file, 1):
+                if text.strip():
+                    place = f"{path.name}:{number}"
+                    yield Line(place, _read_object(text, argument, place))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(argument, str(path), f"cannot be read: {error}") from error
+
+
+def _read_object(text: str, argument: str, place: str) -> Record:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(argument, place, f"is not JSON: {error}") from error
+    if not isinstance(record, dict):
+        raise ConfigError(argument, place, "must be a JSON object")
+    return record
+
+
 def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
     path, name = Path(source), str(source)
     if (path / SAVED).is_file():
@@ -261,7 +348,7 @@ def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
     if path.suffix == PARQUET and path.is_file():
         return lambda: _read_rows(name, lambda: _stream("parquet", data_files=name, split="train"))
     if path.is_file():
-        return lambda: _read_file(path)
+        return lambda: read_file(path)
     if name in PRESETS:
         preset = PRESETS[name]
         opened = partial(_stream, preset.dataset, split=preset.split)
@@ -279,17 +366,6 @@ def _reader(source: str | Path) -> Callable[[], Iterator[Line]]:
 def _stream(dataset: str, **arguments: Any) -> Any:
     """arguments: of ``load_dataset``."""
     return require_datasets().load_dataset(dataset, streaming=True, **arguments)
-
-
-def _read_file(path: Path) -> Iterator[Line]:
-    try:
-        with path.open(encoding="utf-8") as file:
-            for number, text in enumerate(file, 1):
-                if text.strip():
-                    place = f"{path.name}:{number}"
-                    yield Line(place, _read_object(text, place))
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("data", str(path), f"cannot be read: {error}") from error
 
 
 def _read_rows(
@@ -314,13 +390,3 @@ def _read_rows(
         known = {key: value for key, value in first.items() if key not in unread}
         yield Line(f"{source}:{number}", known if convert is None else convert(first))
         first = next(rows, None)
-
-
-def _read_object(text: str, place: str) -> Record:
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError("data", place, f"is not JSON: {error}") from error
-    if not isinstance(record, dict):
-        raise ConfigError("data", place, "must be a JSON object")
-    return record

@@ -15,12 +15,12 @@ import pytest
 
 from guided_spec.engine.llm import LLM
 from guided_spec.errors import ConfigError, RequestError
-from guided_spec.evaluate.measurement import is_valid, read_grammar
+from guided_spec.evaluate.measurement import is_valid
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.training.data import corpus
 from guided_spec.training.data.corpus import Regenerated, regenerate
 from guided_spec.training.data.endpoint import Endpoint
-from guided_spec.training.data.records import read_example
+from guided_spec.training.data.records import read_example, read_grammar
 from guided_spec.types import SamplingParams
 from tests.server.running import running
 from tests.tiny_llm import make_llm, tiny_tokenizer
