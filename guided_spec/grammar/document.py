@@ -357,51 +357,46 @@ class DocumentBackend(DocumentCompiler[Compiled]):
     """A backend of this package: ``unsupported`` decides about what it cannot enforce."""
 
     def compile_document(self, document: SpecDocument) -> Compiled:
-        """As ``compile``."""
-        return _compile_as_asked(document, self.enforce)
+        """As ``compile``.
+
+        What cannot be enforced ``spec.unsupported`` decides about: "error" refuses it, "rewrite"
+        compiles what ``narrow`` makes of every schema in the document, "warn" what ``loosen`` does,
+        with a UserWarning that names each keyword dropped.
+        """
+        spec = document.spec
+        if spec.start is not None:
+            raise GrammarCompileError(
+                "the spec has a start: compile it with a GrammarPipeline that has markers"
+            )
+        try:
+            return self.enforce(document)
+        except UnsupportedSchemaError:
+            if spec.unsupported == "error":
+                raise
+        dropped: list[Unenforced] = []
+
+        def change(schema: Any) -> Any:
+            if spec.unsupported == "rewrite":
+                return narrow(schema)
+            loosened = loosen(schema)
+            dropped.extend(loosened.entries)
+            return loosened.schema
+
+        is_schema = spec.kind == "json_schema"
+        changed = change(document.value) if is_schema else _in_tag(document.value, change)
+        strict = replace(spec, source=json.dumps(changed, ensure_ascii=False), unsupported="error")
+        compiled = self.enforce(SpecDocument(strict))
+        if dropped:
+            lines = [
+                f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped
+            ]
+            text = f"the text may break the JSON schema at {'; '.join(lines)}"
+            warnings.warn(text, UserWarning, stacklevel=3)
+        return compiled
 
     @abstractmethod
     def enforce(self, document: SpecDocument) -> Compiled:
         """As ``compile``, whatever ``unsupported`` is: what cannot be enforced is refused."""
-
-
-def _compile_as_asked(
-    document: SpecDocument, compile_: Callable[[SpecDocument], Compiled]
-) -> Compiled:
-    """A document by ``compile_``, which raises UnsupportedSchemaError for what it cannot enforce.
-
-    Then ``spec.unsupported`` decides: "error" lets that through, "rewrite" compiles what ``narrow``
-    makes of every schema in it, "warn" what ``loosen`` does, with a UserWarning that names each
-    keyword dropped.
-    """
-    spec = document.spec
-    if spec.start is not None:
-        raise GrammarCompileError(
-            "the spec has a start: compile it with a GrammarPipeline that has markers"
-        )
-    try:
-        return compile_(document)
-    except UnsupportedSchemaError:
-        if spec.unsupported == "error":
-            raise
-    dropped: list[Unenforced] = []
-
-    def change(schema: Any) -> Any:
-        if spec.unsupported == "rewrite":
-            return narrow(schema)
-        loosened = loosen(schema)
-        dropped.extend(loosened.entries)
-        return loosened.schema
-
-    is_schema = spec.kind == "json_schema"
-    changed = change(document.value) if is_schema else _in_tag(document.value, change)
-    strict = replace(spec, source=json.dumps(changed, ensure_ascii=False), unsupported="error")
-    compiled = compile_(SpecDocument(strict))
-    if dropped:
-        lines = [f"{entry.pointer or '/'}: {entry.keyword}: {entry.reason}" for entry in dropped]
-        text = f"the text may break the JSON schema at {'; '.join(lines)}"
-        warnings.warn(text, UserWarning, stacklevel=4)
-    return compiled
 
 
 def narrow(schema: Any) -> Any:

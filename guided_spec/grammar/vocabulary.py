@@ -91,6 +91,12 @@ class Vocabulary:
         return b"".join(self.text_bytes[i] for i in token_ids).decode("utf-8", errors="replace")
 
     @cached_property
+    def without_bytes(self) -> frozenset[int]:
+        """The tokens that spell nothing and do not end a text: none is part of constrained text."""
+        empty = {token for token, data in enumerate(self.token_bytes) if not data}
+        return frozenset(empty.difference(self.stop_token_ids))
+
+    @cached_property
     def ids_by_bytes(self) -> dict[bytes, tuple[int, ...]]:
         """By the bytes they spell, tokens in ascending order; not those that spell nothing."""
         ids: dict[bytes, tuple[int, ...]] = {}

@@ -27,6 +27,7 @@ from guided_spec.grammar.protocol import (
     GrammarMatcher,
     Matcher,
     as_matcher,
+    legal_row,
 )
 from guided_spec.grammar.schema.lowered import Unenforced
 from guided_spec.grammar.spec import GrammarSpec
@@ -99,10 +100,9 @@ class GuardedBackend(DocumentCompiler[CompiledGrammar]):
 
     def _try_out(self, spec: GrammarSpec, grammar: GuardedGrammar) -> None:
         """One row of a fork, so that a matcher that cannot work fails before the first token."""
-        row = np.zeros((1, num_mask_words(grammar.vocab_size)), dtype=np.int32)
         matcher, style = grammar.new_matcher().fork(), grammar.new_style_matcher()
         is_over = matcher.is_terminated()
-        matcher.fill_next_token_bitmask(row)
+        row = legal_row(matcher, grammar.vocab_size)
         fault = matcher.fault or (style and style.fault)
         if fault:
             raise GrammarCompileError(fault)

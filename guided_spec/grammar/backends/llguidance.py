@@ -60,12 +60,10 @@ _KEPT = HOLDS_PARTS | frozenset(
     | {"maxProperties", "minItems", "maxItems", "pattern", "minLength", "maxLength"}
     | {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
 )
-_REFUSED = frozenset({"uniqueItems"})
 # Beside an ``enum``, as jsonschema judges them: neither a format nor a pattern is among them.
 _JUDGED = frozenset({"type", "items", "minItems", "maxItems", "required"})
 _MOST_BRANCHES = 1_024
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
-_TARGETS = HOLDS_PARTS - {"patternProperties"} | {"$defs"}
 _LARGEST = 2**53
 _MAX_DEPTH = 128
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
@@ -224,11 +222,6 @@ def _categories(items: Any) -> bool:
 
 
 def _check(schema: dict[str, Any], pointer: str) -> None:
-    for keyword in sorted(_REFUSED.intersection(schema)):
-        raise _refusal(pointer, keyword, "llguidance does not enforce it")
-    first = str(schema.get("$ref", "#")).split("/")
-    if first[0] != "#" or (len(first) > 1 and first[1] not in _TARGETS):
-        raise _refusal(pointer, "$ref", "its target is not a subschema of this schema")
     if schema.get("minProperties", 0) > max(1, len(schema.get("required", ()))):
         raise _refusal(pointer, "minProperties", "keys may repeat; list them under required")
     _check_numbers(schema, pointer)
@@ -345,7 +338,7 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
         grammar = LLGuidanceGrammar(
             source,
             None if style is None else source._replace(text=style),
-            self._without_bytes,
+            self.vocabulary.without_bytes,
             pattern=_pattern_of(document),
         )
         try:
@@ -356,11 +349,6 @@ class LLGuidanceBackend(DocumentBackend[MaybeUnique["LLGuidanceGrammar"]]):
                 raise UnsupportedSchemaError(describe(lost)) from error
             raise
         return grammar
-
-    @cached_property
-    def _without_bytes(self) -> frozenset[int]:
-        empty = {i for i, data in enumerate(self.vocabulary.token_bytes) if not data}
-        return frozenset(empty.difference(self.vocabulary.stop_token_ids))
 
 
 class _Tokens(NamedTuple):

@@ -79,12 +79,12 @@ def is_anchored(pattern: str) -> bool:
 
 
 def _of_format(words: dict[str, Any], pointer: str, report: Report) -> str | None:
-    """The pattern of a string's ``format`` within its length, or its own one where it has that."""
+    """The pattern of a string's ``format`` within its length, or its own one where it has that.
+
+    Lowering has left no other format than those that have a pattern.
+    """
     name, pattern = words["format"], words.get("pattern")
-    if name not in FORMATS:
-        reason = "an annotation, which the backend does not check here"
-        report.note(pointer, "format", reason, "use pattern to have it enforced")
-    elif pattern is not None:
+    if pattern is not None:
         fix = "leave one of the two out, or leave the backend to 'auto'"
         report.error(pointer, "format", "the backend does not check it beside pattern", fix)
     else:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -316,23 +317,25 @@ def _call(tool: Tool, rules: ToolRules) -> dict[str, Any]:
     return in_sequence(either(headers), arguments, *end)
 
 
+def _headers_of(text: str, tools: Sequence[Tool], marks: MarkedText) -> Iterator[tuple[Tool, int]]:
+    """The tools by whose headers a text begins, and where these end."""
+    for tool, header in itertools.product(tools, _HEADERS):
+        begin = marks.mark(header.replace("{name}", tool.name))
+        if text.startswith(begin):
+            yield tool, len(begin)
+
+
 def _read_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> ToolCall | None:
-    for tool in tools:
-        for header in _HEADERS:
-            begin = marks.mark(header.replace("{name}", tool.name))
-            read = read_json(text, len(begin)) if text.startswith(begin) else None
-            if read is not None:
-                return ToolCall("", tool.name, read.values, marks.show(text))
+    for tool, end in _headers_of(text, tools, marks):
+        if (read := read_json(text, end)) is not None:
+            return ToolCall("", tool.name, read.values, marks.show(text))
     return None
 
 
 def _begun_call(text: str, tools: Sequence[Tool], marks: MarkedText) -> BegunCall | None:
-    for tool in tools:
-        for header in _HEADERS:
-            begin = marks.mark(header.replace("{name}", tool.name))
-            arguments = begun_object(text, len(begin)) if text.startswith(begin) else None
-            if arguments is not None:
-                return BegunCall("", tool.name, arguments)
+    for tool, end in _headers_of(text, tools, marks):
+        if (arguments := begun_object(text, end)) is not None:
+            return BegunCall("", tool.name, arguments)
     return None
 
 

@@ -71,9 +71,6 @@ class VllmGrammars:
         self.vocabulary = Vocabulary.from_tokenizer(
             self.tokenizer, vocab_size, any_grammar.tokenizer_info.stop_token_ids
         )
-        self._without_bytes = frozenset(
-            token for token, data in enumerate(self.vocabulary.token_bytes) if not data
-        ) - {*self.vocabulary.stop_token_ids}
         outputs = config.structured_outputs_config
         self._any_whitespace = not outputs.disable_any_whitespace
         self.reasoning = Reasoning.of(config, self.tokenizer)
@@ -111,7 +108,7 @@ class VllmGrammars:
         """``spec`` as vLLM compiles it. Raises whatever vLLM's backend raises."""
         compiled = self._compile_own(spec)
         style = self._compile_style(spec) if spec.any_whitespace else None
-        excluded = frozenset() if spec.kind == "structural_tag" else self._without_bytes
+        excluded = frozenset() if spec.kind == "structural_tag" else self.vocabulary.without_bytes
         return XGrammarGrammar(compiled, style, excluded)
 
     def _compile_own(self, spec: GrammarSpec) -> Any:

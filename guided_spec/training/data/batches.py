@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils.data import Sampler, get_worker_info
 
 from guided_spec.errors import ConfigError, GrammarError
 from guided_spec.grammar.backends.xgrammar import XGrammarBackend
-from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend, GrammarMatcher
+from guided_spec.grammar.protocol import CompiledGrammar, GrammarMatcher
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.rows import row_allows
 from guided_spec.ops.mask_words import num_mask_words
@@ -260,8 +260,8 @@ class MaskTable:
 class GrammarMasks:
     """Mask rows of tokenized answers; may be pickled, and used behind a fork.
 
-    backend: makes the grammar backend from the vocabulary; None makes an ``XGrammarBackend``. Each
-        process makes its own when it first needs one, since compiled grammars do not travel.
+    Each process makes its own backend when it first needs one: compiled grammars do not travel.
+
     cache_size: compiled grammars, and failures, that are remembered; the least recently used goes
         first.
 
@@ -269,21 +269,13 @@ class GrammarMasks:
     did not compile, both in this process; the first of each is logged as a warning.
     """
 
-    def __init__(
-        self,
-        vocabulary: Vocabulary,
-        *,
-        backend: Callable[[Vocabulary], GrammarBackend] | None = None,
-        cache_size: int = 256,
-    ) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, cache_size: int = 256) -> None:
         self.vocabulary = vocabulary
-        self._make_backend = backend or _one_thread
         self._cache_size = cache_size
         self._forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("vocabulary", "_make_backend", "_cache_size")
-        return {name: self.__dict__[name] for name in kept}
+        return {name: self.__dict__[name] for name in ("vocabulary", "_cache_size")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -329,14 +321,15 @@ class GrammarMasks:
 
     def _forget(self) -> None:
         self._pid = os.getpid()
-        self._backend: GrammarBackend | None = None
+        self._backend: XGrammarBackend | None = None
         self._known = lru_cache(maxsize=self._cache_size)(self._compile)
         self.rejected = 0
         self.failed = 0
 
     def _compile(self, grammar: str) -> CompiledGrammar | None:
         if self._backend is None:
-            self._backend = self._make_backend(self.vocabulary)
+            # There are many workers already, and threads of a parent are dead behind a fork.
+            self._backend = XGrammarBackend(self.vocabulary, compile_threads=1)
         spec = read_grammar_text(grammar)
         assert spec is not None
         try:
@@ -352,8 +345,3 @@ class GrammarMasks:
         if self.rejected == 1:
             text = "an answer leaves its grammar at token %d and counts as free text: %.200s"
             logger.warning(text, place, grammar)
-
-
-def _one_thread(vocabulary: Vocabulary) -> GrammarBackend:
-    # There are many workers already, and threads of a parent are dead behind a fork.
-    return XGrammarBackend(vocabulary, compile_threads=1)
