@@ -1,8 +1,9 @@
-"""transformers' logits processors and stopping criteria, read as ``SamplingParams``."""
+"""What a user of transformers asks for: grammars, logits processors and stopping criteria."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,9 @@ from guided_spec.types import MAX_SEED, SamplingParams
 
 Fields = dict[str, Any]
 """Of ``SamplingParams``."""
+
+Grammars = GrammarSpec | Any | Sequence[GrammarSpec | Any | None]
+"""One for all prompts, or one for each, None for free text."""
 
 NEVER = float("-inf")
 _WARPING = ("temperature", "top_k", "top_p", "min_p")
@@ -39,6 +43,18 @@ _ARGUMENTS = {
     "UnbatchedClassifierFreeGuidanceLogitsProcessor": "guidance_scale",
     "WatermarkLogitsProcessor": "watermarking_config",
 }
+
+
+def list_grammars(grammar: object) -> list[GrammarSpec | None]:
+    """One grammar or several, each as ``GrammarSpec.of`` takes it, as a list.
+
+    Raises ConfigError for anything else.
+    """
+    listed = grammar if isinstance(grammar, list | tuple) else [grammar]
+    if grammar is None or not listed:
+        fix = "pass a GrammarSpec, such as GrammarSpec.json_schema(schema), or a list of them"
+        raise ConfigError("grammar", grammar, fix)
+    return [None if one is None else GrammarSpec.of(one) for one in listed]
 
 
 class Asked(NamedTuple):
@@ -159,20 +175,11 @@ def _unknown(argument: str, value: Any) -> ConfigError:
     return ConfigError(_ARGUMENTS.get(name, argument), name, fix)
 
 
-def _read_top_p(warper: Any, _: int) -> Fields:
-    _check_kept(warper, "top_p")
-    return {"top_p": float(warper.top_p)}
-
-
-def _read_min_p(warper: Any, _: int) -> Fields:
-    _check_kept(warper, "min_p")
-    return {"min_p": float(warper.min_p)}
-
-
-def _check_kept(warper: Any, argument: str) -> None:
+def _read_share(name: str, warper: Any, _: int) -> Fields:
     if warper.min_tokens_to_keep > 1:
         fix = f"with min_tokens_to_keep={warper.min_tokens_to_keep} it is none of the engine's"
-        raise ConfigError(argument, type(warper).__name__, f"{fix}; leave that at 1")
+        raise ConfigError(name, type(warper).__name__, f"{fix}; leave that at 1")
+    return {name: float(getattr(warper, name))}
 
 
 def _read_penalty(processor: Any, _: int) -> Fields:
@@ -203,7 +210,7 @@ _READERS: dict[type, Callable[[Any, int], Fields]] = {
         "min_tokens": max(0, p.min_length - width)
     },
     processing.MinNewTokensLengthLogitsProcessor: lambda p, _: {"min_tokens": p.min_new_tokens},
-    processing.MinPLogitsWarper: _read_min_p,
+    processing.MinPLogitsWarper: partial(_read_share, "min_p"),
     processing.NoBadWordsLogitsProcessor: _read_biases,
     processing.RepetitionPenaltyLogitsProcessor: _read_penalty,
     processing.SequenceBiasLogitsProcessor: _read_biases,
@@ -212,5 +219,5 @@ _READERS: dict[type, Callable[[Any, int], Fields]] = {
     },
     processing.TemperatureLogitsWarper: lambda p, _: {"temperature": float(p.temperature)},
     processing.TopKLogitsWarper: lambda p, _: {"top_k": int(p.top_k)},
-    processing.TopPLogitsWarper: _read_top_p,
+    processing.TopPLogitsWarper: partial(_read_share, "top_p"),
 }

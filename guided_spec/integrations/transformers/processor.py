@@ -24,6 +24,7 @@ from guided_spec.grammar.pipeline import GrammarPipeline
 from guided_spec.grammar.protocol import CompiledGrammar, GrammarBackend
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
+from guided_spec.integrations.transformers.params import Grammars, list_grammars
 from guided_spec.masks.constraint import Fork
 from guided_spec.models.loading import end_of_text_ids
 from guided_spec.ops.bitmask import pack_bitmask, unpack_bitmask
@@ -165,9 +166,6 @@ def common_length(one: Sequence[int], other: Sequence[int]) -> int:
     return next(at for at in range(shorter) if one[at] != other[at])
 
 
-Grammars = GrammarSpec | Any | Sequence[GrammarSpec | Any | None]
-"""One for all prompts, or one for each, None for free text."""
-
 KEPT_GENERATIONS = 4
 
 _backends: weakref.WeakKeyDictionary[Any, dict[object, GrammarBackend]]
@@ -287,18 +285,6 @@ class GrammarLogitsProcessor(LogitsProcessor):
         """Bool [width]: the tokens that end a text; where none of these is among them, all."""
         ends = unpack_bitmask(self._ends, width)
         return ends if ends.any() else torch.ones_like(ends)
-
-
-def list_grammars(grammar: object) -> list[GrammarSpec | None]:
-    """One grammar or several, each as ``GrammarSpec.of`` takes it, as a list.
-
-    Raises ConfigError for anything else.
-    """
-    listed = grammar if isinstance(grammar, list | tuple) else [grammar]
-    if grammar is None or not listed:
-        fix = "pass a GrammarSpec, such as GrammarSpec.json_schema(schema), or a list of them"
-        raise ConfigError("grammar", grammar, fix)
-    return [None if one is None else GrammarSpec.of(one) for one in listed]
 
 
 def _end_ids(tokenizer: Any, model: PreTrainedModel | None) -> tuple[int, ...]:

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from guided_spec.integrations.patches import OneOf, Patch
-from guided_spec.integrations.vllm.plugin import count
+from guided_spec.integrations.vllm.plugin import acceptable_drafts, count
 
 _PADDING = -1  # vLLM's placeholder for a draft token that is not there
 
@@ -100,15 +100,6 @@ def mark_refused(original: Callable[..., Any]) -> Callable[..., Any]:
         return result
 
     return get_grammar_bitmask
-
-
-def acceptable_drafts(output: Any) -> list[int] | None:
-    """How many of each request's draft tokens a worker verifies; None before 0.32: all of them.
-
-    output: vLLM's GrammarOutput.
-    """
-    found: list[int] | None = getattr(output, "num_acceptable_drafts", None)
-    return found
 
 
 def _samples(scheduler: Any) -> bool:

@@ -26,8 +26,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from guided_spec.integrations.patches import Patch
-from guided_spec.integrations.vllm.exact import acceptable_drafts
-from guided_spec.integrations.vllm.plugin import counter, in_workers, log, warn
+from guided_spec.integrations.vllm.plugin import (
+    acceptable_drafts,
+    counter,
+    in_workers,
+    log,
+    warn,
+)
 from guided_spec.integrations.vllm.reasoning import TELLS
 from guided_spec.integrations.vllm.requests import (
     NOTES_V1,

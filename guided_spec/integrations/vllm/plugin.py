@@ -79,12 +79,12 @@ def register() -> None:
     Raises ConfigError as ``requested`` does, for such a feature, and when something else has
     changed a function that a feature wraps.
     """
-    names, patches = requested(), importlib.import_module("guided_spec.integrations.vllm.plugin")
-    root = patches.installed_root() if names else None
+    names = requested()
+    root = installed_root() if names else None
     if root is None:
         return
     _carry_to_ray()
-    release = f"vLLM {patches.installed_version()}"
+    release = f"vLLM {installed_version()}"
     parts = {}
     for name in names:
         wanted = importlib.import_module(FEATURES[name]).PARTS
@@ -95,12 +95,12 @@ def register() -> None:
             raise ConfigError(VARIABLE, name, fix)
     for name, lacks in parts.items():
         if "" in lacks.values():
-            patches.install(f"{VARIABLE}={name}", importlib.import_module(FEATURES[name]).PATCHES)
+            install(f"{VARIABLE}={name}", importlib.import_module(FEATURES[name]).PATCHES)
         for part, lack in lacks.items():
             if lack:
-                patches.warn(f"{part} is off, {release} does not fit it: {lack}")
+                warn(f"{part} is off, {release} does not fit it: {lack}")
     on = [part for lacks in parts.values() for part, lack in lacks.items() if not lack]
-    patches.log(f"{', '.join(on) or 'nothing'} on for {release}")
+    log(f"{', '.join(on) or 'nothing'} on for {release}")
 
 
 def label(feature: str, part: str) -> str:
@@ -175,6 +175,15 @@ def install(feature: str, wanted: Sequence[Patch | OneOf]) -> None:
     for target in targets:
         if not target.is_replaced:
             replace(target)
+
+
+def acceptable_drafts(output: Any) -> list[int] | None:
+    """How many of each request's draft tokens a worker verifies; None before 0.32: all of them.
+
+    output: vLLM's GrammarOutput.
+    """
+    found: list[int] | None = getattr(output, "num_acceptable_drafts", None)
+    return found
 
 
 def count(feature: str, times: int = 1) -> None:

@@ -19,7 +19,8 @@ from guided_spec.grammar.backends.xgrammar import XGrammarBackend
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor, list_grammars
+from guided_spec.integrations.transformers.params import list_grammars
+from guided_spec.integrations.transformers.processor import GrammarLogitsProcessor
 from guided_spec.ops.bitmask import unpack_bitmask
 from guided_spec.ops.mask_words import num_mask_words
 from guided_spec.types import SamplingParams
