@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE
@@ -13,7 +13,6 @@ from guided_spec.cli.console import Json, Verbose, print_table, stderr, working
 from guided_spec.cli.options import ModelOptions, ReportOptions, with_options
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.plots import bench_figures
-from guided_spec.types import SamplingParams
 
 if TYPE_CHECKING:  # these load torch
     from guided_spec.evaluate.measurement import Measurement
@@ -45,37 +44,20 @@ def bench(
     held-out documents that come with the package are used.
     """
     batches, params = _batch_sizes(batch_size), reports.params()
+    from guided_spec.engine.setup import bundled_asset
+    from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
+
     names = (proposers or _default_proposers(load.model)).split(",")
-    asked = _Asked(workload, limit, names, params, batches)
-    settings = {"verifier": verifier, "max_batch_size": max(batches)}
-    measurements = _compare(asked, load, settings)
+    items = load_workload(workload or Path(bundled_asset("heldout.jsonl")), limit)
+    plan = Plan(items, names, params, params.temperature == 0, batches)
+    with working("loading the model"):
+        llm = load.load(proposer="none", verifier=verifier, max_batch_size=max(batches))
+    with llm:
+        measurements = run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
     report = [measurement.as_dict() for measurement in measurements]
     reports.keep(report, bench_figures, as_json=as_json)
     if not as_json:
         print_table(_table(measurements))
-
-
-class _Asked(NamedTuple):
-    """A workload's file, None for the bundled one, how much of it, and how it is to be run."""
-
-    workload: Path | None
-    limit: int | None
-    proposers: list[str]
-    params: SamplingParams
-    batch_sizes: list[int]
-
-
-def _compare(asked: _Asked, load: ModelOptions, settings: dict[str, Any]) -> list[Measurement]:
-    from guided_spec.engine.setup import bundled_asset
-    from guided_spec.evaluate.measurement import Plan, load_workload, run_plan
-
-    items = load_workload(asked.workload or Path(bundled_asset("heldout.jsonl")), asked.limit)
-    is_greedy = asked.params.temperature == 0
-    plan = Plan(items, asked.proposers, asked.params, is_greedy, asked.batch_sizes)
-    with working("loading the model"):
-        llm = load.load(proposer="none", **settings)
-    with llm:
-        return run_plan(llm, plan, lambda name: stderr().print(f"running {name}"))
 
 
 def _batch_sizes(text: str) -> list[int]:

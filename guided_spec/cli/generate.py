@@ -85,7 +85,10 @@ def generate(
             status.start()  # the text has stopped it
             writer = _Writer(status, is_silent=True)
             runs.append(_generate(llm.with_proposer("none"), prompt, params, writer))
-    _report_json(runs) if as_json else _report(runs)
+    for run in runs if as_json else ():
+        print_json(run.as_dict())
+    if not as_json:
+        _report(runs)
 
 
 def _generate(llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer) -> _Run:
@@ -103,11 +106,6 @@ def _generate(llm: LLM, prompt: Any, params: SamplingParams, writer: _Writer) ->
             if completion.error is not None:
                 raise completion.error
     return _Run(llm.proposer, completion)
-
-
-def _report_json(runs: list[_Run]) -> None:
-    for run in runs:
-        print_json(run.as_dict())
 
 
 def _report(runs: list[_Run]) -> None:

@@ -53,7 +53,10 @@ def trace(
             name, _, draft = compare.partition("=")
             traces.append(_trace(llm.with_proposer(name, draft or None), prompt, params))
     _write(outputs, traces, text)
-    _print_records(traces) if as_json else _report(traces, outputs)
+    for one in traces if as_json else ():
+        print_json(asdict(one))
+    if not as_json:
+        _report(traces, outputs)
 
 
 def _check(outputs: Sequence[Path]) -> None:
@@ -89,11 +92,6 @@ def _write(outputs: Sequence[Path], traces: Sequence[Trace], prompt: str) -> Non
         except OSError as error:
             fix = f"must be a file that can be written ({error.strerror})"
             raise ConfigError("--output", str(path), fix) from error
-
-
-def _print_records(traces: Sequence[Trace]) -> None:
-    for one in traces:
-        print_json(asdict(one))
 
 
 def _report(traces: Sequence[Trace], outputs: Sequence[Path]) -> None:

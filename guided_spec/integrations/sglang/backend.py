@@ -179,7 +179,8 @@ class GuidedGrammar:
         copied._text, copied._ignored = [*self._text], self._ignored
         return copied
 
-    def allocate_vocab_mask(self, vocab_size: int, batch_size: int, device: Any) -> Any:
+    @staticmethod
+    def allocate_vocab_mask(vocab_size: int, batch_size: int, device: Any) -> Any:
         """int32 [batch_size, W] on the host, all ones."""
         return _xgrammar().XGrammarGrammarBackend.allocate_vocab_mask(
             vocab_size, batch_size, device
@@ -249,13 +250,8 @@ class GuidedBackend:
         """As in SGLang's xgrammar backend: the masks have the same format."""
         _xgrammar().XGrammarGrammarBackend.set_token_filter(*args, **kwargs)
 
-    @staticmethod
-    def allocate_vocab_mask(vocab_size: int, batch_size: int, device: Any) -> Any:
-        """As a grammar's: reasoning without a grammar asks the backend."""
-        return _xgrammar().XGrammarGrammarBackend.allocate_vocab_mask(
-            vocab_size, batch_size, device
-        )
-
+    # Reasoning without a grammar asks the backend.
+    allocate_vocab_mask = staticmethod(GuidedGrammar.allocate_vocab_mask)
     move_vocab_mask = staticmethod(GuidedGrammar.move_vocab_mask)
     apply_vocab_mask = staticmethod(GuidedGrammar.apply_vocab_mask)
 

@@ -38,21 +38,30 @@ class StructuredOutputs(BaseModel):
     structural_tag: str | dict[str, Any] | None = None
 
 
-class SamplingBody(BaseModel):
-    """What chats and completions have in common.
-
-    Those of the last group are accepted and change nothing.
-    """
+class _Body(BaseModel):
+    """What all requests for texts have in common. The last group changes nothing."""
 
     model_config = _STRICT
 
     model: str | None = None
     stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+
+    user: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class SamplingBody(_Body):
+    """What chats and completions have in common. ``metadata`` changes nothing."""
+
     stream_options: StreamOptions | None = None
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
     logit_bias: dict[int, float] | None = Field(None, max_length=1024)
@@ -79,13 +88,7 @@ class SamplingBody(BaseModel):
     # Ours: every step of the texts, as records or as rows of HTML.
     trace: Literal["json", "html"] | None = None
 
-    user: Any = None
     metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
 
 
 class ChatBody(SamplingBody):
@@ -138,18 +141,12 @@ class ReasoningOptions(BaseModel):
     summary: str | None = None
 
 
-class ResponsesBody(BaseModel):
-    """``POST /v1/responses``. Those of the last group are accepted and change nothing."""
+class ResponsesBody(_Body):
+    """``POST /v1/responses``. The last two are accepted and change nothing."""
 
-    model_config = _STRICT
-
-    model: str | None = None
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    stream: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = None
-    top_p: float | None = None
     text: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
@@ -160,10 +157,4 @@ class ResponsesBody(BaseModel):
     truncation: Literal["disabled"] | None = None
 
     include: list[str] | None = None
-    store: Any = None
     stream_options: Any = None
-    user: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
