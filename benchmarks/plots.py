@@ -6,6 +6,8 @@ as SVG. The file says by which command, on which machine and with which versions
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +15,19 @@ import typer
 
 from guided_spec.cli.console import failures_as_messages, stdout
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.plots import draw, read_figure
+from guided_spec.evaluate.plots import Figure, draw
+
+
+def read_figure(path: Path) -> Figure:
+    """The figure in a JSON file, as ``write_figure`` wrote it.
+
+    Raises ConfigError, with the file's name, when it holds no figure.
+    """
+    try:
+        return Figure(**json.loads(path.read_text(encoding="utf-8")))
+    except (TypeError, ValueError) as error:
+        names = ", ".join(field.name for field in dataclasses.fields(Figure))
+        raise ConfigError("figure", path.name, f"{error}; its keys are {names}") from error
 
 
 def draw_all(folder: Path, output: Path) -> list[Path]:

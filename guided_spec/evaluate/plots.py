@@ -75,18 +75,6 @@ def require_matplotlib(argument: str, value: str) -> None:
         raise ConfigError(argument, value, fix)
 
 
-def read_figure(path: Path) -> Figure:
-    """The figure in a JSON file, as ``write_figure`` wrote it.
-
-    Raises ConfigError, with the file's name, when it holds no figure.
-    """
-    try:
-        return Figure(**json.loads(path.read_text(encoding="utf-8")))
-    except (TypeError, ValueError) as error:
-        names = ", ".join(field.name for field in dataclasses.fields(Figure))
-        raise ConfigError("figure", path.name, f"{error}; its keys are {names}") from error
-
-
 def write_figure(figure: Figure, path: Path, suffix: str = ".svg") -> Path:
     """Write the figure to ``path``, as JSON, and its plot beside it; returns where that is.
 

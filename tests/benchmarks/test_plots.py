@@ -13,9 +13,9 @@ import pytest
 from typer import Typer
 from typer.testing import CliRunner
 
-from benchmarks.plots import draw_all, main
+from benchmarks.plots import draw_all, main, read_figure
 from guided_spec.errors import ConfigError
-from guided_spec.evaluate.plots import Figure, draw, read_figure
+from guided_spec.evaluate.plots import Figure, draw
 
 FIGURES = Path(__file__).resolve().parents[2] / "docs" / "figures"
 FIGURE = Figure(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.plots import read_figure
 from guided_spec.cli.main import app
 from guided_spec.errors import ConfigError
 from guided_spec.evaluate.measurement import Measurement
@@ -18,7 +19,6 @@ from guided_spec.evaluate.plots import (
     Origin,
     bench_figures,
     draw_all,
-    read_figure,
     training_figures,
 )
 from tests.benchmarks.test_plots import description, texts

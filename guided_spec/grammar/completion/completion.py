@@ -41,8 +41,8 @@ from guided_spec.grammar.completion.rule_endings import (
     read_source,
 )
 from guided_spec.grammar.completion.rules import RuleSource, source_of
-from guided_spec.grammar.completion.search import SearchEndings
-from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
+from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
+from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.markers import AfterGrammar, AfterMatcher, Marker
 from guided_spec.grammar.protocol import (
     Budget,

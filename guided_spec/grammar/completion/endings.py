@@ -210,7 +210,6 @@ class Rules:
 
 
 _MOST_BYTES = 64 * 2**20
-_Rest = tuple[int, bytes]  # length first: shorter texts come before longer ones
 
 
 def shortest_texts(rules: Rules) -> list[bytes | None]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from functools import cache, lru_cache
 from typing import NamedTuple
@@ -12,7 +11,6 @@ from numpy.typing import NDArray
 
 from guided_spec.grammar.completion.endings import NEVER
 from guided_spec.grammar.vocabulary import Vocabulary
-from guided_spec.ops.mask_words import bits_of, pack_row
 
 _LONGEST = 24  # bytes of a token that a shortest end is written with
 _MOST_SPELLED = 1 << 16
@@ -165,105 +163,3 @@ def _width(text: bytes) -> int:
     except UnicodeDecodeError:
         return _PARTIAL
     return 1
-
-
-_CLOSING = b'"}]'  # quotes first: brackets close no string
-_LEADING = b":,"
-_RANK_OF_REST = 16
-_WORN = 512  # above all ranks
-_BLANK = re.compile(rb"[ \t\r\n]+")
-_WORD = re.compile(rb'[^\[\]{},:"\\ \t\r\n]+')
-_PARTIAL_TEXTS = b"\xff"
-_PART = re.compile(rb"[\xc2-\xdf]$|[\xe0-\xef][\x80-\xbf]?$|[\xf0-\xf4][\x80-\xbf]{0,2}$")
-
-
-class SearchTokens:
-    """Made once for a vocabulary.
-
-    steps: int64, the tokens that a search goes by: those of a single byte.
-    stops: int64, the tokens that end a text.
-    content: int32 [W], a row of the tokens of whole characters without quotes and backslashes: in a
-    JSON string they neither end nor escape anything.
-    turns: int64, all other tokens that write anything. kinds: int64 [turns], equal for tokens that
-    are alike in JSON but for their words; short ones come first. num_plain: those below it hold no
-    backslash.
-    """
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        data = vocabulary.token_bytes[: vocabulary.vocab_size]
-        self.stops = np.array(sorted(vocabulary.stop_token_ids), dtype=np.int64)
-        is_content = np.array([bool(text) and _is_content(text) for text in data])
-        self.content = pack_row(is_content)
-        written = [token for token, text in enumerate(data) if text]
-        self.turns = np.array([t for t in written if not is_content[t]], dtype=np.int64)
-        kinds = [_kind(data[token]) for token in self.turns.tolist()]
-        order = sorted(dict.fromkeys(kinds), key=_order_of_kinds)
-        self.num_plain = sum(b"\\" not in kind for kind in order)
-        numbers = {kind: number for number, kind in enumerate(order)}
-        self.kinds = np.array([numbers[kind] for kind in kinds], dtype=np.int64)
-        singles = vocabulary.single_byte_ids
-        steps = singles[singles >= 0].tolist()
-        self.steps = np.array(steps, dtype=np.int64)
-        self._rank = np.array([_rank(data[token]) for token in steps], dtype=np.int64)
-        self._is_worn = self._rank >= _RANK_OF_REST
-
-    def next_steps(
-        self, row: NDArray[np.int32], used: NDArray[np.int64], count: int
-    ) -> NDArray[np.int64]:
-        """The first ``count`` indices into ``steps`` to try, of those in ``row``.
-
-        Closing bytes, those between values, what was used least so far; blanks last. A search that
-        prefers the same byte again and again never leaves a loop of the grammar.
-
-        used: int64 [steps], how often the search has used each of them.
-        """
-        legal = np.flatnonzero(bits_of(row, self.steps))
-        order = self._rank[legal] + np.where(self._is_worn[legal], used[legal] * _WORN, 0)
-        found: NDArray[np.int64] = legal[np.argsort(order, kind="stable")[:count]]
-        return found
-
-
-def _rank(text: bytes) -> int:
-    first = text[0]
-    if first in _CLOSING:
-        return _CLOSING.index(first)
-    if first in _LEADING:
-        return len(_CLOSING) + _LEADING.index(first)
-    if text.isspace():
-        return _WORN - 1
-    is_digit = chr(first).isdigit()
-    return _RANK_OF_REST + (0 if is_digit else 128) + first // 2
-
-
-def _is_content(data: bytes) -> bool:
-    return b'"' not in data and b"\\" not in data and _is_utf8(data)
-
-
-def _kind(data: bytes) -> bytes:
-    """The token with words and blanks shortened, and what it lacks of a character at its end."""
-    found = _PART.search(data)
-    part = found[0] if found else b""
-    whole = _WORD.sub(b"a", _BLANK.sub(b" ", data[: len(data) - len(part)]))
-    if not part and _is_utf8(data):
-        return whole
-    return _PARTIAL_TEXTS + whole + _lead(part[:1]) + b"." * len(part)
-
-
-def _lead(byte: bytes) -> bytes:
-    """First bytes of characters that may go on alike."""
-    if byte in (b"\xe0", b"\xed", b"\xf0", b"\xf4") or byte < b"\xc2":
-        return byte
-    return b"\xc2" if byte < b"\xe0" else b"\xe1" if byte < b"\xf0" else b"\xf1"
-
-
-def _order_of_kinds(kind: bytes) -> tuple[bool, bool, int]:
-    is_part = kind.startswith(_PARTIAL_TEXTS)
-    return b"\\" in kind, is_part, len(kind) - 2 * kind.startswith(b'"')
-
-
-def _is_utf8(data: bytes) -> bool:
-    try:
-        data.decode()
-    except UnicodeDecodeError:
-        return False
-    return True

@@ -11,8 +11,8 @@ import pytest
 
 from guided_spec.grammar.backends.llguidance import LLGuidanceBackend
 from guided_spec.grammar.completion.completion import CompletingGrammar, CompletingMatcher
-from guided_spec.grammar.completion.search import SearchEndings
-from guided_spec.grammar.completion.spelling import SearchTokens, Spelling
+from guided_spec.grammar.completion.search import SearchEndings, SearchTokens
+from guided_spec.grammar.completion.spelling import Spelling
 from guided_spec.grammar.protocol import CompiledGrammar, as_matcher
 from guided_spec.grammar.spec import GrammarSpec
 from guided_spec.grammar.vocabulary import Vocabulary
