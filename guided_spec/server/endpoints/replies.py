@@ -6,9 +6,9 @@ import codecs
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from guided_spec.engine.outputs import Chunk, Completion
 from guided_spec.server.faults import invalid_value
@@ -22,24 +22,18 @@ FinishReason = Literal["stop", "length", "tool_calls"]
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class Reply(BaseModel):
-    """A record in an answer. absent: fields that are left out where they are None."""
-
-    absent: ClassVar[frozenset[str]] = frozenset()
-
-    @model_serializer(mode="wrap")
-    def _without_absent(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields: dict[str, Any] = handler(self)
-        return {name: v for name, v in fields.items() if v is not None or name not in self.absent}
+def absent() -> Any:
+    """The default of a field that is left out where it is None."""
+    return Field(None, exclude_if=lambda value: value is None)
 
 
-class PromptDetails(Reply):
+class PromptDetails(BaseModel):
     """cached_tokens: of the prompts, found in the prefix cache; known at the end."""
 
     cached_tokens: int
 
 
-class Usage(Reply):
+class Usage(BaseModel):
     """Tokens of a request: those of each prompt count once."""
 
     prompt_tokens: int
@@ -58,7 +52,7 @@ class Usage(Reply):
         )
 
 
-class LikelyToken(Reply):
+class LikelyToken(BaseModel):
     """One of the likeliest tokens at its place."""
 
     token: str
@@ -72,23 +66,21 @@ class TokenLogprob(LikelyToken):
     top_logprobs: list[LikelyToken]
 
 
-class ChatLogprobs(Reply):
+class ChatLogprobs(BaseModel):
     """Of all tokens that were written, reasoning and calls among them."""
 
     content: list[TokenLogprob]
     refusal: None = None
 
 
-class CallFunction(Reply):
+class CallFunction(BaseModel):
     """A call's function. arguments: JSON text, or a piece of it."""
 
-    absent = frozenset({"name"})
-
-    name: str | None = None
+    name: str | None = absent()
     arguments: str
 
 
-class CallReply(Reply):
+class CallReply(BaseModel):
     """One call."""
 
     id: str
@@ -96,44 +88,38 @@ class CallReply(Reply):
     function: CallFunction
 
 
-class MessageReply(Reply):
+class MessageReply(BaseModel):
     """The model's message. content: None where there are calls and nothing else."""
-
-    absent = frozenset({"reasoning_content", "tool_calls"})
 
     role: Literal["assistant"] = "assistant"
     content: str | None
     refusal: None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CallReply] | None = None
+    reasoning_content: str | None = absent()
+    tool_calls: list[CallReply] | None = absent()
 
 
-class TraceReply(Reply):
+class TraceReply(BaseModel):
     """A trace, or a piece of one: the fields of ``guided_spec.trace.record.Trace``, or as HTML.
 
     steps: records, or a row for each. summary: a table, at the end.
     """
 
     model_config = ConfigDict(extra="allow")
-    absent = frozenset({"summary"})
-
     steps: list[dict[str, Any]] | str
-    summary: str | None = None
+    summary: str | None = absent()
 
 
-class ChatChoice(Reply):
+class ChatChoice(BaseModel):
     """One answer. trace: if the request asks for it."""
-
-    absent = frozenset({"trace"})
 
     index: int
     message: MessageReply
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason
-    trace: TraceReply | None = None
+    trace: TraceReply | None = absent()
 
 
-class ChatReply(Reply):
+class ChatReply(BaseModel):
     """The answer of ``/v1/chat/completions``."""
 
     id: str
@@ -144,54 +130,46 @@ class ChatReply(Reply):
     usage: Usage
 
 
-class CallDelta(Reply):
+class CallDelta(BaseModel):
     """A piece of one call; id and type come with its first."""
 
-    absent = frozenset({"id", "type"})
-
     index: int
-    id: str | None = None
-    type: Literal["function"] | None = None
+    id: str | None = absent()
+    type: Literal["function"] | None = absent()
     function: CallFunction
 
 
-class Delta(Reply):
+class Delta(BaseModel):
     """A piece of a message."""
 
-    absent = frozenset({"role", "content", "reasoning_content", "tool_calls"})
-
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[CallDelta] | None = None
+    role: Literal["assistant"] | None = absent()
+    content: str | None = absent()
+    reasoning_content: str | None = absent()
+    tool_calls: list[CallDelta] | None = absent()
 
 
-class ChatChunkChoice(Reply):
+class ChatChunkChoice(BaseModel):
     """A piece of one answer. trace: of the steps since the last piece."""
-
-    absent = frozenset({"trace"})
 
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None = None
     finish_reason: FinishReason | None = None
-    trace: TraceReply | None = None
+    trace: TraceReply | None = absent()
 
 
-class ChatChunkReply(Reply):
+class ChatChunkReply(BaseModel):
     """A piece of a stream. usage: on the last one, if the request asks for it."""
-
-    absent = frozenset({"usage"})
 
     id: str
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
     choices: list[ChatChunkChoice]
-    usage: Usage | None = None
+    usage: Usage | None = absent()
 
 
-class CompletionLogprobs(Reply):
+class CompletionLogprobs(BaseModel):
     """In step with the tokens. text_offset: in characters of the choice's text.
 
     A token of a part of a character is written as its bytes, such as ``bytes:\\xf0\\x9f``, and
@@ -204,32 +182,28 @@ class CompletionLogprobs(Reply):
     text_offset: list[int]
 
 
-class CompletionChoice(Reply):
+class CompletionChoice(BaseModel):
     """One text, or a piece of one. trace: of the text, or of the steps since the last piece."""
-
-    absent = frozenset({"trace"})
 
     index: int
     text: str
     logprobs: CompletionLogprobs | None = None
     finish_reason: FinishReason | None = None
-    trace: TraceReply | None = None
+    trace: TraceReply | None = absent()
 
 
-class CompletionReply(Reply):
+class CompletionReply(BaseModel):
     """The answer of ``/v1/completions``, or a piece of its stream."""
-
-    absent = frozenset({"usage"})
 
     id: str
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | None = None
+    usage: Usage | None = absent()
 
 
-class OutputText(Reply):
+class OutputText(BaseModel):
     """The text of a message."""
 
     type: Literal["output_text"] = "output_text"
@@ -238,14 +212,14 @@ class OutputText(Reply):
     logprobs: list[Any] = []
 
 
-class ReasoningText(Reply):
+class ReasoningText(BaseModel):
     """The text of reasoning."""
 
     type: Literal["reasoning_text"] = "reasoning_text"
     text: str
 
 
-class MessageItem(Reply):
+class MessageItem(BaseModel):
     """What the model says."""
 
     id: str
@@ -255,7 +229,7 @@ class MessageItem(Reply):
     content: list[OutputText]
 
 
-class ReasoningItem(Reply):
+class ReasoningItem(BaseModel):
     """What it wrote before. It has no summary."""
 
     id: str
@@ -265,7 +239,7 @@ class ReasoningItem(Reply):
     content: list[ReasoningText]
 
 
-class CallItem(Reply):
+class CallItem(BaseModel):
     """One call. arguments: JSON text."""
 
     id: str
@@ -279,20 +253,20 @@ class CallItem(Reply):
 OutputItem = MessageItem | ReasoningItem | CallItem
 
 
-class InputDetails(Reply):
+class InputDetails(BaseModel):
     """cached_tokens: of the prompt, found in the prefix cache; nobody pays for writing there."""
 
     cached_tokens: int
     cache_write_tokens: int = 0
 
 
-class OutputDetails(Reply):
+class OutputDetails(BaseModel):
     """reasoning_tokens: those of chunks that held reasoning."""
 
     reasoning_tokens: int
 
 
-class ResponseUsage(Reply):
+class ResponseUsage(BaseModel):
     """Tokens of a request."""
 
     input_tokens: int
@@ -302,13 +276,13 @@ class ResponseUsage(Reply):
     total_tokens: int
 
 
-class IncompleteDetails(Reply):
+class IncompleteDetails(BaseModel):
     """Why the text has no end."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
-class ResponseReply(Reply):
+class ResponseReply(BaseModel):
     """The answer, whole or so far. What the request said is repeated."""
 
     id: str
@@ -335,30 +309,25 @@ class ResponseReply(Reply):
     usage: ResponseUsage | None = None
 
 
-class ResponseEvent(Reply):
+class ResponseEvent(BaseModel):
     """One event of a stream; each type has some of the fields."""
-
-    absent = frozenset(
-        {"response", "item", "part", "item_id", "output_index", "content_index", "delta", "text"}
-        | {"arguments", "name", "logprobs"}
-    )
 
     type: str
     sequence_number: int
-    response: ResponseReply | None = None
-    item: OutputItem | None = None
-    part: OutputText | ReasoningText | None = None
-    item_id: str | None = None
-    output_index: int | None = None
-    content_index: int | None = None
-    delta: str | None = None
-    text: str | None = None
-    arguments: str | None = None
-    name: str | None = None
-    logprobs: list[Any] | None = None
+    response: ResponseReply | None = absent()
+    item: OutputItem | None = absent()
+    part: OutputText | ReasoningText | None = absent()
+    item_id: str | None = absent()
+    output_index: int | None = absent()
+    content_index: int | None = absent()
+    delta: str | None = absent()
+    text: str | None = absent()
+    arguments: str | None = absent()
+    name: str | None = absent()
+    logprobs: list[Any] | None = absent()
 
 
-class ModelCard(Reply):
+class ModelCard(BaseModel):
     """A model that is served. max_model_len: prompt and output tokens at most."""
 
     id: str
@@ -368,22 +337,20 @@ class ModelCard(Reply):
     max_model_len: int
 
 
-class ModelList(Reply):
+class ModelList(BaseModel):
     """The answer of ``/v1/models``."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
-class TokenizeReply(Reply):
+class TokenizeReply(BaseModel):
     """The answer of ``/tokenize``."""
-
-    absent = frozenset({"token_strs"})
 
     count: int
     max_model_len: int
     tokens: list[int]
-    token_strs: list[str] | None = None
+    token_strs: list[str] | None = absent()
 
 
 _LEAST = -9999.0  # JSON has no -inf
