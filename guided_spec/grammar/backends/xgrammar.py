@@ -50,6 +50,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
 
     def __init__(self, vocabulary: Vocabulary, *, compile_threads: int = 2) -> None:
         self.vocabulary = vocabulary
+        self._without_bytes = vocabulary.without_bytes
         self._compile_threads = compile_threads
         self._tag_compiler = lru_cache(maxsize=8)(self._new_tag_compiler)
         self._compilers = self._new_compilers(list(vocabulary.token_bytes))
@@ -86,7 +87,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         spec, source = document.spec, _source_of(document)
         compiled = self._compile(spec, source, any_whitespace=spec.any_whitespace)
         style = self._compile(spec, source, any_whitespace=False) if spec.any_whitespace else None
-        return XGrammarGrammar(compiled, style, self.vocabulary.without_bytes)
+        return XGrammarGrammar(compiled, style, self._without_bytes)
 
     def _compile_in_any_order(self, document: SpecDocument) -> XGrammarGrammar:
         """As grammars of its own where any object's keys can be freed."""
@@ -100,7 +101,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
             self._compile(GrammarSpec.ebnf(text), text, any_whitespace=False) for text in texts
         ]
         style = compiled[1] if spec.any_whitespace else None
-        return XGrammarGrammar(compiled[0], style, self.vocabulary.without_bytes, free[0].notes)
+        return XGrammarGrammar(compiled[0], style, self._without_bytes, free[0].notes)
 
     def _compile_tag(self, document: SpecDocument) -> XGrammarGrammar:
         spec, prepared = document.spec, prepare_tag(document.value)
@@ -109,7 +110,7 @@ class XGrammarBackend(DocumentBackend[MaybeUnique["XGrammarGrammar"]]):
         tag, named = with_tokens(prepared, self.vocabulary)
         compilers = self._tag_compiler(named) if named else None
         compiled = self._compile(spec, json.dumps(tag), any_whitespace=False, compilers=compilers)
-        return XGrammarGrammar(compiled, None, self.vocabulary.without_bytes - named)
+        return XGrammarGrammar(compiled, None, self._without_bytes - named)
 
     def _new_tag_compiler(self, named: frozenset[int]) -> _Compilers:
         """Compilers that know the tokens ``named``: xgrammar admits none without bytes.
