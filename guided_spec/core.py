@@ -17,12 +17,12 @@ from guided_spec.masks.constraint import Constraint
 from guided_spec.masks.lookahead import Lookahead, Pause
 from guided_spec.masks.rows import MaskRows
 from guided_spec.ops.host import Download, host_integers
-from guided_spec.ops.sampling.adjust import Adjustments, RuleTable, TokenRules
+from guided_spec.ops.sampling.adjust import Adjustments
 from guided_spec.ops.sampling.logprobs import LogprobsPlan
 from guided_spec.ops.sampling.noise import DraftNoise, NoiseKeys, Stream, exponential_noise
 from guided_spec.ops.sampling.verify import draw_noise
 from guided_spec.ops.sampling.warp import Sampling, VerifyRows
-from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, SamplingParams, Verifier
+from guided_spec.types import Accepted, Draft, DraftPolicy, Noise, Verifier
 
 
 class PromptPiece(NamedTuple):
@@ -82,8 +82,8 @@ class DecodeBatch:
     adjustments: the biases, bans and penalties of all requests; None when nobody has any.
     logprobs: who wants log-probabilities, and which; None when nobody does.
     prefills: [B] equal where a prompt was read once for several; () where each has its own.
-    sources: [B] equal where one text may be drafted from the other, see ``source_of``; () where
-        nobody knows, and texts are kept apart.
+    sources: [B] equal where one text may be drafted from the other: their ``GuidedText.source``; ()
+        where nobody knows, and texts are kept apart.
     traced: the requests, by their rows, of which ``Step.probs`` is wanted.
     prompts: which the forward that verifies reads besides, of other slots, and of those of the
         batch that have only begun: of these nothing is known before; () where the engine hands
@@ -147,123 +147,6 @@ class DecodeBatch:
     def verify_noise(self, num_draft: int) -> Noise:
         """The noise of one step with a draft of ``num_draft`` tokens."""
         return draw_noise(self.verify_rows(), num_draft, self.vocab_size)
-
-
-class Running(Protocol):
-    """A request that decodes, as ``Batches`` reads it.
-
-    tokens: prompt and output so far. noise_key: the seed of its noise. rules: the biases, bans and
-    penalties of ``params``. prefill: see ``DecodeBatch.prefills``. The others are those of
-    ``DecodeBatch``.
-    """
-
-    @property
-    def slot(self) -> int: ...
-    @property
-    def tokens(self) -> Sequence[int]: ...
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def constraint(self) -> Constraint | None: ...
-    @property
-    def draft_limit(self) -> int: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def noise_key(self) -> int: ...
-    @property
-    def rules(self) -> TokenRules: ...
-    @property
-    def prefill(self) -> Hashable: ...
-
-
-class _Stacked(NamedTuple):
-    """What the requests of a batch ask for: the same for as long as they run together.
-
-    rules, logprobs: None when nobody has any.
-    """
-
-    sampling: Sampling
-    rules: RuleTable | None
-    logprobs: LogprobsPlan | None
-    sources: tuple[Hashable, ...]
-
-
-def source_of(params: SamplingParams) -> Hashable:
-    """What texts have in common that one may be drafted from another: grammar and cache salt."""
-    return params.grammar, params.cache_salt
-
-
-class Batches:
-    """Makes the batch of each step out of the requests that decode in it.
-
-    config: its draft lengths and its verifier. num_slots: requests of a batch at most.
-    """
-
-    def __init__(
-        self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
-    ) -> None:
-        longest = config.num_draft_tokens + config.max_forced_tokens
-        depths = max(longest, config.tree_nodes) + 1
-        table_bytes = config.device_table_bytes
-        self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
-        self._verifier: Verifier = config.verifier
-        self._vocab_size = vocab_size
-        self._device = device
-        self._stacked: tuple[tuple[Running, ...], _Stacked] | None = None
-
-    def make(
-        self,
-        requests: Sequence[Running],
-        num_draft_tokens: int,
-        features: Sequence[Tensor | None] = (),
-        traced: Sequence[int] = (),
-        prompts: Sequence[PromptPiece] = (),
-        begun: Sequence[BegunPrompt] = (),
-    ) -> DecodeBatch:
-        """The batch of ``requests``, in the order of their slots; see ``DecodeBatch``."""
-        stacked = self._stack(tuple(requests))
-        contexts = tuple(request.tokens for request in requests)
-        prompt_lengths = tuple(request.prompt_length for request in requests)
-        return DecodeBatch(
-            slots=tuple(request.slot for request in requests),
-            contexts=contexts,
-            prompt_lengths=prompt_lengths,
-            constraints=tuple(request.constraint for request in requests),
-            limits=tuple(request.draft_limit for request in requests),
-            sampling=stacked.sampling,
-            mask_rows=self._rows,
-            num_draft_tokens=num_draft_tokens,
-            vocab_size=self._vocab_size,
-            device=self._device,
-            features=features,
-            policies=tuple(request.params.draft_policy for request in requests),
-            verifier=self._verifier,
-            adjustments=Adjustments.stack(stacked.rules, contexts, prompt_lengths),
-            logprobs=stacked.logprobs,
-            prefills=tuple(request.prefill for request in requests),
-            sources=stacked.sources,
-            traced=traced,
-            prompts=prompts,
-            begun=begun,
-        )
-
-    def forget(self) -> None:
-        """Let go of the requests of the last batch."""
-        self._stacked = None
-
-    def _stack(self, requests: tuple[Running, ...]) -> _Stacked:
-        if self._stacked is None or self._stacked[0] != requests:
-            params = [request.params for request in requests]
-            seeds = [request.noise_key for request in requests]
-            rules = [request.rules for request in requests]
-            table = RuleTable.stack(rules, self._vocab_size, self._device)
-            sampling = Sampling.stack(params, seeds, self._device)
-            logprobs = LogprobsPlan.stack(params, self._device)
-            sources = tuple(map(source_of, params))
-            stacked = _Stacked(sampling, table, logprobs, sources)
-            self._stacked = (requests, stacked)
-        return self._stacked[1]
 
 
 class DraftInFlight(Protocol):
@@ -430,7 +313,8 @@ class Proposer(Protocol):
 class FinishedText(NamedTuple):
     """A text that is complete, or as long as it may be.
 
-    source: see ``source_of``. token_ids: prompt and output. prompt_length: how many are the prompt.
+    source: see ``DecodeBatch.sources``. token_ids: prompt and output. prompt_length: how many are
+    the prompt.
     """
 
     source: Hashable

@@ -12,22 +12,31 @@ from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from transformers import PreTrainedModel
 
 from guided_spec.config import EngineConfig
-from guided_spec.core import Batches, DecodeBatch
+from guided_spec.core import DecodeBatch
 from guided_spec.errors import ConfigError, GuidedSpecError, PromptError
 from guided_spec.grammar.completion.completion import EndingsCache
 from guided_spec.grammar.pipeline import RequestGrammars
 from guided_spec.grammar.protocol import CompiledGrammar
 from guided_spec.grammar.vocabulary import Vocabulary
 from guided_spec.masks.constraint import Constraint
+from guided_spec.masks.rows import MaskRows
 from guided_spec.models.loading import end_of_text_ids
-from guided_spec.ops.sampling.adjust import TokenRules, check_token_ids, spell_bad_words
+from guided_spec.ops.sampling.adjust import (
+    Adjustments,
+    RuleTable,
+    TokenRules,
+    check_token_ids,
+    spell_bad_words,
+)
+from guided_spec.ops.sampling.logprobs import LogprobsPlan
 from guided_spec.ops.sampling.noise import noise_key
+from guided_spec.ops.sampling.warp import Sampling
 from guided_spec.step import Committed
 from guided_spec.types import MAX_SEED, SamplingParams
 
@@ -106,6 +115,11 @@ class GuidedText:
         """Draft tokens that may be of use: one more token always follows the accepted ones."""
         return self.max_length - len(self.tokens) - 1
 
+    @property
+    def source(self) -> Hashable:
+        """Equal for texts of which one may be drafted from another: grammar and cache salt."""
+        return self.params.grammar, self.params.cache_salt
+
     def bind(self, grammar: CompiledGrammar, endings: EndingsCache | None) -> None:
         """Constrain the text to a grammar.
 
@@ -169,6 +183,76 @@ class GuidedText:
 
     def _is_complete(self) -> bool:
         return self.constraint is not None and self.constraint.is_terminated
+
+
+class _Stacked(NamedTuple):
+    """What the texts of a batch ask for: the same for as long as they run together.
+
+    rules, logprobs: None when nobody has any.
+    """
+
+    texts: tuple[GuidedText, ...]
+    sampling: Sampling
+    rules: RuleTable | None
+    logprobs: LogprobsPlan | None
+    sources: tuple[Hashable, ...]
+
+
+class Batches:
+    """Makes the batch of each step out of the texts that decode in it.
+
+    config: its draft lengths and its verifier. num_slots: texts of a batch at most.
+    """
+
+    def __init__(
+        self, config: EngineConfig, num_slots: int, vocab_size: int, device: torch.device
+    ) -> None:
+        longest = config.num_draft_tokens + config.max_forced_tokens
+        depths = max(longest, config.tree_nodes) + 1
+        table_bytes = config.device_table_bytes
+        self._rows = MaskRows(num_slots, depths, vocab_size, device, table_bytes)
+        self._config, self._vocab_size, self._device = config, vocab_size, device
+        self._stacked: _Stacked | None = None
+
+    def make(self, texts: Sequence[GuidedText], num_draft_tokens: int) -> DecodeBatch:
+        """The batch of ``texts``, in the order of their slots; see ``DecodeBatch``."""
+        stacked = self._stack(tuple(texts))
+        contexts = tuple(text.tokens for text in texts)
+        prompt_lengths = tuple(text.prompt_length for text in texts)
+        return DecodeBatch(
+            slots=tuple(text.slot for text in texts),
+            contexts=contexts,
+            prompt_lengths=prompt_lengths,
+            constraints=tuple(text.constraint for text in texts),
+            limits=tuple(text.draft_limit for text in texts),
+            sampling=stacked.sampling,
+            mask_rows=self._rows,
+            num_draft_tokens=num_draft_tokens,
+            vocab_size=self._vocab_size,
+            device=self._device,
+            policies=tuple(text.params.draft_policy for text in texts),
+            verifier=self._config.verifier,
+            adjustments=Adjustments.stack(stacked.rules, contexts, prompt_lengths),
+            logprobs=stacked.logprobs,
+            prefills=tuple(text.prefill for text in texts),
+            sources=stacked.sources,
+        )
+
+    def forget(self) -> None:
+        """Let go of the texts of the last batch."""
+        self._stacked = None
+
+    def _stack(self, texts: tuple[GuidedText, ...]) -> _Stacked:
+        if self._stacked is None or self._stacked.texts != texts:
+            params, device = [text.params for text in texts], self._device
+            self._stacked = _Stacked(
+                texts,
+                Sampling.stack(params, [text.noise_key for text in texts], device),
+                RuleTable.stack([text.rules for text in texts], self._vocab_size, device),
+                LogprobsPlan.stack(params, device),
+                tuple(text.source for text in texts),
+            )
+        return self._stacked
 
 
 class Guide:

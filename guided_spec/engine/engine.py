@@ -9,18 +9,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from guided_spec.config import EngineConfig
 from guided_spec.core import (
-    Batches,
     BegunPrompt,
+    DecodeBatch,
     FinishedText,
     PromptPiece,
     Proposer,
-    source_of,
 )
 from guided_spec.engine.parallel import is_parallel
 from guided_spec.engine.request import Request, State
@@ -35,6 +35,7 @@ from guided_spec.engine.target import (
 )
 from guided_spec.errors import GrammarError, GuidedSpecError, ModelError, RequestCancelledError
 from guided_spec.grammar.protocol import CompiledGrammar
+from guided_spec.guide import Batches
 from guided_spec.models.causal_lm import CausalLM
 from guided_spec.models.packed.blocks import BLOCK
 from guided_spec.models.packed.graph_pool import CaptureWindow, Stage
@@ -191,7 +192,7 @@ class Engine:
             return
         ended = [request.text for request in self._scheduler.running(State.FINISHED)]
         texts = [
-            FinishedText(source_of(text.params), text.tokens, text.prompt_length)
+            FinishedText(text.source, text.tokens, text.prompt_length)
             for text in ended
             if text.error is None
         ]
@@ -480,6 +481,20 @@ class Engine:
                 self._grow(request, len(request.text.tokens) + most)
         return self._scheduler.running(State.DECODE)
 
+    def _batch(self, requests: Sequence[Request], along: Sequence[Piece]) -> DecodeBatch:
+        """What the step reads and decodes."""
+        slots = [request.text.slot for request in requests]
+        coming = {piece.tokens.slot for piece in along}
+        features = self._target.take_features(slots, coming) if self._layers else ()
+        texts = [request.text for request in requests]
+        return replace(
+            self._batches.make(texts, self.config.num_draft_tokens),
+            features=features,
+            traced=[at for at, request in enumerate(requests) if request.trace is not None],
+            prompts=[piece.tokens for piece in along],
+            begun=self._begun(),
+        )
+
     def _decode(self, along: Sequence[Piece]) -> None:
         """One speculative step. along: of prompts, which its forward reads."""
         requests = self._decoding()
@@ -487,15 +502,8 @@ class Engine:
             return
         # Some may have had to go for those who decode.
         along = [piece for piece in along if piece.request.state is not State.WAITING]
-        slots = [request.text.slot for request in requests]
-        coming = {piece.tokens.slot for piece in along}
-        features = self._target.take_features(slots, coming) if self._layers else ()
-        texts = [request.text for request in requests]
-        traced = [at for at, request in enumerate(requests) if request.trace is not None]
-        started = time.perf_counter() if traced else 0.0
-        pieces = [piece.tokens for piece in along]
-        shared = (features, traced, pieces, self._begun())
-        batch = self._batches.make(texts, self.config.num_draft_tokens, *shared)
+        batch = self._batch(requests, along)
+        started = time.perf_counter() if batch.traced else 0.0
         carry, self._carry = self._carry, None
         step = speculative_step(
             self._target,
